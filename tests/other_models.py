@@ -118,7 +118,7 @@ class OtherViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch_embed.proj(images).flatten(2).mT
-        own = dict(self.named_parameters(recurse=False))
+        own = dict((*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)))
         before = [token.expand(len(x), -1, -1) for name, token in own.items() if "token" in name]
         positions = (self.position_embedding.weight[None] if self.kind == "siglip" else
                      next(value for name, value in own.items() if name.startswith("pos")))

@@ -40,27 +40,34 @@ Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len
 def run(model: nn.Module, images: Tensor, *,
         before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
         after: Mapping[nn.Module, Callable[[tuple, Any], None]] | None = None) -> None:
-    """Pass images through a model in evaluation mode, which is left as it was.
+    """Pass images through a model in evaluation mode.
+
+    The model is left as it was, its buffers included, and so is the global random state.
 
     before: by module, what is called with the module's input. after: with all its inputs and its
     output. PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
     """
     modes = [(module, module.training) for module in model.modules()]
+    buffers = [(module._buffers, name, buffer, None if buffer is None else buffer.clone())
+               for module in model.modules() for name, buffer in module._buffers.items()]
     hooks = []
     try:
         for module, call in (before or {}).items():
             hooks.append(module.register_forward_pre_hook(
-                lambda _, inputs, call=call: call(inputs[0])))
+                lambda _, inputs, call=call: call(*inputs[:1] or [None])))
         for module, call in (after or {}).items():
             hooks.append(module.register_forward_hook(
                 lambda _, inputs, output, call=call: call(inputs, output)))
         model.eval()
-        model(images)
+        with torch.random.fork_rng(devices=[]):
+            model(images)
     finally:
         for hook in hooks:
             hook.remove()
         for module, training in modes:
             module.training = training
+        for table, name, buffer, value in buffers:   # counters and caches
+            table[name] = buffer if buffer is None else buffer.copy_(value)
 
 
 def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] | None = None,

@@ -18,7 +18,8 @@ EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_pos
               "query", "key"}
 SAME = {"class_token": "cls_token", "distillation_token": "dist_token",      # in other libraries
         "register_tokens": "reg_token", "pos_embedding": "pos_embed",
-        "position_embeddings": "pos_embed"}
+        "position_embeddings": "pos_embed", "positional_embedding": "pos_embed",
+        "class_embedding": "cls_token"}
 Base = Literal["default", "torch", "lecun"]
 
 

@@ -164,11 +164,13 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         return x[:, -len(cells):] if x.ndim == 3 else x
 
     def scale(norm: nn.LayerNorm, x: Tensor) -> None:
+        x = vit.batch_first(x)
         others = torch.cat([x[..., :code], x[..., first:]], dim=-1)
         norm.weight.fill_(math.sqrt(variance(patches(x)) / variance(patches(others))))
         norm.weight[code:first] = 0.0                # else they would be large inputs of all layers
 
     def before_attention(number: int, x: Tensor) -> None:
+        raw, x = x, vit.batch_first(x)
         if number == 0:
             ratio = constant_variance / (1.0 - constant_variance)        # to that of the others
             size = (ratio * variance(patches(x)) * x.shape[2] / 2)**0.5
@@ -179,7 +181,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
                 patches(x)[..., :first]), rtol=1e-4, atol=1e-4):
             raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
                              f"position embedding, and before block {number} something did")
-        scale(vit.blocks[number].norm, x)
+        scale(vit.blocks[number].norm, raw)
 
     def write_attention(number: int, _: tuple, y: Tensor) -> None:
         block = vit.blocks[number]
@@ -187,7 +189,8 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         if value_init == "mimetic":
             write_values(block, alpha=value_alpha, beta=value_beta, generator=generator,
                          first=first)
-        power = patches(y)[..., :code].square().sum(-1).mean().item()    # what Q and K read of it
+        read = patches(vit.batch_first(y))[..., :code]                   # by Q and K
+        power = read.square().sum(-1).mean().item()
         gain = math.sqrt(logits[number] * math.sqrt(block.q.shape[1]) / power)
         heads = head_offsets(len(block.q), offsets, "ordered", generator,
                              first=number * len(block.q))

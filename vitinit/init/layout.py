@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isqrt
 from typing import Any
 
 import torch
@@ -43,9 +42,10 @@ LAYERS = (                      # the layers of Q, K and V, one where they are p
     ("to_qkv", "to_out.0"))
 HEADS = ("num_heads", "num_attention_heads", "heads")
 NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
-POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding")
-PREFIX_TOKENS = ("cls_token", "class_token", "dist_token", "distillation_token", "reg_token",
-                 "register_tokens")
+POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding",
+             "positional_embedding")
+PREFIX_TOKENS = ("cls_token", "class_token", "class_embedding", "dist_token", "distillation_token",
+                 "reg_token", "register_tokens")
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,21 @@ class Block:
         return int(rows)
 
     def mixing_weights(self, y: Tensor) -> Tensor:
-        """softmax(Q Kᵀ / √d) of the norm's output y, (n, T, D): (n, h, T, T)."""
+        """softmax(Q Kᵀ / √d + bias) of the norm's output y, (n, T, D): (n, h, T, T).
+
+        In a Swin, y is of whole windows, row by row.
+        """
         query, key = projected(y, self.q, self.q_bias), projected(y, self.k, self.k_bias)
-        return (query @ key.mT * self.q.shape[1] ** -0.5).softmax(-1)
+        logits = query @ key.mT * self.q.shape[1] ** -0.5
+        if self.bias_table is not None:
+            logits = logits + self.bias_table[self.bias_rows].movedim(2, 0)      # (h, n, n)
+        return logits.softmax(-1)
 
     def output(self, y: Tensor) -> Tensor:
         """What the attention makes of the norm's output: (n, T, D) → (n, T, D)."""
         mixed = self.mixing_weights(y) @ projected(y, self.v, self.v_bias)       # (n, h, T, d)
-        found = torch.einsum("bhtd, chd -> btc", mixed, self.proj)
-        return found if self.proj_bias is None else found + self.proj_bias
+        output = torch.einsum("bhtd, chd -> btc", mixed, self.proj)
+        return output if self.proj_bias is None else output + self.proj_bias
 
 
 def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,11 +111,16 @@ class Layout:
 
     pos_embed: (rows, D), a view; its last N rows are those of the patch tokens, row by row of the
         grid, and those before them of prefix tokens. None: there is none.
-    learned: whether pos_embed is a parameter.
-    grid: the patch tokens down and across; None if the blocks have several grids.
-    missing: where there is no pos_embed or no grid, why.
+    learned: whether pos_embed is a parameter, and no frozen one of sines and cosines.
+    grid: the patch tokens down and across; None if the blocks have several grids, or where the
+        model does not state it.
+    missing: where there is no pos_embed, why.
     image_shape: (channels, height, width); None where it is not known.
     tokens: the prefix tokens, (…, D).
+
+    A forward pass shows the rest (`probe.py`): sequence_first, whether the blocks read (T, n, D) in
+    place of (n, T, D); and entry, a norm that what the first block reads has gone through after the
+    positions were added (CLIP's), if there is one.
     """
 
     model: nn.Module
@@ -117,14 +128,20 @@ class Layout:
     pos_embed: Tensor | None
     grid: tuple[int, int] | None
     learned: bool = True
-    missing: str = "the layout has no position embedding or no grid"
+    missing: str = "the layout has no position embedding"
     image_shape: tuple[int, int, int] | None = None
     tokens: tuple[Tensor, ...] = ()
+    sequence_first: bool = False
+    entry: nn.Module | None = None
 
     @property
     def positions(self) -> Tensor:
         """The position embedding of the patch tokens, (N, D), a view."""
         return self.pos_embed[-self.grid[0] * self.grid[1]:]
+
+    def batch_first(self, x: Tensor) -> Tensor:
+        """What a block reads as (n, T, D), a view."""
+        return x.transpose(0, 1) if self.sequence_first and x.ndim == 3 else x
 
     @property
     def in_windows(self) -> bool:
@@ -160,15 +177,15 @@ def layout_of(model: nn.Module | Layout) -> Layout:
                 norm = getattr(modules[owner], name, norm)
         blocks.append(block_of(attention, norm))
 
-    dim, positions, tokens, prefix = blocks[0].proj.shape[0], [], [], 0
+    dim, positions, tokens = blocks[0].proj.shape[0], [], []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         name = name.removesuffix(".weight").rpartition(".")[2]           # .weight: nn.Embedding
         if tensor.ndim > 1 and tensor.shape[-1] == dim and name in POSITIONS:
             positions.append(tensor)
-        elif tensor.ndim > 1 and tensor.shape[-1] == dim and name in PREFIX_TOKENS:
+        elif tensor.ndim and tensor.shape[-1] == dim and name in PREFIX_TOKENS:
             tokens.append(tensor.detach())
-            prefix += tensor.shape[-2]
     pos_embed = grid = None
+    missing, learned = "", False
     if len(lists) > 1:
         missing = (f"the model has {len(lists)} lists of blocks: several grids of tokens, parallel "
                    "blocks, or an encoder and a decoder")
@@ -177,11 +194,11 @@ def layout_of(model: nn.Module | Layout) -> Layout:
                    f"{'s' * (len(positions) > 1)}, expected one, by which heads find their target")
     else:
         pos_embed = positions[0].detach().flatten(0, -2)
-        grid = _grid(modules.values(), len(pos_embed), prefix)
-        missing = (f"the grid is not known: the position embedding has {len(pos_embed)} rows; "
-                   "describe the model by a Layout")
+        grid = _grid(modules.values(), len(pos_embed))
+        learned = isinstance(positions[0], nn.Parameter) and (
+            positions[0].requires_grad or not _of_waves(pos_embed))
     return Layout(model, tuple(blocks), pos_embed, grid, missing=missing, tokens=tuple(tokens),
-                  learned=pos_embed is not None and isinstance(positions[0], nn.Parameter))
+                  learned=learned)
 
 
 def block_paths(model: nn.Module) -> dict[str, str]:
@@ -189,7 +206,8 @@ def block_paths(model: nn.Module) -> dict[str, str]:
 
     A block is the largest module that holds one attention alone and lies in a list, an
     nn.ModuleList or nn.Sequential. Attentions outside lists, such as those that pool, are left out.
-    Raises ValueError if there are no others.
+    Raises ValueError if there are no others, or if the list of some holds more of their kind,
+    without a known attention.
     """
     modules, around, held = dict(model.named_modules()), {}, Counter()
     for path, module in modules.items():
@@ -206,6 +224,15 @@ def block_paths(model: nn.Module) -> dict[str, str]:
     if not blocks:
         raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, "
                          "of a layout known here")
+    for owner in {path.rpartition(".")[0] for path in blocks.values()}:
+        children = {f"{owner}.{name}".lstrip("."): child
+                    for name, child in modules[owner].named_children()}
+        kinds = {type(children[path]) for path in blocks.values() if path in children}
+        for path, child in children.items():
+            alike = isinstance(modules[owner], nn.ModuleList) or type(child) in kinds
+            if alike and not held[path] and any(True for _ in child.parameters()):
+                raise ValueError(f"{path}, a {type(child).__name__}, has no attention of a layout "
+                                 "known here, as others of its list have")
     return blocks
 
 
@@ -224,8 +251,10 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
         *layers, proj = _layers(attention) or [attention]
         for layer in (*layers, proj):
             if not isinstance(layer, nn.Linear):     # LoRA's, or quantised
-                raise ValueError(f"{type(attention).__name__} has a {type(layer).__name__} where "
-                                 "nn.Linear is expected for Q, K, V or proj")
+                library = type(layer).__module__.partition(".")[0]
+                raise ValueError(f"{type(attention).__name__} has a {type(layer).__name__}"
+                                 f"{f' of {library}' * (library != 'torch')} where nn.Linear is "
+                                 "expected for Q, K, V or proj")
         weights, biases = [[getattr(layer, name) for layer in layers] for name in
                            ("weight", "bias")]
     inner = getattr(attention, "attention", None)    # where transformers 4 keeps the number
@@ -234,6 +263,10 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
     if heads is None:
         raise ValueError(f"{type(attention).__name__} does not say how many heads it has, by "
                          f"{' or '.join(HEADS)}")
+    rows, inner = sum(map(len, weights)), proj.weight.shape[1]
+    if rows != 3 * inner or inner % heads:           # shared keys, or keys and values alone
+        raise ValueError(f"{type(attention).__name__} has {rows} rows of Q, K and V for {heads} "
+                         f"heads of {inner} channels, expected {3 * inner}")
     if len(weights) == 1:                            # Q, K and V in one
         weights = weights[0].chunk(3)
         biases = [None] * 3 if biases[0] is None else biases[0].chunk(3)
@@ -247,9 +280,9 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
 
 def _window_bias(attention: nn.Module, table: nn.Parameter) -> dict[str, Any]:
     """The fields of a Swin's block: empty where the table is not of the size of its windows."""
-    window = pair(getattr(attention, "window_size", getattr(attention, "window", ())))
+    window = stated(attention, "window_size", "window")
     rows = getattr(attention, "relative_position_index", None)
-    if rows is None or len(window) != 2 or rows.numel() != (window[0] * window[1])**2 or (
+    if rows is None or window is None or rows.numel() != (window[0] * window[1])**2 or (
             len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)):
         return {}                                    # BEiT's has rows for the class token, too
     return dict(window=window, bias_table=table.detach(),
@@ -266,24 +299,29 @@ def _layers(attention: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _grid(modules: Iterable[nn.Module], rows: int, prefix: int) -> tuple[int, int] | None:
-    """The grid of a model with so many prefix tokens and rows of the position embedding.
-
-    Where no attribute gives it, the patches are taken to form a square.
-    """
+def _grid(modules: Iterable[nn.Module], rows: int) -> tuple[int, int] | None:
+    """The grid that a model states, for so many rows of the position embedding."""
     for module in modules:
-        size = getattr(module, "grid_size", getattr(module, "grid", None))
-        image, patch = getattr(module, "image_size", None), getattr(module, "patch_size", None)
-        if size is None and image is not None and patch is not None:
-            size = [side // step for side, step in zip(pair(image), pair(patch))]
-        if size is not None:
-            return tuple(size) if 0 <= rows - size[0] * size[1] <= prefix else None
-    for cells in range(rows - prefix, rows + 1):
-        if isqrt(max(cells, 0))**2 == cells > 0:
-            return isqrt(cells), isqrt(cells)
+        grid = stated(module, "grid_size", "grid")
+        image, patch = stated(module, "image_size"), stated(module, "patch_size")
+        if grid is None and image and patch:
+            grid = image[0] // patch[0], image[1] // patch[1]
+        if grid is not None:
+            return grid if grid[0] * grid[1] <= rows else None
     return None
 
 
-def pair(value: Any) -> tuple[int, int]:
-    """Down and across, where one number may stand for both."""
-    return (value, value) if isinstance(value, int) else tuple(value)
+def _of_waves(positions: Tensor) -> bool:
+    """Whether all rows but those of 0 are sines and cosines, whose squares add up to 1 by pairs."""
+    squares = positions.square().sum(1)
+    return bool(torch.isclose(squares[squares > 0], squares.new_tensor(positions.shape[1] / 2),
+                              rtol=1e-3).all())
+
+
+def stated(module: nn.Module, *names: str) -> tuple[int, int] | None:
+    """Down and across, the first attribute of these names that is one number for both, or two."""
+    for value in (getattr(module, name, None) for name in names):
+        sides = (value, value) if isinstance(value, int) else value
+        if isinstance(sides, (tuple, list)) and list(map(type, sides)) == [int, int]:
+            return tuple(sides)
+    return None

@@ -148,13 +148,14 @@ def measured(vit: Layout, name: str, options: Mapping[str, Any], images: Tensor 
                   for block in vit.blocks]
     else:
         grids, y = [vit.grid] * len(vit.blocks), vit.positions[None]
+        y = y if vit.entry is None else vit.entry(y)
         shares = [block.mixing_weights(block.norm(y))[0] for block in vit.blocks]
     found = masses_on(targets_of(name, options, [len(block.q) for block in vit.blocks]), shares,
                       grids)
     fields["targets"], fields["mass"] = _apart(found)
-    if images is not None:
+    if images is not None and not vit.in_windows:
         shares = mean_shares(vit.model, images.detach().to(vit.pos_embed), [
-            (block.norm, lambda _, y, block=block: block.mixing_weights(y))
+            (block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
             for block in vit.blocks], grids)
         targets = [[[offset] for offset in block] for block in fields["targets"]]
         _, fields["mass_on_images"] = _apart(masses_on(targets, shares, grids))

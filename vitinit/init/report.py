@@ -24,6 +24,7 @@ class Description:
     grid: tuple[int, int] = (0, 0)               # patch tokens down and across; of a Swin's window
     in_windows: bool = False    # whether the model is a Swin
     prefix_tokens: int = 0
+    checked: str = ""           # what was seen in forward passes, and on which images
     fits: tuple[tuple[str, str], ...] = ()       # (init, why not, or "")
 
     @property
@@ -36,7 +37,7 @@ class Description:
     def __str__(self) -> str:
         if self.reason:
             return f"{self.model}: not recognised: {self.reason}"
-        return "\n".join([f"{self.model}: {self.sizes}", *(
+        return "\n".join([f"{self.model}: {self.sizes}", f"  {self.checked}", *(
             f"  {init}_: {why or 'fits'}" for init, why in self.fits)])
 
 
@@ -56,7 +57,7 @@ class Report(Description):
     uniform: float              # the mass under uniform attention
 
     def __str__(self) -> str:
-        lines = [f"{self.init}: {self.model}, {self.sizes}",
+        lines = [f"{self.init}: {self.model}, {self.sizes}", self.checked,
                  f"wrote {len(self.written)} tensors: {patterns(self.written) or 'none'}; "
                  f"kept {self.kept} others"]
         alone = "the relative bias alone" if self.in_windows else "positions alone"

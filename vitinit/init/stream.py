@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layout import Layout, block_paths, pair
+from .layout import Layout, block_paths, stated
 
 
 def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
@@ -68,23 +68,31 @@ def stream_of(vit: Layout) -> Stream:
 
 
 def image_shape_of(vit: Layout) -> tuple[int, int, int] | None:
-    """(channels, height, width) of the images that the patch embedding cuts into the grid.
+    """(channels, height, width) of the images, as far as the model states their size.
 
+    That of images is an attribute, or follows from the grid and the size of its patches. Where a
+    Swin states none, which takes images of any size, it is that of one window in the last stage.
     None where it is not found.
     """
-    if vit.image_shape or not vit.grid:
+    if vit.image_shape:
         return vit.image_shape
-    layers = patch_embedding(vit.model.modules(), vit.blocks[0].proj.shape[0])
-    if layers and isinstance(layers[0], nn.Conv2d):
-        (down, across), channels = layers[0].stride, layers[0].in_channels
-    else:
-        sizes = [module.patch_size for module in vit.model.modules()
-                 if hasattr(module, "patch_size")]
-        if not layers or not sizes:
-            return None
-        down, across = pair(sizes[0])
-        channels = layers[0].in_features // (down * across)
-    return channels, vit.grid[0] * down, vit.grid[1] * across
+    modules, grid = list(vit.model.modules()), vit.grid
+    layers = patch_embedding(modules, vit.blocks[0].proj.shape[0])
+    convolution = next((module for module in modules if isinstance(module, nn.Conv2d)), None)
+    patch = next(filter(None, (stated(module, "patch_size") for module in modules)), None)
+    if patch is None and convolution in layers:
+        patch = tuple(convolution.stride)
+    if vit.in_windows:
+        last = vit.blocks[-1]
+        scale = last.q.shape[-1] // vit.blocks[0].q.shape[-1]            # channels double by stage
+        grid = tuple(scale * side for side in last.window)
+    size = next(filter(None, (stated(module, "image_size", "img_size") for module in modules)),
+                patch and grid and (grid[0] * patch[0], grid[1] * patch[1]))
+    if not size or not (convolution or layers and patch):
+        return None
+    channels = (convolution.in_channels if convolution else
+                layers[0].in_features // (patch[0] * patch[1]))
+    return channels, *size
 
 
 def noise_images(vit: Layout, count: int, generator: torch.Generator) -> Tensor:

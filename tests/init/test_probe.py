@@ -1,0 +1,295 @@
+"""What a probe sees of other libraries' models: what is not as it seems is refused, or seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from other_models import DIM, GRID, HEADS, OtherAttention, OtherViT, put
+from small_models import seeded, state_of
+from torch import Tensor, nn
+from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
+
+from vitinit.init import deep_impulse_, describe, impulse_, init_
+from vitinit.init.layout import layout_of
+from vitinit.mixing import target_mass
+
+IMAGES = torch.randn(5, 3, 20, 28, generator=seeded(1))
+
+
+# Attentions that compute something else --------------------------------------------------------
+
+
+class Attention(OtherAttention):
+    """One that has the attributes of timm's, and does something else with Q, K and logits."""
+
+    def __init__(self, change: Callable) -> None:
+        super().__init__("timm")
+        self.change, self.gate = change, nn.Parameter(torch.zeros(HEADS, 1, 1))
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        packed = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = self.change(self, *packed, self.scale)                   # (n, h, T, d)
+        return self.proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+def shifted(x: Tensor) -> Tensor:
+    turn = torch.arange(x.shape[2])[:, None].to(x)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * turn.cos() - b * turn.sin(), a * turn.sin() + b * turn.cos()], -1)
+
+
+ATTENTIONS: dict[str, Callable] = {
+    "the formula": lambda own, q, k, v, scale: (q @ k.mT * scale).softmax(-1) @ v,
+    "another scale": lambda own, q, k, v, scale: (q @ k.mT * scale**2).softmax(-1) @ v,
+    "rotary": lambda own, q, k, v, scale: (shifted(q) @ shifted(k).mT * scale).softmax(-1) @ v,
+    "norms of Q and K": lambda own, q, k, v, scale: (
+        nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT).softmax(-1) @ v,
+    "the diagonal masked": lambda own, q, k, v, scale: (q @ k.mT * scale).masked_fill(
+        torch.eye(q.shape[2]).bool(), -torch.inf).softmax(-1) @ v,
+    "a gate that is 0": lambda own, q, k, v, scale: (
+        q @ k.mT * scale + own.gate * torch.arange(q.shape[2])).softmax(-1) @ v,
+    "talking heads": lambda own, q, k, v, scale: (q @ k.mT * scale).softmax(-1).roll(1, 1) @ v,
+    "over channels": lambda own, q, k, v, scale: ((q.mT @ k * scale).softmax(-1) @ v.mT).mT,
+    "heads in another order": lambda own, q, k, v, scale: (
+        torch.stack([q, k, v], 2).flatten(1, 2).unflatten(1, (3, HEADS))[:, 0] @ k.mT * scale
+    ).softmax(-1) @ v}
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_the_formula_is_compared_though_proj_is_0(kind):
+    model = OtherViT("timm")
+    for block in model.blocks:
+        block.attn = Attention(ATTENTIONS[kind])
+    before = state_of(model)
+    if kind == "the formula":
+        assert impulse_(model, generator=seeded(), value_init="base").mass[0][0] > 0.9
+        assert not model.blocks[0].attn.proj.weight.any()
+        return
+    with pytest.raises(ValueError, match="of 3 of 3 blocks computes something else than softmax"):
+        impulse_(model, generator=seeded(), value_init="base")
+    assert "computes something else" in describe(model, images=IMAGES).reason
+    assert all(map(torch.equal, state_of(model).values(), before.values()))
+
+
+def test_an_attention_of_several_blocks_and_one_that_is_not_called():
+    shared, idle, mixed = OtherViT("timm", 1), OtherViT("timm"), OtherViT("timm")
+    shared.blocks.append(shared.blocks[0])
+    idle.blocks[2].forward = lambda x: x
+    mixed.blocks[2].post_norm = True
+    assert "the attention of 1 of 3 blocks computes" in describe(mixed).reason
+    assert "OtherAttention, is called 2 times in a forward pass" in describe(shared).reason
+    assert "is called 0 times in a forward pass, expected once" in describe(idle).reason
+
+
+class Doubled(ShiftedWindowAttention):
+    def get_relative_position_bias(self) -> Tensor:
+        return 2.0 * super().get_relative_position_bias()
+
+
+class Apart(ShiftedWindowAttention):
+    """Its windows are of every other row and column."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [torch.cat([torch.arange(0, side, 2), torch.arange(1, side, 2)])
+                 for side in x.shape[1:3]]
+        x = super().forward(x[:, order[0]][:, :, order[1]])
+        return x[:, order[0].argsort()][:, :, order[1].argsort()]
+
+
+@pytest.mark.parametrize("kind", [ShiftedWindowAttention, Doubled, Apart])
+def test_a_swins_windows_and_bias_are_compared(kind):
+    """Images of 20×28 pixels are padded, with a shift in the first stage."""
+    model = SwinTransformer(
+        patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5])
+    model.features[1][1].attn.__class__ = kind
+    for images in (None, IMAGES):
+        reason = describe(model, images=images).reason
+        assert reason == "" if kind is ShiftedWindowAttention else (
+            "the attention of 1 of 4 blocks computes something else" in reason)
+
+
+# Which token is which patch --------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """vit-pytorch's kind of ViT: no attribute says the size of images or the grid."""
+
+    def __init__(self, lie: str = "") -> None:
+        super().__init__()
+        self.inside, self.lie = OtherViT("vit-pytorch", class_token=False), lie
+        self.patches = nn.Linear(48, DIM)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(36, DIM))
+        self.cls_token = nn.Parameter(torch.randn(1, DIM))
+        self.places, self.blocks = torch.randperm(35, generator=seeded()), self.inside.blocks
+        del self.inside
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = nn.functional.unfold(images, 4, stride=4).mT                 # (n, N, 48), row by row
+        if self.lie == "in the order of rows":
+            x = x.unflatten(1, (images.shape[2] // 4, -1)).transpose(1, 2).flatten(1, 2)
+        x, first = self.patches(x), self.cls_token.expand(len(x), 1, DIM)
+        places = self.pos_embed
+        if self.lie == "row by row and as they are":
+            places = torch.cat([places[:1], places[1:][self.places]])
+        elif self.lie == "before the first block":
+            places = 0.5 * places
+        last = self.lie == "follow those of the patches"
+        x = torch.cat([x, first] if last else [first, x], 1) + places
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1)
+
+
+@pytest.mark.parametrize("size", [(20, 28), (28, 20)])
+def test_images_show_the_grid_that_no_attribute_states(size):
+    model, images = Plain().eval(), torch.randn(3, 3, *size, generator=seeded(1))
+    assert "the size of its images is not seen in the model; give images=" in describe(model).reason
+    assert describe(model, images=images).grid == (size[0] // 4, size[1] // 4)
+    report = impulse_(model, generator=seeded(), images=images)
+    model(images)
+    for block, targets, masses in zip(model.blocks, report.targets, report.mass_on_images):
+        mass = torch.stack([target_mass(each, list(targets), report.grid)
+                            for each in block.attn.seen]).mean(0)
+        assert torch.allclose(mass, torch.tensor(masses), atol=1e-5)
+    assert str(report).splitlines()[1] == "grid, order, positions and formula checked on 2 images"
+
+
+@pytest.mark.parametrize("lie", ["in the order of rows", "follow those of the patches",
+                                 "row by row and as they are", "before the first block"])
+def test_tokens_and_positions_in_another_order_are_refused(lie):
+    assert lie in describe(Plain(lie), images=IMAGES).reason
+
+
+def test_a_stem_of_several_convolutions_is_seen_by_what_moves_with_the_patches():
+    model = OtherViT("timm")
+    model.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 17, 3, 2, 1), nn.ReLU(),
+                                           nn.Conv2d(17, DIM, 3, 2, 1))
+    assert describe(model, images=IMAGES).grid == GRID
+    model.patch_embed.proj.append(nn.Conv2d(DIM, DIM, (1, 13), padding=(0, 6), groups=DIM))
+    with torch.no_grad():
+        model.patch_embed.proj[-1].weight.copy_(torch.eye(13)[9])        # to the left
+    assert "no grid of patches is seen" in describe(model, images=IMAGES).reason
+
+
+# Recognition ------------------------------------------------------------------------------------
+
+
+def test_a_stack_that_is_known_in_part_is_refused():
+    model = OtherViT("timm")
+    put(model.blocks[1].attn, "key_value", model.blocks[1].attn.qkv)
+    del model.blocks[1].attn.qkv
+    assert describe(model).reason == ("blocks.1, a OtherBlock, has no attention of a layout known "
+                                      "here, as others of its list have")
+    narrow = OtherViT("timm")
+    narrow.blocks[0].attn.qkv = nn.Linear(DIM, 2 * DIM)                  # keys and values
+    assert "132 rows of Q, K and V for 3 heads of 66 channels" in describe(narrow).reason
+    assert "a OtherViT is of no layout known here: KeyError: 'no such'" == describe(
+        narrow, layout=lambda model: {}["no such"]).reason
+
+
+def test_frozen_sines_and_cosines_stay_and_other_frozen_positions_do_not():
+    model = OtherViT("timm", class_token=False)
+    angles = torch.rand(35, DIM // 2, generator=seeded())
+    model.pos_embed.data[0] = torch.cat([angles.sin(), angles.cos()], 1)
+    assert dict(describe(model).fits)["impulse"] == ""
+    model.pos_embed.requires_grad_(False)
+    fits = dict(describe(model).fits)
+    assert "fixed position embedding" in fits["impulse"] and fits["mimetic"] == ""
+    assert "fixed position embedding" in fits["deep_impulse"]
+
+
+class Clip(nn.Module):
+    """The names of CLIP's image towers, a norm before PyTorch's own blocks, the sequence first."""
+
+    def __init__(self, ln_pre: bool = True, batch_first: bool = False) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.conv1, self.image_size = nn.Conv2d(3, DIM, 4, 4, bias=False), (20, 28)
+        self.class_embedding = nn.Parameter(torch.randn(DIM))
+        self.positional_embedding = nn.Parameter(torch.randn(36, DIM))
+        self.ln_pre = nn.LayerNorm(DIM) if ln_pre else nn.Identity()
+        self.transformer = nn.TransformerEncoder(nn.TransformerEncoderLayer(
+            DIM, HEADS, 31, norm_first=True, batch_first=batch_first), 2,
+            enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.conv1(images).flatten(2).mT
+        x = torch.cat([self.class_embedding.expand(len(x), 1, DIM), x], 1)
+        x = self.ln_pre(x + self.positional_embedding)                   # (n, T, D)
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        return self.norm(self.transformer(x)).mean(int(self.batch_first))
+
+
+def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
+    """The reference is nn.MultiheadAttention, asked for its weights by hand."""
+    model, maps = Clip().eval(), []
+    with torch.no_grad():
+        model.ln_pre.weight.copy_(2.0 * torch.rand(DIM, generator=seeded()))
+    report = impulse_(model, generator=seeded(), images=IMAGES)
+    for layer in model.transformer.layers:
+        layer.norm1.register_forward_hook(lambda _, given, y, layer=layer: maps.append(
+            layer.self_attn(y, y, y, average_attn_weights=False)[1]))
+    model(IMAGES)
+    for weights, targets, masses in zip(maps, report.targets, report.mass_on_images):
+        mass = torch.stack([target_mass(each, list(targets), GRID) for each in weights]).mean(0)
+        assert torch.allclose(mass, torch.tensor(masses), atol=1e-5)
+    with torch.no_grad():                            # positions alone go through that norm, too
+        first, block = model.ln_pre(model.positional_embedding[1:]), layout_of(model).blocks[0]
+        weights = block.mixing_weights(block.norm(first[None]))[0]
+    mass = target_mass(weights, list(report.targets[0]), GRID)
+    assert torch.allclose(mass, torch.tensor(report.mass[0]), atol=1e-5)
+    assert "before block 0 something did" in dict(describe(model).fits)["deep_impulse"]
+
+
+def test_deep_impulse_writes_the_same_whichever_dimension_is_first():
+    models = [Clip(ln_pre=False, batch_first=first) for first in (False, True)]
+    for model in models:
+        deep_impulse_(model, generator=seeded(), images=IMAGES, base="lecun")
+    for weight, other in zip(*(model.parameters() for model in models)):
+        assert torch.allclose(weight, other, atol=1e-5)
+
+
+class LightningModule(nn.Module):
+    """As in Lightning, calling it raises an error unless a subclass has a forward."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return super().forward(*given)
+
+
+def test_the_one_model_of_a_lightning_module():
+    module = LightningModule()
+    module.loss, module.model = nn.CrossEntropyLoss(), OtherViT("timm")
+    assert describe(module).model == "OtherViT"
+    assert "attn.qkv.weight" in impulse_(module, generator=seeded()).written[1]
+
+
+# What a probe leaves behind ---------------------------------------------------------------------
+
+
+class Counting(OtherViT):
+    def __init__(self) -> None:
+        super().__init__("timm")
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("kept", None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += torch.rand(()) + 1.0
+        self.kept = images
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("name", ["impulse", "deep_impulse"])
+def test_buffers_modes_and_the_global_generator_are_as_before(name):
+    model = Counting()
+    model.blocks[1].eval()
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    describe(model)
+    report = init_(model, name, generator=seeded(), images=IMAGES)
+    assert "calls" not in report.written and model.calls == 0 and model.kept is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes

@@ -1,0 +1,327 @@
+"""What forward passes show of a model of another library, before an init is believed to fit it.
+
+A layout (`layout.py`) is what attributes seem to say. Whether an init does what it promises depends
+on more: which token is which patch, where the positions are added, and what the attention computes.
+`probe` sees it in forward passes of a copy of the model:
+
+    order       some patches are changed at a time, and the tokens of the first block that change
+                are theirs: the grid, row by row, behind the prefix tokens
+    positions   rows of the position embedding are changed, and the same tokens change by as much
+    formula     the weights of every attention are drawn at random, so that none hides behind
+                another that is 0, and its output is compared with softmax(Q Kᵀ / √d) V·proj of the
+                output of its norm; in a Swin within windows, with the relative bias
+
+What differs is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..messages import in_brief, one_line
+from ..mixing import run
+from .layout import Block, Layout
+from .stream import image_shape_of, noise_images
+
+FEW = 2                 # images on which the formula is checked
+OTHERWISE = 1e-3        # by which what is computed may differ from what is expected, relatively
+MOST_PREFIX_TOKENS = 32
+AT_ONCE = 16            # images that pass through the patch embedding together
+
+Changes = Callable[[Tensor], Tensor]    # (m, N) patches that change → (m, T), by how much tokens do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was seen, which `complete` adds to the layout of a copy that has not been written to."""
+
+    grid: tuple[int, int] | None = None
+    image_shape: tuple[int, int, int] | None = None
+    prefix: int = 0             # tokens before those of the patches
+    sequence_first: bool = False
+    entry: str = ""             # the path of the norm that `Layout.entry` is
+    checked: str                # in words, for the receipt
+
+    def complete(self, vit: Layout) -> Layout:
+        entry = vit.model.get_submodule(self.entry) if self.entry else None
+        return replace(vit, grid=self.grid, image_shape=self.image_shape, entry=entry,
+                       sequence_first=self.sequence_first)
+
+
+@contextmanager
+def one_reason(model: nn.Module) -> Iterator[None]:
+    """Make a ValueError of one line of whatever recognising a model raises."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else (
+            f"a {type(model).__name__} is of no layout known here: {type(error).__name__}: ")
+        raise ValueError(one_line(kind + str(error))) from error
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the first block."""
+
+
+@torch.no_grad()
+def probe(vit: Layout, images: Tensor | None, *, by_hand: bool = False) -> Findings:
+    """See how a model works; draw the attention of `vit.model`, a copy, at random on the way.
+
+    images: (n, C, H, W), normalised, or None for white noise of the size that the model states.
+    by_hand: whether the user has written the layout. It is believed where no size of images is
+        known, and its attentions where it does not name their modules.
+    Raises ValueError, with the reason, for a model that is not what its layout says, and where the
+    size of images is not known.
+    """
+    shape = image_shape_of(vit) if images is None else tuple(images.shape[1:])
+    if shape is None and by_hand and vit.grid:
+        return Findings(grid=vit.grid, prefix=len(vit.pos_embed) - vit.grid[0] * vit.grid[1],
+                        checked="nothing was checked, as the Layout states no image_shape")
+    if shape is None:
+        raise ValueError("the size of its images is not seen in the model; give images=, or "
+                         "describe it by a Layout with image_shape")
+    vit, rng = replace(vit, image_shape=shape), torch.Generator().manual_seed(0)
+    where = "white noise" if images is None else f"{min(FEW, len(images))} images"
+    if images is None:
+        images = noise_images(vit, FEW, rng)
+    images = images[:FEW].detach().to(vit.blocks[0].q)
+    x = entering(vit, images)[vit.blocks[0].norm]    # (n, T, D), (T, n, D) or, of a Swin, a map
+    vit = replace(vit, sequence_first=x.ndim == 3 and len(x) != len(images))
+    count = by_image(x, len(images)).shape[1]
+    grid, entry, what = grid_of(vit, images[0], count, rng), "", "grid, order"
+    if not vit.in_windows:
+        vit = replace(vit, grid=grid)
+        entry, what = entry_of(vit, images[:1], rng), "grid, order, positions"
+    if all(block.attention is not None for block in vit.blocks):
+        require_formula(vit, images, grid, rng)
+        what += " and formula"
+    return Findings(grid=vit.grid, image_shape=shape, prefix=count - grid[0] * grid[1], entry=entry,
+                    sequence_first=vit.sequence_first, checked=f"{what} checked on {where}")
+
+
+def passed(vit: Layout, images: Tensor, **hooks: Any) -> None:
+    """`run` the model, whose own errors become a ValueError of one line."""
+    try:
+        run(vit.model, images, **hooks)
+    except _Reached:
+        pass
+    except Exception as error:
+        raise ValueError(f"an image of the shape {tuple(images.shape[1:])} does not pass through "
+                         f"the model ({in_brief(error, 80)}); give images= of the size that it "
+                         "takes, or describe it by a Layout") from error
+
+
+# Which token is which patch -------------------------------------------------------------------
+
+
+def entering(vit: Layout, images: Tensor) -> dict[nn.Module, Tensor]:
+    """What the first block's norm reads, and all LayerNorms before it, in the order of calls."""
+    first, attention, read = vit.blocks[0].norm, vit.blocks[0].attention, {}
+
+    def stop(_: Any) -> None:
+        raise _Reached
+
+    def keep(norm: nn.Module, x: Tensor) -> None:
+        read.setdefault(norm, x.clone())
+        if norm is first:
+            raise _Reached
+    norms = [module for module in vit.model.modules() if isinstance(module, nn.LayerNorm)]
+    hooks = {norm: partial(keep, norm) for norm in norms}
+    if attention is not None and first not in attention.modules():
+        hooks[attention] = stop
+    passed(vit, images, before=hooks)
+    if first not in read:
+        raise ValueError("the first attention is called before its norm: post-norm blocks, or "
+                         "another norm")
+    return read
+
+
+def by_image(x: Tensor, count: int) -> Tensor:
+    """The tokens of `count` images as (count, T, D), whichever of them and T is first."""
+    return (x if len(x) == count else x.transpose(0, 1)).flatten(1, -2)
+
+
+def grid_of(vit: Layout, image: Tensor, count: int, rng: torch.Generator) -> tuple[int, int]:
+    """The grid whose patches of an image, (C, H, W), are the last tokens of `count`, row by row.
+
+    That is the grid that the model states, or one that divides the image. Where a patch changes
+    one token alone, few images show it. Otherwise (a stem of several convolutions) one image per
+    patch does, in which the centre of what changes a token must move with its row and column.
+    """
+    height, width = image.shape[1:]
+    most = count if vit.pos_embed is None else min(count, len(vit.pos_embed))
+    least = most if vit.in_windows else most - MOST_PREFIX_TOKENS
+    grids = [grid for grid in ([vit.grid] if vit.grid else sorted(
+        product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
+        key=lambda grid: abs(height / grid[0] - width / grid[1])))       # square patches first
+        if least <= grid[0] * grid[1] <= most and not (height % grid[0] or width % grid[1])]
+    for grid in grids:
+        cells = grid[0] * grid[1]
+        tokens = tokens_of_patches(cells, partial(changed, vit, image, rng, grid))
+        if tokens is None:
+            continue
+        if torch.equal(tokens, torch.arange(count - cells, count)):
+            return grid
+        if torch.equal(tokens, tokens[0] + torch.arange(cells)):
+            raise ValueError("tokens of no patch follow those of the patches; expected before "
+                             "them, as a class token is")
+        raise ValueError("the tokens of the patches are not in the order of rows")
+    for grid in grids:
+        if move_with_patches(grid, partial(changed, vit, image, rng, grid)):
+            return grid
+    stated = "×".join(map(str, vit.grid)) if vit.grid else "no"
+    raise ValueError(f"in images of {height}×{width}, no grid of patches is seen in which each has "
+                     f"a token of its own, row by row (the model states {stated} grid); give "
+                     "images= of the size that it takes")
+
+
+def changed(vit: Layout, image: Tensor, rng: torch.Generator, grid: tuple[int, int],
+            cells: Tensor) -> Tensor:
+    """How much each token of the first block changes, (m, T), with these patches, (m, N)."""
+    other = torch.randn(image.shape, generator=rng).to(image)
+    masks = cells.unflatten(1, grid)                 # (m, rows, columns)
+    for axis in (1, 2):
+        masks = masks.repeat_interleave(image.shape[axis] // grid[axis - 1], axis)
+    images = torch.where(masks[:, None], other, image)                   # (m, C, H, W)
+    x = entering(vit, torch.cat([image[None], images]))[vit.blocks[0].norm]
+    x = by_image(x, 1 + len(cells))
+    return (x[1:] - x[:1]).norm(dim=-1)
+
+
+def tokens_of_patches(cells: int, changes: Changes) -> Tensor | None:
+    """The token of each patch, (N,), if it has one of its own: patches change by binary codes."""
+    bits, codes = torch.arange(cells.bit_length())[:, None], torch.arange(1, cells + 1)
+    change = changes((codes >> bits) % 2 == 1)       # (bits, T)
+    seen = ((change > OTHERWISE * change.max()).long() << bits).sum(0)   # (T,), 0 of no patch
+    ordered, tokens = seen.sort(stable=True)
+    return tokens[-cells:] if torch.equal(ordered[ordered > 0], codes) else None
+
+
+def move_with_patches(grid: tuple[int, int], changes: Changes) -> bool:
+    """Whether the patches that change the last N tokens lie, on average, as these on the grid."""
+    cells = torch.cartesian_prod(*map(torch.arange, grid)).float()       # (N, 2)
+    change = torch.cat(list(map(changes, torch.eye(len(cells)).bool().split(AT_ONCE))))
+    share = change[:, -len(cells):] / change[:, -len(cells):].sum(0)     # (patches, tokens)
+    rows, columns = (share.mT @ cells.to(share)).T.unflatten(1, grid)
+    return bool((rows.diff(dim=0) > 0).all() and (columns.diff(dim=1) > 0).all())
+
+
+def entry_of(vit: Layout, image: Tensor, rng: torch.Generator) -> str:
+    """Where the rows of the position embedding are added to the tokens of the patches.
+
+    Returns "" if the first block reads the sum, or the path of the norm that does, if the first
+    block reads its output. Raises ValueError if they are not added as they are, row by row.
+    """
+    first, cells, rows = vit.blocks[0].norm, vit.grid[0] * vit.grid[1], len(vit.pos_embed)
+    as_it_was = vit.pos_embed.clone()
+    before = {norm: by_image(x, 1)[0] for norm, x in entering(vit, image).items() if x.ndim == 3}
+    delta, number = torch.randn(vit.pos_embed.shape[1], generator=rng), torch.arange(1, rows + 1)
+    norms = [norm for norm, x in before.items()      # those that may read the sum
+             if len(x) >= cells and x.shape[1] == len(delta)]
+    for bit in range(rows.bit_length()):
+        step = ((number >> bit) % 2)[:, None] * delta.to(vit.pos_embed)  # (rows, D)
+        vit.pos_embed.add_(step)
+        after = entering(vit, image)
+        vit.pos_embed.copy_(as_it_was)
+        norms = [norm for norm in norms if close(
+            by_image(after[norm], 1)[0, -cells:] - before[norm][-cells:], step[-cells:])]
+    if first in norms:
+        return ""
+    paths = {module: path for path, module in vit.model.named_modules()}
+    for norm in norms:
+        if close(norm(before[norm]), before[first]):
+            return paths[norm]
+    raise ValueError("the rows of the position embedding are not added to the tokens of the "
+                     "patches, row by row and as they are, before the first block")
+
+
+def close(value: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are of one shape, and agree but for rounding."""
+    return value.shape == expected.shape and bool(
+        (value - expected).abs().max() <= OTHERWISE * (expected.abs().max() + 1e-6))
+
+
+# What the attention computes ------------------------------------------------------------------
+
+
+def require_formula(vit: Layout, images: Tensor, grid: tuple[int, int], rng: torch.Generator
+                    ) -> None:
+    """Draw the weights of each attention at random and compare its output with its formula.
+
+    Raises ValueError if an attention does not read the output of its norm, or computes something
+    else than softmax(Q Kᵀ / √d) V·proj from it, or is not called once.
+    """
+    read: dict[nn.Module, Tensor] = {}
+    calls: Counter[nn.Module] = Counter()
+    others: list[Block] = []                         # which compute something else
+    for block in vit.blocks:                         # so that logits are about 1
+        for weight in block.attention.parameters():
+            draw = torch.randn(weight.shape, generator=rng)
+            weight.copy_(draw * (weight[0].numel()**-0.5 if weight.ndim > 1 else 0.5))
+        if block.norm.weight is not None:
+            block.norm.reset_parameters()
+
+    def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
+        read[norm] = vit.batch_first(y)
+
+    def compare(block: Block, _: tuple, output: Any) -> None:
+        output, y = output[0] if isinstance(output, tuple) else output, read.get(block.norm)
+        calls[block.attention] += 1
+        pairs: Iterable[tuple[Tensor, Tensor]] = ()
+        if y is not None and vit.in_windows:
+            pairs = within_windows(block, y, output, grid)
+        elif y is not None:
+            pairs = product((output, output.transpose(0, 1)), [block.output(y)])
+        if not any(close(*pair) for pair in pairs):
+            others.append(block)
+
+    passed(vit, images, after={
+        **{block.norm: partial(keep, block.norm) for block in vit.blocks},
+        **{block.attention: partial(compare, block) for block in vit.blocks}})
+    for block in vit.blocks:
+        if (times := calls[block.attention]) != 1:
+            raise ValueError(f"the attention of a block, {type(block.attention).__name__}, is "
+                             f"called {times} times in a forward pass, expected once")
+    if others:
+        raise ValueError(f"the attention of {len(others)} of {len(vit.blocks)} blocks computes "
+                         "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
+                         "(rotary or relative positions, norms of Q and K, masks, gates, post-norm "
+                         "or parallel blocks, another scale)")
+
+
+def within_windows(block: Block, y: Tensor, output: Tensor, grid: tuple[int, int]
+                   ) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a Swin's attention makes of its norm's output y, and what the formula does, by shift.
+
+    y: (n, H, W, D), or (n, H·W, D), whose H and W are as `grid`'s are to each other. output: the
+    same, or by windows. Each pair is (windows, n, D), of the windows that are whole: with a shift,
+    the last row and column of windows join what lies apart, and are masked.
+    """
+    down, across = block.window
+    if y.ndim == 3:
+        y = y.unflatten(1, (round((y.shape[1] * grid[0] / grid[1])**0.5), -1))
+    _, height, width, _ = y.shape
+    of_windows = len(output) != len(y)
+    if of_windows:                                   # which are padded, and shifted already
+        output = rearrange(output, "(n r c) (i j) d -> n (r i) (c j) d", i=down, j=across,
+                           n=len(y), r=-(-height // down))
+    elif output.ndim == 3:
+        output = output.unflatten(1, (height, width))
+    for shift in product({0, down // 2}, {0, across // 2}):
+        rows, columns = (height - shift[0]) // down, (width - shift[1]) // across
+        back = partial(torch.roll, shifts=(-shift[0], -shift[1]), dims=(1, 2))
+        if rows and columns:
+            inside, made = (rearrange(x[:, :rows * down, :columns * across],
+                                      "n (r i) (c j) d -> (n r c) (i j) d", i=down, j=across)
+                            for x in (back(y), output if of_windows else back(output)))
+            yield made, block.output(inside)
