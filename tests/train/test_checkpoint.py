@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import resource
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pytest
 import torch
 from refused import refused
 
 from vitinit.train import checkpoint
-from vitinit.train.checkpoint import CheckpointError, Damaged, load, model_state, save_atomically
+from vitinit.train.checkpoint import (CheckpointError, Damaged, Unread, load, model_state,
+                                      save_atomically, without_prefix)
 
 
 def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tmp_path):
@@ -86,6 +89,28 @@ def test_safetensors_are_read(tmp_path):
     assert torch.equal(model_state(state, tmp_path)["w"], torch.arange(3.0))
 
 
+def test_shards_are_read_from_the_indexs_own_folder_alone(tmp_path):
+    from safetensors.torch import save_file
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    for place in (folder / "1.safetensors", tmp_path / "out.safetensors"):
+        save_file({"a": torch.arange(3.0), "not named": torch.ones(1)}, place)
+    torch.save({"b": torch.arange(5.0)}, folder / "2.bin")
+    index = folder / "model.safetensors.index.json"
+    for files, problem in (
+            ({"a": "1.safetensors", "b": "2.bin"}, ""),
+            ({"a": "1.safetensors", "b": "3.bin"}, "3.bin: no such checkpoint"),
+            ({"a": "1.safetensors", "b": "1.safetensors"}, "names b in 1.safetensors, which does"),
+            *(({"a": file}, f"index.json: names {file}, expected a file of tensors in the same")
+              for file in ("../out.safetensors", f"{tmp_path}/out.safetensors", index.name)),
+            ([], "index.json: not a readable checkpoint")):
+        index.write_text(json.dumps({"weight_map": files}))
+        if problem:
+            assert problem in refused(CheckpointError, load, index)
+        else:
+            assert {name: len(value) for name, value in load(index).items()} == {"a": 3, "b": 5}
+
+
 # The models in it -----------------------------------------------------------------------------
 
 
@@ -101,13 +126,61 @@ def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_
         assert torch.equal(model_state(state, tmp_path)["blocks.0.w"], torch.ones(2))
         if state.keys() != model.keys():
             assert torch.equal(model_state(state, tmp_path, "ema")["blocks.0.w"], torch.zeros(2))
-    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
-        assert list(model_state({f"{prefix}module_.w": torch.ones(1)}, tmp_path)) == ["module_.w"]
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(3, 2)).state_dict()
+    for state in (*({key: averaged} for key in checkpoint.CONTAINERS), averaged,
+                  {"teacher": {"model": averaged}, "student": 0, "model": "vit", "module": 7}):
+        assert [*model_state(state, tmp_path)] == ["weight", "bias"]
+    assert [*model_state({"ema": averaged}, tmp_path, "ema")] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("names, prefix, without", [
+    ("module._orig_mod.module_.w", "module._orig_mod.", "module_.w"),
+    ("model.net.norm.bias model.net.head.bias", "model.net.", "norm.bias head.bias"),
+    ("model.backbone.norm.bias model.classifier.bias", "model.backbone.",
+     "norm.bias classifier.bias"),
+    ("encoder.encoder.ln.bias encoder.class_token", "encoder.", "encoder.ln.bias class_token"),
+    ("encoder.layer.0.norm1.bias embeddings.cls_token", "", None),     # transformers'
+    ("encoder.ln.bias class_token heads.head.bias", "", None),         # torchvision's
+    ("model.norm.bias criterion.weight", "", None), ("head.bias", "", None),
+    ("model.head.bias model.norm.bias head.bias", "", None)])          # two would become one
+def test_a_prefix_of_all_names_or_all_but_the_classifiers_is_taken_off(names, prefix, without):
+    assert without_prefix(names.split()) == (prefix, (without or names).split())
+    assert [*model_state(dict.fromkeys(names.split(), torch.ones(1)), Path("a.pt"))] == (
+        without or names).split()
+
+
+def test_what_programs_keep_beside_weights_is_not_read_and_does_no_harm(tmp_path):
+    beside = {"best": np.float64(0.5), "epoch": np.int32(3), "random": np.random.get_state(),
+              "root": tmp_path, "other": PurePosixPath("a/b"), "kind": np.dtype("float32"),
+              "args": argparse.Namespace(out=tmp_path, lr=np.float32(1))}
+    torch.save({"model": {"w": torch.ones(2)}} | beside, tmp_path / "a.pt")
+    state = load(tmp_path / "a.pt")
+    assert [*model_state(state, tmp_path)] == ["w"]
+    assert {type(state[key]) for key in beside if key != "random"} == {Unread}
+
+
+WEIGHT = torch.ones(3, 5)
+
+
+@pytest.mark.parametrize("value, fault", [
+    (WEIGHT.to(torch.int8), "torch.int8"), (WEIGHT.long(), "torch.int64"),
+    (WEIGHT.bool(), "torch.bool"), (WEIGHT.to(torch.complex64), "torch.complex64"),
+    (WEIGHT.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"), (WEIGHT.to("meta"), "meta"),
+    (WEIGHT.to_sparse(), "sparse"), (torch.ones(1).expand(2**20, 2**20), "by its stride (0, 0)"),
+    (WEIGHT / 0, "not finite")])
+def test_a_weight_that_is_none_is_refused_by_its_name_and_counters_are_read(value, fault, tmp_path):
+    counters = {"bn.num_batches_tracked": torch.tensor(7), "position_ids": torch.arange(5),
+                "attn.relative_position_index": torch.zeros(2, 3, dtype=torch.int32)}
+    torch.save(counters | {"half": WEIGHT.half()}, tmp_path / "a.pt")
+    assert len(model_state(load(tmp_path / "a.pt"), tmp_path / "a.pt")) == 4
+    torch.save(counters | {"bn.w": value}, tmp_path / "a.pt")
+    line = refused(CheckpointError, model_state, load(tmp_path / "a.pt"), tmp_path / "a.pt")
+    assert line.startswith(f"{tmp_path}/a.pt: model 'bn.w' is ") and fault in line
 
 
 def test_a_checkpoint_without_that_model_is_one_line(tmp_path):
     own = {"model": {"w": torch.ones(2)}}
     for state, name in (({"step": 3}, "model"), (own | {"ema": None}, "ema"),
-                        (own | {"ema": {}}, "ema")):
+                        (own | {"ema": {}}, "ema"), (own | {"ema": torch.ones(2)}, "ema")):
         line = refused(CheckpointError, model_state, state, tmp_path / "a.pt", name)
         assert "a.pt: no model in it; " in line and f" key '{name}'" in line

@@ -192,18 +192,29 @@ def folder_of(root: str) -> Path:
     return Path(root).expanduser()
 
 
+def are_names(classes: Sequence[str] | None) -> bool:
+    """Whether classes have names: not if none are known, or only the numbers 0, 1, … for them."""
+    return bool(classes) and [*classes] != [*map(str, range(len(classes)))]
+
+
+def indices_by_name(known: Sequence[str], wanted: Sequence[str]) -> list[int | None]:
+    """For each name that is wanted its index among those that are known; None: it is not there."""
+    indices = {name: index for index, name in enumerate(known)}
+    return [indices.get(name) for name in wanted]
+
+
 def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
     """For each class of a data set, its index among the classes of a model.
 
     The model's logits at these indices, in this order, are logits over the data set's classes.
     Raises DataError that names the first class that the model does not know.
     """
-    indices = {name: index for index, name in enumerate(model_classes)}
-    for name in set_classes:
-        if name not in indices:
-            raise DataError(f"class '{name}' is none of the model's {len(model_classes)} classes "
-                            f"({', '.join(model_classes[:2])}, … {model_classes[-1]})")
-    return [indices[name] for name in set_classes]
+    indices = indices_by_name(model_classes, set_classes)
+    if None in indices:
+        raise DataError(f"class '{set_classes[indices.index(None)]}' is none of the model's "
+                        f"{len(model_classes)} classes ({', '.join(model_classes[:2])}, … "
+                        f"{model_classes[-1]})")
+    return indices
 
 
 def fingerprint(source: Source, root: str) -> str:

@@ -35,7 +35,8 @@ from ..train.distributed import warn
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
 # The weights in a folder that transformers or timm wrote.
-FOREIGN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+FOREIGN_WEIGHTS = tuple(f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin")
+                        for index in ("", ".index.json"))    # in one file, or in shards
 # What training leaves; recipe.toml and run.json do not count.
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
 
@@ -259,7 +260,7 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
-    for its file of weights, and a name at which nothing exists for the model of that name in
+    for its weights (FOREIGN_WEIGHTS), and a name at which nothing exists for the model of that name in
     recipes/trained. mmap, verify: see `load`, which raises CheckpointError. So does this, naming
     both files, if both are damaged.
     """
@@ -268,7 +269,10 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
     if path.is_dir():
         files = [path / "last.pt", path / "previous.pt"]
         if not any(file.exists() for file in files):
-            files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()] or files
+            files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
+        if not files:
+            raise NoCheckpoint(f"{path}: holds no checkpoint; expected last.pt, as in a run's "
+                               f"folder, or {' or '.join(FOREIGN_WEIGHTS)}")
     for file in files:
         try:
             state = load(file, mmap=mmap, verify=verify)

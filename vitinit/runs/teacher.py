@@ -17,11 +17,11 @@ from torch.export.passes import move_to_device_pass
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError
-from ..data.sources import class_indices
+from ..data.sources import are_names, class_indices
 from ..messages import OneLineError, in_brief
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest
-from ..train.checkpoint import model_state, require_finite
+from ..train.checkpoint import model_state
 from ..train.distill import LearnFromTeacher, Teacher
 from ..train.transfer import load_exactly
 from .folder import read_checkpoint
@@ -112,7 +112,6 @@ def of_torchvision(name: str, weights: str) -> Opened:
                            f"for {name}, which are not downloaded")
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
-    require_finite(tensors, "model", path)
     # The last tensor with as many rows as there are classes is the classifier's.
     outputs = len(list(tensors.values())[-1])
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
@@ -158,8 +157,7 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
     """For each class of the student the teacher's logit, and in words how they were matched."""
-    if all(names is not None and list(names) != [*map(str, range(len(names)))]
-           for names in (opened.classes, classes)):
+    if are_names(opened.classes) and are_names(classes):
         try:
             return class_indices(opened.classes, classes), "matched by name"
         except DataError as error:

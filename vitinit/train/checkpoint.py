@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import pickle
 import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,22 @@ from torch import Tensor
 
 from ..messages import OneLineError, in_brief
 
-PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")    # DistributedDataParallel's, torch.compile's
+# Where programs keep a model's state dict, and that of its moving average.
+CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")
+AVERAGES = ("ema", "model_ema", "state_dict_ema")
+# What wrappers put before all names, or before all but those of a classifier beside the wrapped.
+PREFIX = re.compile(r"(model|backbone|net|encoder|module|_orig_mod)\.")
+CLASSIFIER = re.compile(r"(head|heads|head_dist|fc|(cls_|distillation_)?classifier)\.")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Tensors of integers that are no weights.
+COUNTED = re.compile(r"(^|\.)(num_batches_tracked|relative_position_index|position_ids)$")
+# What other programs write beside weights: settings, paths, numpy's numbers. An `Unread` is made in
+# its place, so that none of their code runs; numpy's, for one, trusts the bytes that it reads.
+BESIDE = ("argparse.Namespace", "numpy.dtype", "numpy.ndarray",
+          *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core")
+            for name in ("scalar", "_reconstruct")),
+          *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local")
+            for kind in ("Posix", "Windows", "PurePosix", "PureWindows")))
 
 
 class CheckpointError(OneLineError):
@@ -112,9 +127,9 @@ def sync_folder(folder: Path) -> None:
 def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
     """Read a checkpoint into plain containers, with its tensors on the CPU.
 
-    Files are read with weights_only=True, so that nothing in them is executed. One class beyond
-    torch's own list is allowed: argparse.Namespace, which official DeiT checkpoints contain. A
-    .safetensors file is read as a bare state dict.
+    Files are read with weights_only=True, so that nothing in them is executed; what is named in
+    BESIDE, such as the argparse.Namespace in DeiT's, is not read. A .safetensors file is read as a
+    bare state dict, and so are the shards that a .index.json of transformers names.
 
     mmap: leave the tensors on disk until they are used. verify: check the file's checksums first,
     which reads the whole file: torch.save stores them, and torch.load does not check them.
@@ -130,13 +145,16 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
                 raise CheckpointError(f"{path}: reading it needs the extra 'safetensors': "
                                       "pip install 'vitinit[safetensors]'") from None
             return load_file(path)
+        if path.name.endswith(".index.json"):
+            return _load_shards(path, mmap=mmap, verify=verify)
         archive = zipfile.is_zipfile(path)           # not so for torch < 1.6: it cannot be mapped
         if archive and verify:
             with zipfile.ZipFile(path) as zipped:
                 if broken := zipped.testzip():
                     raise Damaged(f"{path}: damaged after it was written, the checksum of {broken} "
                                   "in it is wrong")
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        with warnings.catch_warnings(), torch.serialization.safe_globals(
+                [(Unread, name) for name in BESIDE]):
             warnings.simplefilter("ignore")          # of a file that is refused, an error says more
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
     except FileNotFoundError:
@@ -152,6 +170,29 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
     return state
 
 
+def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
+    """The tensors that an index names, each from the file beside it that it names."""
+    shards, tensors = {}, {}
+    for name, file in json.loads(index.read_bytes())["weight_map"].items():
+        if Path(file).name != file or file.endswith(".json"):
+            raise Damaged(f"{index}: names {file}, expected a file of tensors in the same folder")
+        if file not in shards:
+            shards[file] = load(index.with_name(file), mmap=mmap, verify=verify)
+        if name not in shards[file]:
+            raise Damaged(f"{index}: names {name} in {file}, which does not hold it")
+        tensors[name] = shards[file][name]
+    return tensors
+
+
+class Unread:
+    """Stands for a value in a checkpoint that is not read."""
+
+    def __init__(self, *parts: Any) -> None:
+        """Drop whatever it is made from."""
+
+    __setstate__ = __init__
+
+
 def _reason(error: Exception) -> str:
     """Why torch cannot read a file, without torch's advice on how to read it unsafely."""
     if wanted := re.search(r"GLOBAL ([\w.]+)", str(error)):
@@ -163,24 +204,68 @@ def _reason(error: Exception) -> str:
     return in_brief(error)
 
 
-def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
-    """The tensors of one model in a checkpoint, without the prefixes that wrappers add to names.
+def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model"
+                   ) -> dict[str, Tensor]:
+    """The tensors of one model in a checkpoint, as they are called there.
 
-    name: "model", which timm's trainer stores as "state_dict"; or "ema" for the moving average,
-    which DeiT stores as "model_ema" and timm as "state_dict_ema". Without any of these keys it is
+    name: "model", or "ema" for the moving average. Without any of these keys, or CONTAINERS, it is
     taken for a bare state dict. Raises CheckpointError, which names `path`, if there is none.
     """
-    if name == "ema":
-        keys = ("ema", "model_ema", "state_dict_ema")
-        tensors = next((state[key] for key in keys if state.get(key)), {})
-        tensors = tensors.get("model", tensors) if isinstance(tensors, Mapping) else {}
-    else:
-        tensors = state.get("model", state.get("state_dict", state))
-    if not isinstance(tensors, Mapping) or not tensors or not all(
-            isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()):
+    found = state if name == "model" else next(
+        (state[key] for key in AVERAGES if isinstance(state.get(key), Mapping)), {})
+    for _ in CONTAINERS:                             # one may contain another
+        found = next((found[key] for key in CONTAINERS if isinstance(found.get(key), Mapping)),
+                     found)
+    tensors = {key: value for key, value in found.items()
+               if not str(key).endswith("n_averaged")}       # torch's AveragedModel counts there
+    if not tensors or not all(isinstance(key, str) and isinstance(value, Tensor)
+                              for key, value in tensors.items()):
         raise CheckpointError(f"{path}: no model in it; expected a state dict under the key "
                               f"'{name}'" + (", or a bare one" if name == "model" else ""))
-    return {PREFIXES.sub("", key): value for key, value in tensors.items()}
+    return tensors
+
+
+def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
+    """`stored_tensors` without the prefix that wrappers add to names.
+
+    Raises CheckpointError also for the first tensor that cannot be a model's: one that is infinite
+    or NaN, that is not of floating-point numbers, or whose values are not all there.
+    """
+    tensors = stored_tensors(state, path, name)
+    for key, value in tensors.items():
+        if fault := _fault(key, value):
+            raise CheckpointError(f"{path}: {name} '{key}' is {fault}; expected a dense tensor of "
+                                  "16- to 64-bit floating-point numbers")
+    require_finite(tensors, name, path)
+    _, names = without_prefix(tensors)
+    return dict(zip(names, tensors.values()))
+
+
+def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
+    """The prefix before all names, or all but a classifier's, and the names without it.
+
+    ["model.net.norm.bias", "model.head.bias"] → "model.net.", ["norm.bias", "head.bias"]
+    """
+    prefix, names = "", list(names)
+    while True:
+        others = [name for name in names if not CLASSIFIER.match(name)]
+        match = PREFIX.match(others[0]) if others else None
+        shorter = [name.removeprefix(match[0]) for name in names] if match else []
+        if not match or not all(name.startswith(match[0]) for name in others) or (
+                len({*shorter}) < len(names)):
+            return prefix, names
+        prefix, names = prefix + match[0], shorter
+
+
+def _fault(name: str, value: Tensor) -> str:
+    """What is wrong with a tensor of a model; "" if nothing is."""
+    if value.is_meta or value.is_nested or value.layout != torch.strided:
+        return "without values (meta)" if value.is_meta else f"sparse or nested ({value.layout})"
+    if value.dtype not in ((torch.int32, torch.int64) if COUNTED.search(name) else FLOATS):
+        return str(value.dtype)
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return f"longer than what is stored of it, by its stride {value.stride()}"
+    return ""
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, path: Path) -> None:
