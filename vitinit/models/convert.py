@@ -3,7 +3,7 @@
 Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no conversion. Each of
 the other layouts is a table of names, recognised by a name that occurs only in it: those of
 torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2, Swin; as it writes them
-to files), Microsoft (Swin) and DINOv2's authors. The tables of torchvision and transformers also
+to files, and as release 5 has them in memory), Microsoft (Swin) and DINOv2's authors. The tables of torchvision and transformers also
 serve to write checkpoints (`vitinit.export --names`).
 
 All layouts order heads and merged patches as this package does. Where queries, keys and values are
@@ -31,9 +31,10 @@ Names = dict[str, str | tuple[str, ...]]
 STAGES = range(9)               # more than any Swin has
 
 
-def within(ours: str, theirs: str, names: Mapping[str, str]) -> Names:
+def within(ours: str, theirs: str, names: Names) -> Names:
     """Entries whose names, ours and theirs, begin with these."""
-    return {f"{ours}.{name}": f"{theirs}.{other}" for name, other in names.items()}
+    return {f"{ours}.{name}": f"{theirs}.{other}" if isinstance(other, str) else
+            tuple(f"{theirs}.{part}" for part in other) for name, other in names.items()}
 
 
 TORCHVISION_VIT: Names = {
@@ -67,9 +68,8 @@ DINOV2: Names = {"reg_token": "register_tokens"}             # placed after the 
 TRANSFORMERS_VIT: Names = within("blocks.{}", "encoder.layer.{}", {
     "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
     "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
+    "attn.qkv": tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
 }) | {
-    "blocks.{}.attn.qkv": tuple(f"encoder.layer.{{}}.attention.attention.{part}"
-                                for part in ("query", "key", "value")),
     "cls_token": "embeddings.cls_token", "dist_token": "embeddings.distillation_token",
     "reg_token": "embeddings.register_tokens", "mask_token": "embeddings.mask_token",
     "pos_embed": "embeddings.position_embeddings",
@@ -84,12 +84,23 @@ TRANSFORMERS_SWIN: Names = within("layers.{}.blocks.{}", "encoder.layers.{}.bloc
     "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
     "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
     "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
+    "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
 }) | {
-    "layers.{}.blocks.{}.attn.qkv": tuple(f"encoder.layers.{{}}.blocks.{{}}.attention.self.{part}"
-                                          for part in ("query", "key", "value")),
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
     "patch_embed.norm": "embeddings.norm", "norm": "layernorm", "head.fc": "classifier",
 } | {f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample" for stage in STAGES[1:]}
+
+# What release 5 of transformers calls otherwise in memory than in the files that it writes.
+IN_MEMORY: Names = {
+    "attn.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+VIT_IN_MEMORY: Names = TRANSFORMERS_VIT | within("blocks.{}", "layers.{}", IN_MEMORY | {
+    "norm1": "layernorm_before", "norm2": "layernorm_after"})
+DINOV2_IN_MEMORY: Names = TRANSFORMERS_DINOV2 | within("blocks.{}", "encoder.layer.{}", IN_MEMORY)
+SWIN_IN_MEMORY: Names = TRANSFORMERS_SWIN | within(
+    "layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", IN_MEMORY | {
+        "attn.relative_position_bias_table":
+        "attention.relative_position_bias.relative_position_bias_table"})
 
 # A name that occurs in one layout only → the layout; the first one found counts.
 LAYOUTS: dict[str, Names] = {
@@ -98,6 +109,9 @@ LAYOUTS: dict[str, Names] = {
     "features.1.0.attn.relative_position_bias_table": TORCHVISION_SWIN,
     "layers.0.downsample.norm.weight": MICROSOFT_SWIN,
     "register_tokens": DINOV2,
+    "layers.0.attention.q_proj.weight": VIT_IN_MEMORY,
+    "encoder.layer.0.attention.q_proj.weight": DINOV2_IN_MEMORY,
+    "encoder.layers.0.blocks.0.attention.q_proj.weight": SWIN_IN_MEMORY,
     "encoder.layer.0.layernorm_before.weight": TRANSFORMERS_VIT,
     "encoder.layer.0.norm1.weight": TRANSFORMERS_DINOV2,
     "encoder.layers.0.blocks.0.layernorm_before.weight": TRANSFORMERS_SWIN,
