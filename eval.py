@@ -145,7 +145,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
         with processes.together():
             own = {name: saved.model(name) for name in saved.weights}
         if processes.is_main and not saved.brings_recipe:
-            print(saved.assumptions(), file=sys.stderr, flush=True)
+            print(f"{saved.path}: {saved.assumptions()}", file=sys.stderr, flush=True)
         models.append({name: torch.compile(model) if saved.recipe.engine.compile else model
                        for name, model in own.items()})
 

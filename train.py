@@ -89,7 +89,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
             initialise(model, recipe, train_set)
             if recipe.init.checkpoint:
                 from vitinit.runs.saved import fine_tune
-                notes = fine_tune(model, recipe)
+                notes = fine_tune(model, recipe, [*map(str, train_set.classes)])
             elif processes.is_main:
                 notes = measure_mass(model, recipe, train_set)
     model.to(processes.device, memory_format=(

@@ -51,8 +51,9 @@ def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tm
 def test_a_recipe_starts_from_it_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fresh_recipe("cifar10_small", data_dir="data", sets=["init.checkpoint=cifar10_small"])
-    line, = fine_tune(build(recipe), recipe)
-    assert line.startswith("start   cifar10_small: ")
+    start, head = fine_tune(build(recipe), recipe, CLASSES)
+    assert start.startswith("start   cifar10_small: ")
+    assert head == "head    10 of 10 rows by class name, 0 as drawn"
 
 
 def test_it_is_called_by_its_name(eval_program, tmp_path, monkeypatch, capsys):

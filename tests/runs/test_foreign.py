@@ -9,12 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from refused import refused
 from torch import Tensor
 
 import vitinit
 from vitinit import export
 from vitinit.models.convert import TRANSFORMERS_SWIN, foreign_names, native_names
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.foreign import read_description
+from vitinit.runs.saved import fine_tune
+from vitinit.runs.start import as_input, build
 from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes
@@ -158,13 +162,43 @@ def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsy
                                                                    (0.3, 0.4, 0.7))
     assert (trained.recipe.eval.crop_pct, trained.recipe.eval.interpolation) == (0.75, "bilinear")
     line = capsys.readouterr().err
-    for part in (f"num_heads {HEADS}", "exact GELU", 'pool "class"', f"norm_eps {EPS}",
+    for part in (f"num_heads {HEADS}", f"image_size [{SIDE}, {SIDE}]", "exact GELU", 'pool "class"', f"norm_eps {EPS}",
                  "crop_pct 0.75", "mean [0.5, 0.25, 0.125]"):
         assert part in line
     assert line.count("\n") == 1
     if not has_classifier:
         with pytest.raises(ValueError, match="holds no classifier"):
             trained.predict(torch.zeros(3, 17, 19, dtype=torch.uint8))
+
+
+# What transformers 5 calls otherwise in memory than in its files: there, here, of which kinds.
+IN_MEMORY = [("attention.attention.query", "attention.q_proj", ""),
+             ("attention.attention.key", "attention.k_proj", ""),
+             ("attention.attention.value", "attention.v_proj", ""),
+             ("attention.output.dense", "attention.o_proj", ""), ("encoder.layer.", "layers.", "vit"),
+             ("intermediate.dense", "mlp.fc1", "vit"), ("output.dense", "mlp.fc2", "vit")]
+SWIN_IN_MEMORY = [(file.replace("attention.attention", "attention.self"), memory, "")
+                  for file, memory, _ in IN_MEMORY if file != "encoder.layer."] + [
+    ("self.relative_position_bias_table", "relative_position_bias.relative_position_bias_table", "")]
+
+
+def in_memory(tensors: dict[str, Tensor], names: list[tuple[str, str, str]], kind: str = ""
+              ) -> dict[str, Tensor]:
+    for file, memory, of in names:
+        if of in kind:
+            tensors = {name.replace(file, memory): value for name, value in tensors.items()}
+    return tensors
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_names_that_transformers_5_has_in_memory_are_read_as_those_of_its_files(name):
+    tensors, (kind, _, prefix) = their_tensors(name), KINDS[name]
+    found = in_memory(tensors, IN_MEMORY, "" if kind.startswith("dinov2") else "vit")
+    assert ("layers.1.attention.q_proj.bias" in found) != kind.startswith("dinov2")
+    found, read = native_names({prefix + place: value for place, value in found.items()}), (
+        native_names(tensors))
+    assert found.keys() == read.keys()
+    assert all(torch.equal(value, read[place]) for place, value in found.items())
 
 
 def test_swins_names_are_those_of_transformers_and_read_as_they_are_written():
@@ -174,7 +208,10 @@ def test_swins_names_are_those_of_transformers_and_read_as_they_are_written():
     found = foreign_names(tensors, TRANSFORMERS_SWIN, "swin.")
     read = native_names(found)
     assert read.keys() == tensors.keys() and not found.keys() & tensors.keys()
-    assert all(torch.equal(read[name], value) for name, value in tensors.items())
+    memory = in_memory(found, SWIN_IN_MEMORY)
+    assert "swin.encoder.layers.1.blocks.0.attention.q_proj.bias" in memory
+    for read in (read, native_names(memory)):
+        assert all(torch.equal(read[name], value) for name, value in tensors.items())
     block = "swin.encoder.layers.1.blocks.0"
     for name, ours in {
             "swin.embeddings.norm.bias": "patch_embed.norm.bias",
@@ -218,10 +255,29 @@ def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder)
             ({"model_type": "siglip", "architectures": ["SiglipVisionModel"]},
              "describes SiglipVisionModel"),
             ({"layer_norm_eps": "tiny"}, "norm_eps is 'tiny'"),
+            ({"model_type": "swin", "architectures": ["SwinModel"]}, "layer_norm_eps is 0.001; exp"),
+            ({"image_size": "big"}, "is not what transformers or timm writes ('big', expected an"),
             ({"hidden_size": "wide"}, "is not what transformers or timm writes")):
         with pytest.raises(ValueError, match="config.json") as caught:
             vitinit.load(their_folder("ViT", **changes))
         assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_pixels_that_are_scaled_or_resized_otherwise_are_read_or_refused(their_folder):
+    """transformers normalises pixels times rescale_factor, which is 1 without do_rescale."""
+    folder, pixels = their_folder("ViT"), torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
+    for changes, factor in (({"do_rescale": False}, 1.0), ({"rescale_factor": 1 / 127.5}, 1 / 127.5),
+                            ({"do_rescale": True}, 1 / 255)):
+        mean, std = ([100.0 * factor, 0.25, 0.0], [50.0 * factor, 0.4, 2.0])
+        (folder / "preprocessor_config.json").write_text(json.dumps(
+            PREPROCESSOR | {"image_mean": mean, "image_std": std} | changes))
+        expected = (pixels.double() * factor - torch.tensor(mean).view(3, 1, 1)) / (
+            torch.tensor(std).view(3, 1, 1))
+        torch.testing.assert_close(as_input(pixels[None], vitinit.load(folder).recipe)[0],
+                                   expected.float(), rtol=1e-5, atol=1e-5)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | {"resample": 1}))
+    with pytest.raises(ValueError, match="config.json: eval.interpolation is 'lanczos'; valid: "):
+        vitinit.load(folder)
 
 
 def test_labels_without_names_are_numbers(their_folder):
@@ -247,9 +303,21 @@ def test_timms_hub_states_the_preparation(tmp_path):
     assert found.values == {"data.mean": [0.5] * 3, "data.std": [0.25] * 3, "eval.crop_pct": 0.9,
                             "eval.interpolation": "bilinear"}
     assert read_description(tmp_path / "other.pth") is None     # the file is of the other one
+    (tmp_path / "config.json").write_text(json.dumps(config := {
+        "architecture": "vit", "num_classes": 3, "label_names": {"0": "ant", "2": "eel"},
+        "model_args": {"num_heads": 3, "reg_tokens": 2, "in_chans": 3},
+        "pretrained_cfg": {"input_size": [3, 15, 20]}}))
+    found = read_description(tmp_path / "model.safetensors")
+    assert found.classes == ("ant", "1", "eel") and found.values == {
+        "data.image_size": (15, 20), "data.num_classes": 3, "model.options.num_heads": 3,
+        "model.options.num_registers": 2}
+    config["model_args"]["act_layer"] = "silu"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="config.json: act_layer is silu, which is not known"):
+        read_description(tmp_path / "model.safetensors")
 
 
-def test_fine_tuning_from_a_folder_refuses_other_heads_and_says_what_is_assumed(
+def test_fine_tuning_reads_the_same_files_and_refuses_or_tells_what_is_otherwise(
         train_program, their_folder, image_tree, capsys):
     sets = [f"model.options.{key}" for key in (
         f"embed_dim={WIDTH}", f"patch_size={PATCH}", "depth=2",
@@ -269,6 +337,42 @@ def test_fine_tuning_from_a_folder_refuses_other_heads_and_says_what_is_assumed(
     assert start(f"model.options.norm_eps={EPS}") == 0
     note, = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert "num_heads 3" in note and f"norm_eps {EPS}" in note and "recipe deit_tiny" in note
+    assert start(f"model.options.norm_eps={EPS}", "data.mean=[0.5,0.25,0.125]") == 0
+    warning, *_ = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warn")]
+    assert warning.endswith("config.json: images were prepared otherwise than by the recipe; as they "
+                            "were: --set data.std=[0.3,0.4,0.7] --set eval.crop_pct=0.75 --set "
+                            'eval.interpolation="bilinear"')
+
+
+def test_a_runs_own_recipe_is_compared_too_and_what_it_says_of_itself_is_checked(tmp_path):
+    state = torch.load(RUN / "last.pt")
+    recipe = load_recipe(RUN / "recipe.toml", overrides(sets=[
+        f"init.checkpoint={tmp_path}/a.pt", "data.mean=[0.1,0.2,0.3]", "data.num_classes=3"]))
+    torch.save(state, tmp_path / "a.pt")
+    start, head, warning = fine_tune(build(recipe), recipe, state["classes"])
+    assert start.endswith(" tensors loaded") and "/a.pt: images were prepared otherwise" in warning
+    for part, problem in ({"classes": 5}, "its 'classes' is 5, expected a list"), (
+            {"classes": ["a", "b"]}, "names 2 classes, and "), ({"grid": 1.5}, "its 'grid' is 1.5"), (
+            {"recipe": 5}, "its 'recipe' is 5, expected a table"):
+        torch.save(state | part, tmp_path / "a.pt")
+        for call in (lambda: vitinit.load(tmp_path / "a.pt"),
+                     lambda: fine_tune(build(recipe), recipe, ["red", "green", "blue"])):
+            assert problem in refused(ValueError, call)
+    state["recipe"]["model"]["options"]["num_heads"] += 1
+    torch.save(state, tmp_path / "a.pt")
+    assert "a.pt: num_heads is " in refused(ValueError, fine_tune, build(recipe), recipe)
+
+
+def test_positions_are_those_of_the_size_that_a_file_states(their_folder):
+    """As many patches may be of another grid, which only the file shows."""
+    folder = their_folder("ViT", image_size=[PATCH, 9 * PATCH])
+    assert vitinit.load(folder).model.grid == (1, 9)
+    recipe = load_recipe("deit_tiny", overrides(sets=[
+        f"init.checkpoint={folder}", f"data.image_size={SIDE}", f"model.options.norm_eps={EPS}",
+        f"model.options.mlp_ratio={(HIDDEN + 0.5) / WIDTH}", "model.options.depth=2",
+        f"model.options.patch_size={PATCH}", f"model.options.embed_dim={WIDTH}"]))
+    start, *_ = fine_tune(build(recipe), recipe)
+    assert "pos_embed 1×9 → 3×3 resized" in start
 
 
 def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(capsys):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.models.layers import sincos_position_embedding
-from vitinit.recipe.files import RECIPES, load_recipe
+from vitinit.recipe.files import RECIPES, load_recipe, overrides
 from vitinit.runs.saved import fine_tune
 from vitinit.train.checkpoint import CheckpointError, save_atomically
 from vitinit.train.state import Ema
@@ -76,6 +76,52 @@ def test_a_classifier_of_other_classes_stays_as_the_init_drew_it():
     assert report.loaded == [name for name in source if name not in head] and report.resized == []
     assert str(report) == (f"{len(report.loaded)} tensors loaded; dropped: head.weight (7, 11), "
                            "head.bias (7,); as the init drew them: head.weight, head.bias")
+
+
+def test_rows_of_both_classifiers_are_those_of_the_same_classes():
+    model, source = (vit(seed, classes=classes, distilled=True)
+                     for seed, classes in ((0, 3), (1, 7)))
+    own, tensors = snapshot(model), snapshot(source)
+    report = start_from(model, tensors, PATH, None, [5, None, 0])
+    for name in ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"):
+        expected = torch.stack([tensors[name][5], own[name][1], tensors[name][0]])
+        assert torch.equal(model.state_dict()[name], expected) and name in report.loaded
+    same = vit(2, distilled=True)
+    own = snapshot(same)
+    report = start_from(same, tensors, PATH, None, [None] * 7)       # none, though they are as many
+    assert {name.partition(" ")[0] for name in report.dropped} == {*report.kept} == {
+        name for name in own if name.startswith("head")}
+    assert all(torch.equal(same.state_dict()[name], own[name]) for name in report.kept)
+
+
+ANIMALS = ("cat", "dog", "eel")
+
+
+@pytest.mark.parametrize("choice, data, known, classes, words, rows", [
+    ("match", "photos", ANIMALS, ("ant", "eel", "cat"), "2 of 3 rows by class name, 1 as drawn",
+     [None, 2, 0]),
+    ("match", "imagenet", ANIMALS, ("ant", "bee", "cow"), "0 of 3 rows by class name, 3 as drawn",
+     None),
+    ("match", "photos", None, ANIMALS, "as drawn: not all classes have names; if they are the same,"
+     " init.checkpoint_head=keep takes its 3 rows", None),
+    ("match", "photos", ("0", "1", "2"), ANIMALS, "as drawn: not all classes have names", None),
+    ("match", "imagenet", None, ANIMALS, "all 3 rows, taken for the same classes", [0, 1, 2]),
+    ("match", "imagenet", None, ("a", "b"), "as drawn: the checkpoint's has 3 rows, and 2", None),
+    ("keep", "photos", ANIMALS, ("ant", "eel", "cat"), "all 3 rows, taken for", [0, 1, 2]),
+    ("keep", "photos", ANIMALS, ("ant", "eel"), "as drawn: the checkpoint's has 3 rows, and 2", None),
+    ("drop", "imagenet", ANIMALS, ANIMALS, "as drawn: init.checkpoint_head is drop", None)])
+def test_which_rows_a_run_starts_from(choice, data, known, classes, words, rows, tmp_path):
+    recipe = load_recipe(RECIPES / "deit_tiny.toml", overrides(sets=[
+        f"init.checkpoint={tmp_path}/a.pt", f"init.checkpoint_head={choice}"]))
+    recipe = replace(recipe, data=replace(recipe.data, name=data))
+    model, source = vit(0, classes=len(classes)), vit(1, classes=3)
+    torch.save({"model": source.state_dict(), "classes": known}, tmp_path / "a.pt")
+    own, tensors = snapshot(model), snapshot(source)
+    _, line, *_ = fine_tune(model, recipe, classes)
+    assert line.startswith(f"head    {words}")
+    for row, now, before in zip(rows or [None] * len(classes), model.head.weight,
+                                own["head.weight"], strict=True):
+        assert torch.equal(now, before if row is None else tensors["head.weight"][row])
 
 
 def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():
@@ -197,6 +243,6 @@ def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(tmp_path):
         model, expected = vit(0, grid=(5, 3)), vit(0, grid=(5, 3))
         start_from(expected, source.state_dict(), PATH, (3, 5))
         line, *_ = fine_tune(model, replace(recipe, init=replace(
-            recipe.init, checkpoint=str(path), checkpoint_weights=weights)))
+            recipe.init, checkpoint=str(path), checkpoint_weights=weights, checkpoint_head="keep")))
         assert_equal(model, expected.state_dict())
         assert "pos_embed 3×5 → 5×3 resized" in line

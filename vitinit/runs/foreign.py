@@ -4,10 +4,11 @@ Tensors do not show the whole function: not the number of heads, the activation,
 norms, or how images are prepared. Some projects write this into files beside the weights:
 
     transformers    config.json and preprocessor_config.json
-    timm's hub      config.json, with how images are prepared
+    timm's hub      config.json, with how images are prepared, and arguments of the model
 
 `read_description` reads them into changes of a recipe; `preprocessor_config` writes the second.
-What no file states is assumed from the recipe, and `assumptions` says what that is.
+What no file states is assumed from the recipe, and `assumptions` says what that is. Fine-tuning
+keeps to its own recipe; `differences` compares it with them, or with the checkpoint's recipe.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..bounds import PAIR
 from ..messages import in_brief
 from ..models.layers import hidden_width
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.files import Override
 from ..recipe.sections import Recipe
-from ..recipe.values import to_toml
+from ..recipe.values import convert, flat, plain, to_toml
 from ..train.checkpoint import CheckpointError
 from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
 
 # Whole words of a model's name whose models have our tensors' names and shapes, but compute
 # something else.
 TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
-RESAMPLE = {2: "bilinear", 3: "bicubic"}                # Pillow's numbers
-# Keys of a recipe that no tensor shows.
-UNSEEN = (*(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "pool",
-                                               "pos_embed", "window_size")),
-          "data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
+RESAMPLE = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))  # Pillow
+# Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
+FUNCTION = tuple(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "alpha",
+                                                    "logit_scale"))
+PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
+UNSEEN = (*FUNCTION, *(f"model.options.{key}" for key in ("pool", "pos_embed", "window_size")),
+          "data.image_size", *PREPARATION)
 # The architectures of transformers that load: model_type → names of classes.
 ARCHITECTURES = {
     "vit": ("ViTForImageClassification", "ViTModel"),
@@ -42,9 +46,12 @@ ARCHITECTURES = {
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
 }
-# Keys of timm's pretrained_cfg → ours.
+# Keys of timm's pretrained_cfg, and arguments of its models → ours.
 TIMM_KEYS = {"mean": "data.mean", "std": "data.std", "crop_pct": "eval.crop_pct",
              "interpolation": "eval.interpolation"}
+TIMM_ARGUMENTS = {"reg_tokens": "num_registers"} | {key: key for key in (
+    "patch_size", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio", "qkv_bias", "fc_norm",
+    "window_size")}
 
 
 class Description(NamedTuple):
@@ -79,10 +86,8 @@ def read_description(path: Path, architecture: str = "") -> Description | None:
     try:
         if "model_type" in config:
             return _of_transformers(config, file)
-        if "pretrained_cfg" in config:               # how images are prepared, not the model
-            stated = config["pretrained_cfg"]
-            return Description(file, "", {key: stated[name] for name, key in TIMM_KEYS.items()
-                                          if name in stated})
+        if "pretrained_cfg" in config:
+            return _of_timm(config, file)
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
                               ) from None
@@ -97,6 +102,30 @@ def _table(file: Path) -> dict[str, Any]:
     return table
 
 
+def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
+    stated, arguments = config["pretrained_cfg"], config.get("model_args") or {}
+    for name in ("act_layer", "norm_layer"):
+        if arguments.get(name) not in (None, "gelu"):
+            raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
+    changes = {ours: stated[key] for key, ours in TIMM_KEYS.items() if key in stated}
+    changes |= {f"model.options.{ours}": arguments[name] for name, ours in TIMM_ARGUMENTS.items()
+                if name in arguments}
+    if "input_size" in stated:
+        changes["data.image_size"] = convert(stated["input_size"][1:], PAIR, {"minimum": 1})
+    if classes := config.get("num_classes"):         # 0: a backbone
+        changes["data.num_classes"] = classes
+    return Description(file, "", changes, _names(config.get("label_names"), classes))
+
+
+def _names(labels: Any, count: int) -> tuple[str, ...] | None:
+    """The name of each of `count` classes, of a list or of a table by their number."""
+    labels = dict(enumerate(labels)) if isinstance(labels, list) else labels
+    labels = {str(index): label for index, label in (labels or {}).items()}
+    if not labels or "LABEL_0" in labels.values():   # transformers' stand-in for a name
+        return None
+    return tuple(str(labels.get(str(index), index)) for index in range(count))
+
+
 def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
     if name not in ARCHITECTURES.get(kind, ()) or config.get("hidden_act", "gelu") != "gelu":
@@ -104,6 +133,9 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
                               f"activation {config.get('hidden_act', 'gelu')}; ViT, DeiT, DINOv2's "
                               "backbone and Swin load, with the exact GELU")
     swin = kind == "swin"
+    if swin and config.get("layer_norm_eps", 1e-5) != 1e-5:
+        raise CheckpointError(f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
+                              "1e-05, as all Swins have it here")
     options = {"patch_size": config["patch_size"], "qkv_bias": config.get("qkv_bias", True)}
     options |= {ours: config[key] for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
     if swin:
@@ -117,12 +149,12 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
                     "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(config["intermediate_size"],
                                                                       options["embed_dim"])}
     changes = {"model.name": "swin_tiny" if swin else "vit_base", "model.options": options,
-               "data.image_size": config["image_size"]}
-    labels, classes = config.get("id2label") or {}, None
+               "data.image_size": convert(config["image_size"], PAIR, {"minimum": 1})}
+    classes = None
     if "Classification" in name:                     # transformers omits its default of 2 labels
+        labels = config.get("id2label") or {}
         changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
-    if labels and "LABEL_0" not in labels.values():  # transformers' stand-in for a name
-        classes = tuple(str(labels.get(str(index), index)) for index in range(len(labels)))
+        classes = _names(labels, len(labels))
     changes |= _preparation(_table(file.with_name("preprocessor_config.json")))
     return Description(file, "swin_tiny" if swin else "deit_base", changes, classes)
 
@@ -136,17 +168,20 @@ def mlp_ratio(hidden: int, width: int) -> float:
 def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     """How a preprocessor_config.json prepares images, as keys of a recipe.
 
-    Where transformers squeezes an image to a square, proportions are kept here.
+    Where transformers squeezes an image to a square, proportions are kept here. It normalises
+    pixels times rescale_factor, and we those over 255.
     """
-    normalises = config.get("do_normalize", True)
+    factor = 255 * config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 255
+    mean, std = ((config.get("image_mean"), config.get("image_std"))
+                 if config.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3))
     size, crop = ({"height": sides, "width": sides} if isinstance(sides, int) else sides or {}
                   for sides in (config.get("size"), config.get("do_center_crop")
                                 and config.get("crop_size")))
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
-    changes = {"data.mean": config.get("image_mean") if normalises else [0.0] * 3,
-               "data.std": config.get("image_std") if normalises else [1.0] * 3,
-               "eval.interpolation": RESAMPLE.get(config.get("resample")),
+    changes = {"data.mean": mean and [value / factor for value in mean],
+               "data.std": std and [value / factor for value in std],
+               "eval.interpolation": RESAMPLE.get(config.get("resample"), config.get("resample")),
                "eval.crop_pct": min(side / shorter, 1.0) if side and shorter else None}
     return {key: value for key, value in changes.items() if value is not None}
 
@@ -159,20 +194,23 @@ def assumptions(recipe: Recipe, description: Description | None) -> str:
             f"activation is named ({source})")
 
 
-def require_same_function(description: Description | None, recipe: Recipe) -> None:
-    """Raise CheckpointError if files beside a checkpoint state another function than the recipe.
+def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list[str]:
+    """A line for the summary if images were prepared for a checkpoint otherwise than by the recipe.
 
-    This is for fine-tuning, where the recipe's model takes the tensors: neither heads nor epsilon
-    change a shape.
+    stated: what `source`, of the checkpoint, says of it by keys of a recipe. Raises CheckpointError
+    if it computes another function than the recipe's model, which no tensor shows.
     """
-    theirs = description.values.get("model.options", {}) if description else {}
-    for key in ("num_heads", "norm_eps"):
-        ours = recipe.model.options.get(key)
-        if key in theirs and ours not in (None, theirs[key]):
-            raise CheckpointError(
-                f"{description.file}: {key} is {theirs[key]}, in the recipe {ours}, and no tensor "
-                f"would show it; expected --set model.options.{key}="
-                f"{str(theirs[key]).replace(' ', '')}")
+    stated = {key: plain(value) for key, value in flat(stated).items()}
+    equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}"
+             for key in (*FUNCTION, *PREPARATION)
+             if key in stated and recipe.keys.get(key, stated[key]) != stated[key]}
+    for key in FUNCTION:
+        if key in equal:
+            raise CheckpointError(f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
+                                  f"recipe {recipe.keys[key]}, and no tensor would show it; "
+                                  f"expected {equal[key]}")
+    return [f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
+            f"{' '.join(equal.values())}"] if equal else []
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:

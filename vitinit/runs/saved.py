@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..bounds import PAIR
 from ..command_line import Parser
+from ..data.sources import are_names, indices_by_name
 from ..models.convert import native_tensors
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..recipe.values import convert, nearest
-from ..train.checkpoint import model_state, require_finite
-from ..train.transfer import load_exactly, start_from
+from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
+from ..train.transfer import UNREAD, load_exactly, start_from
 from . import foreign
 from .folder import BOXED, RunFolder, read_checkpoint
 from .start import build
@@ -52,7 +53,8 @@ class Saved(NamedTuple):
     @property
     def weights(self) -> list[str]:
         """Which weights the checkpoint contains: "model", and "ema" for a moving average."""
-        return ["model", "ema"] if self.state.get("ema") else ["model"]
+        average = self.state.get("ema")
+        return ["model", "ema"] if isinstance(average, Mapping) and average else ["model"]
 
     def model(self, weights: str, *, or_backbone: bool = False) -> nn.Module:
         """Build the model with the weights "model" or "ema", for images of `size`.
@@ -64,10 +66,9 @@ class Saved(NamedTuple):
         or_backbone: where the checkpoint has no classifier, build the model without one, which
             returns the pooled features. Otherwise that is an error.
         """
-        recipe, tensors = self.recipe, model_state(self.state, self.path, weights)
-        require_finite(tensors, weights, self.path)
-        tensors = native_tensors(tensors)
-        if or_backbone and not any(name.startswith("head") for name in tensors):
+        recipe, tensors = self.recipe, self.tensors(weights)
+        if or_backbone and not any(name.startswith("head") and not UNREAD.search(name)
+                                   for name in tensors):
             recipe = recipe.with_data(num_classes=0)
         model = build(recipe)
         load_exactly(model, tensors, self.path)
@@ -78,9 +79,41 @@ class Saved(NamedTuple):
         start_from(resized, model.state_dict(), place, model.grid)
         return resized
 
-    def assumptions(self) -> str:
+    def tensors(self, weights: str) -> dict[str, Tensor]:
+        """The weights "model" or "ema" under this package's names; see `model_state`."""
+        tensors = native_tensors(model_state(self.state, self.path, weights))
+        if self.classes and rows_of(tensors) not in (0, len(self.classes)):
+            raise CheckpointError(f"{self.path}: names {len(self.classes)} classes, and its "
+                                  f"classifier has {rows_of(tensors)} rows")
+        return tensors
+
+    def assumptions(self, weights: str = "model") -> str:
         """A line on what is assumed of the model of a checkpoint that contains no recipe."""
-        return f"{self.path}: {foreign.assumptions(self.recipe, self.description)}"
+        prefix, _ = without_prefix(stored_tensors(self.state, self.path, weights))
+        without = f"'{prefix}' taken off the names; " if prefix else ""
+        return without + foreign.assumptions(self.recipe, self.description)
+
+
+def rows_of(tensors: Mapping[str, Tensor]) -> int:
+    """How many rows the classifier has; 0 if there is none."""
+    return next((value.shape[0] for name, value in tensors.items()
+                 if name in ("head.weight", "head.fc.weight") and value.ndim), 0)
+
+
+def _open(path: Path) -> tuple[Path, dict[str, Any], foreign.Description | None]:
+    """The file of a checkpoint, its contents, and what files of another project beside it say."""
+    # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
+    state, path = read_checkpoint(path, mmap=True)
+    state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
+    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", PAIR, tuple),
+                            ("recipe", Mapping[str, Any], dict)):
+        if key in state and (state[key] is not None or key == "recipe"):
+            try:
+                state[key] = form(convert(state[key], kind, {"minimum": 1} if kind == PAIR else {}))
+            except TypeError as error:
+                raise CheckpointError(f"{path}: its '{key}' is {error}") from None
+    return path, state, (None if "recipe" in state else
+                         foreign.read_description(path, str(state.get("arch", ""))))
 
 
 def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),
@@ -96,10 +129,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe, or two
     of them, or a value is invalid.
     """
-    # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
-    state, path = read_checkpoint(path, mmap=True)
-    state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
-    description = None
+    path, state, description = _open(path)
     if "recipe" in state:
         if recipe is not None:
             raise RecipeError(f"{path}: brings its own recipe; the recipe {recipe} that was given "
@@ -113,7 +143,6 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         where = RunFolder(path.parent).data_of(-1)   # a relative path was relative to elsewhere
         found = found.with_data(root=str(where.get("root", found.data.root)))
     else:
-        description = foreign.read_description(path, str(state.get("arch", "")))
         recipe = recipe or (description and description.recipe)
         if not recipe:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
@@ -130,24 +159,58 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     return Saved(path, state, found, size, description)
 
 
-def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
+def fine_tune(model: nn.Module, recipe: Recipe, classes: Sequence[str] = ()) -> list[str]:
     """Start a run from the weights of init.checkpoint: load them into `model`, as initialised.
 
-    The checkpoint is a file, a run folder, or a folder of transformers.
+    The checkpoint is a file, a run folder, or a folder of transformers or timm. classes: the names
+    of the run's classes, if it has any.
 
-    Returns lines for the summary: what was loaded and, for another project's checkpoint, what is
-    assumed that tensors do not show. Raises CheckpointError if the checkpoint does not fit.
+    Returns lines for the summary: what was loaded, which rows of the classifier, what is assumed of
+    another project's checkpoint, and what is otherwise there than in the recipe. Raises
+    CheckpointError if the checkpoint does not fit, or computes another function.
     """
-    init = recipe.init
-    state, path = read_checkpoint(Path(init.checkpoint))
-    tensors = native_tensors(model_state(state, path, init.checkpoint_weights))
-    notes = []
-    if "recipe" not in state:
-        description = foreign.read_description(path, str(state.get("arch", "")))
-        foreign.require_same_function(description, recipe)
-        notes = [f"note    {foreign.assumptions(recipe, None)}"]
-    transfer = start_from(model, tensors, path, state.get("grid"))
-    return [f"start   {init.checkpoint}: {transfer}", *notes]
+    path, state, description = _open(Path(recipe.init.checkpoint))
+    saved = Saved(path, state, recipe, recipe.data.image_size, description)
+    stated = description.values if description else state.get("recipe", {})
+    differences = foreign.differences(stated, recipe, description.file if description else path)
+    weights, grid = recipe.init.checkpoint_weights, state.get("grid")
+    if description and "data.image_size" in stated:  # in patches as large as the model's
+        grid = tuple(side * count // own for side, count, own in zip(
+            stated["data.image_size"], model.grid, saved.size))
+    tensors = saved.tensors(weights)
+    rows, words = _classifier_rows(saved, tensors, classes or [*map(str, range(model.num_classes))])
+    transfer = start_from(model, tensors, path, grid, rows)
+    notes = [f"start   {recipe.init.checkpoint}: {transfer}", f"head    {words}"]
+    if not saved.brings_recipe:                      # all is assumed from the run's
+        notes.append(f"note    {saved._replace(description=None).assumptions(weights)}")
+    return notes + differences
+
+
+def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Sequence[str]
+                     ) -> tuple[list[int | None], str]:
+    """For each of a run's classes the row of the classifiers that it starts from; and in words.
+
+    None: it stays as the init drew it. saved: with the run's recipe, whose init.checkpoint_head
+    says how rows are found.
+    """
+    choice, known, wanted = saved.recipe.init.checkpoint_head, saved.classes, len(classes)
+    count = rows_of(tensors)
+    if not count:
+        why = "the checkpoint has none"
+    elif choice == "drop":
+        why = "init.checkpoint_head is drop"
+    elif choice == "match" and are_names(known) and are_names(classes):
+        rows = indices_by_name(known, classes)
+        lost = rows.count(None)
+        return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
+    elif count != wanted:
+        why = f"the checkpoint's has {count} rows, and {wanted} are expected"
+    elif choice == "match" and saved.recipe.data.name != "imagenet":
+        why = ("not all classes have names; if they are the same, init.checkpoint_head=keep takes "
+               f"its {count} rows")
+    else:
+        return [*range(count)], f"all {count} rows, taken for the same classes"
+    return [None] * wanted, f"as drawn: {why}"
 
 
 def parse_sides(text: str) -> int | list[int]:

@@ -186,7 +186,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
                        image_size=image_size)
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
-        print(saved.assumptions(), file=sys.stderr, flush=True)
+        print(f"{saved.path}: {saved.assumptions(weights)}", file=sys.stderr, flush=True)
     numbers = imagenet_wnids() if model.num_classes == 1000 else map(str, range(model.num_classes))
     classes = tuple(saved.classes or numbers) if model.num_classes else ()
     return Trained(model.to(device or "cpu"), classes, saved.recipe, saved.size, saved.path)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isqrt
@@ -22,8 +22,9 @@ from .checkpoint import CheckpointError, shortened
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
 # Tensors that no forward pass reads: the mask token and the decoder of masked pre-training (DINOv2,
-# iBOT, MAE), and buffers of older Swin checkpoints that follow from the sizes.
-UNREAD = re.compile(r"^(mask_token$|decoder_)|\.(relative_position_index|attn_mask)$")
+# iBOT, MAE), DINO's projections, and buffers of older Swin checkpoints that follow from the sizes.
+UNREAD = re.compile(r"^(mask_token$|decoder_|(dino_|ibot_)?head\.(mlp|last_layer)\.)"
+                    r"|\.(relative_position_index|attn_mask)$")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Transfer:
 
 @torch.no_grad()
 def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str,
-               grid: tuple[int, int] | None) -> Transfer:
+               grid: tuple[int, int] | None, rows: Sequence[int | None] | None = None) -> Transfer:
     """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
     Position embeddings for another grid are resized with torch's antialiased bicubic interpolation,
@@ -52,7 +53,7 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
     tensors below. Such a tensor is dropped if only the checkpoint has it, and stays as its init
     drew it if only the model has it:
 
-        the classifier (`head…`)            another number of classes, or none
+        the classifier (`head…`)            another number of classes, or none; see `rows`
         cls_token, dist_token, reg_token    any that only the model has; the first two also if only
                                             the checkpoint has them, and it has no fc_norm
         norm, fc_norm                       one in place of the other, if the classifier is new
@@ -61,7 +62,8 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
 
     tensors: the checkpoint's state dict, under this package's names. path: the file that error
     messages name, or words for it. grid: (rows, columns) of patches in the checkpoint; None: see
-    `_grid_and_entries`.
+    `_grid_and_entries`. rows: for each class of the model the row of the checkpoint's classifiers
+    that it takes; None, for a class: none, or for all: their own, if there are as many.
 
     Raises CheckpointError, listing the names, and changes nothing, if nothing but the classifier
     fits, or if any other tensor has another shape or is on one side only: the model would then
@@ -69,8 +71,8 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
     """
     own = model.state_dict()
     tensors = unread_tokens_as_registers(own, tensors)
-    new_head = all(name in own and value.shape != own[name].shape
-                   for name, value in tensors.items() if name.startswith("head."))
+    heads = _classifiers(own, tensors, rows)
+    new_head = not any(name.startswith("head.") for name in heads)
     loaded, resized, dropped, surplus = {}, [], [], []
     for name, value in tensors.items():
         if name == "pos_embed" and name in own:
@@ -85,10 +87,10 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
             may_lack = name in PREFIX_TOKENS[:2] and "fc_norm.weight" not in tensors
             may_lack |= bool(UNREAD.search(name)) or _may_differ(name, own, new_head)
             (dropped if may_lack else surplus).append(name)
-        elif value.shape != own[name].shape and name.startswith("head"):
+        elif name.startswith("head") and name not in heads:
             dropped.append(f"{name} {tuple(value.shape)}")
         else:
-            loaded[name] = value
+            loaded[name] = heads.get(name, value)
     if all(name.startswith("head") for name in loaded):
         raise CheckpointError(f"{path}: none of its tensors fits the model; it holds "
                               f"{shortened(list(tensors))}")
@@ -209,6 +211,22 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
 
 
 # What a checkpoint and a model may differ in --------------------------------------------------
+
+
+def _classifiers(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
+                 rows: Sequence[int | None] | None) -> dict[str, Tensor]:
+    """The classifiers that a model gets, with `rows` of the checkpoint's as of `start_from`.
+
+    own: the model's state dict. Those of another width, and those that get no row, are left out.
+    """
+    heads = {name: value for name, value in tensors.items() if name in own and value.ndim
+             and name.startswith("head") and value.shape[1:] == own[name].shape[1:]}
+    if rows is None:
+        return {name: value for name, value in heads.items() if value.shape == own[name].shape}
+    taken = [row for row in rows if row is not None]
+    return {name: torch.stack([initial if row is None else value[row].to(initial)
+                               for row, initial in zip(rows, own[name], strict=True)])
+            for name, value in heads.items() if taken and max(taken) < len(value)}
 
 
 def _may_differ(name: str, others: Mapping[str, Tensor], new_head: bool) -> bool:
