@@ -102,6 +102,20 @@ def test_a_checkpoint_of_others_takes_a_recipe(tmp_path):
     assert share == pytest.approx(expected.max().item(), rel=1e-5)
 
 
+def test_a_wrapped_backbone_is_named_and_its_projection_is_no_classifier(tmp_path, capsys):
+    """As DINO's code writes them, with a projection that only its loss reads."""
+    options = {f"model.options.{key}": value for key, value in SIZES.items()}
+    model = vitinit.build_model("vit_tiny", num_classes=0, image_size=8, **SIZES)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    torch.save({"teacher": {f"backbone.{name}": value for name, value in model.state_dict().items()}
+                | {"head.mlp.0.weight": torch.ones(2, 12)}}, tmp_path / "dino.pth")
+    trained = vitinit.load(tmp_path / "dino.pth", recipe="deit_tiny",
+                           overrides=options | {"data.image_size": 8})
+    image = torch.randn(2, 3, 8, 8)
+    assert torch.equal(trained.model(image), model.eval()(image)) and trained.classes == ()
+    assert "dino.pth: 'backbone.' taken off the names; assumed, as" in capsys.readouterr().err
+
+
 def test_weights_and_sizes_that_are_none_are_one_line():
     """tests/test_eval.py has what it refuses as well."""
     for arguments, problem in (

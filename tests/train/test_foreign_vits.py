@@ -211,7 +211,7 @@ def test_what_belongs_to_pretraining_is_dropped_and_named():
     load_exactly(plain, native_tensors(tensors), PATH)
     pretraining = {name: torch.zeros(1, 26, WIDTH) for name in (
         "mask_token", "decoder_embed.weight", "decoder_blocks.0.norm1.weight",
-        "decoder_pos_embed", "decoder_pred.bias")}
+        "decoder_pos_embed", "decoder_pred.bias", "head.mlp.0.weight", "dino_head.last_layer.bias")}
     load_exactly(model, native_tensors(tensors | pretraining), PATH)
     assert_identical(model.state_dict(), plain.state_dict())
     report = start_from(model, native_tensors(tensors | pretraining), PATH, None)
