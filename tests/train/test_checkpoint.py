@@ -171,8 +171,9 @@ WEIGHT = torch.ones(3, 5)
 def test_a_weight_that_is_none_is_refused_by_its_name_and_counters_are_read(value, fault, tmp_path):
     counters = {"bn.num_batches_tracked": torch.tensor(7), "position_ids": torch.arange(5),
                 "attn.relative_position_index": torch.zeros(2, 3, dtype=torch.int32)}
-    torch.save(counters | {"half": WEIGHT.half()}, tmp_path / "a.pt")
-    assert len(model_state(load(tmp_path / "a.pt"), tmp_path / "a.pt")) == 4
+    weights = {"half": WEIGHT.half(), "b.num_batches_tracked": WEIGHT}       # of an average, say
+    torch.save(counters | weights, tmp_path / "a.pt")
+    assert len(model_state(load(tmp_path / "a.pt"), tmp_path / "a.pt")) == 5
     torch.save(counters | {"bn.w": value}, tmp_path / "a.pt")
     line = refused(CheckpointError, model_state, load(tmp_path / "a.pt"), tmp_path / "a.pt")
     assert line.startswith(f"{tmp_path}/a.pt: model 'bn.w' is ") and fault in line

@@ -3,8 +3,8 @@
 Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no conversion. Each of
 the other layouts is a table of names, recognised by a name that occurs only in it: those of
 torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2, Swin; as it writes them
-to files, and as release 5 has them in memory), Microsoft (Swin) and DINOv2's authors. The tables of torchvision and transformers also
-serve to write checkpoints (`vitinit.export --names`).
+to files, and as release 5 has them in memory), Microsoft (Swin) and DINOv2's authors. The tables of
+torchvision and transformers also serve to write checkpoints (`vitinit.export --names`).
 
 All layouts order heads and merged patches as this package does. Where queries, keys and values are
 three layers, they are stacked into one. LayerScale has an exact equivalent here: DINOv2, DeiT-III

@@ -260,7 +260,7 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
-    for its weights (FOREIGN_WEIGHTS), and a name at which nothing exists for the model of that name in
+    for its weights, and a name at which nothing exists for the model of that name in
     recipes/trained. mmap, verify: see `load`, which raises CheckpointError. So does this, naming
     both files, if both are damaged.
     """

@@ -31,7 +31,8 @@ from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
 # Whole words of a model's name whose models have our tensors' names and shapes, but compute
 # something else.
 TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
-RESAMPLE = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))  # Pillow
+# Pillow's numbers of ways to resize.
+RESAMPLE = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
 # Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
 FUNCTION = tuple(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "alpha",
                                                     "logit_scale"))

@@ -261,7 +261,7 @@ def _fault(name: str, value: Tensor) -> str:
     """What is wrong with a tensor of a model; "" if nothing is."""
     if value.is_meta or value.is_nested or value.layout != torch.strided:
         return "without values (meta)" if value.is_meta else f"sparse or nested ({value.layout})"
-    if value.dtype not in ((torch.int32, torch.int64) if COUNTED.search(name) else FLOATS):
+    if value.dtype not in FLOATS + (torch.int32, torch.int64) * bool(COUNTED.search(name)):
         return str(value.dtype)
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return f"longer than what is stored of it, by its stride {value.stride()}"
