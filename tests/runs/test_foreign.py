@@ -302,7 +302,7 @@ def test_timms_hub_states_the_preparation(tmp_path):
     assert read_description(tmp_path / "other.pth") is None     # the file is of the other one
     (tmp_path / "config.json").write_text(json.dumps(config := {
         "architecture": "vit", "num_classes": 3, "label_names": {"0": "ant", "2": "eel"},
-        "model_args": {"num_heads": 3, "reg_tokens": 2, "in_chans": 3},
+        "model_args": {"num_heads": 3, "reg_tokens": 2, "depth": None, "in_chans": 3},
         "pretrained_cfg": {"input_size": [3, 15, 20]}}))
     found = read_description(tmp_path / "model.safetensors")
     assert found.classes == ("ant", "1", "eel") and found.values == {

@@ -196,6 +196,10 @@ def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
                     {"head.weight": torch.ones(7, WIDTH), "head.bias": torch.ones(7)}):  # both fit
         message = refusal(vit(0), tensors)
         assert "none of its tensors fits" in message and message.endswith(", ".join(tensors))
+    flat = snapshot(vit(1, pool="class")) | {"cls_token": torch.ones(WIDTH)}
+    assert "other shape: cls_token (11,) where the model has (1, 1, 11)" in refusal(vit(0), flat)
+    assert "surplus: cls_token" in refusal(vit(0, pool="mean", num_registers=1, fc_norm=True),
+                                           flat | {"fc_norm.weight": torch.ones(WIDTH)})
     assert "surplus: blocks.2.norm1.weight, " in refusal(vit(0), snapshot(vit(1, depth=3)))
     for grid, words in ((None, "no square grid"), ((3, 3), "no 3×3 grid")):
         message = refusal(vit(0, grid=(5, 7)), snapshot(vit(1, grid=(2, 7))), grid)

@@ -271,8 +271,8 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
         if not any(file.exists() for file in files):
             files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
         if not files:
-            raise NoCheckpoint(f"{path}: holds no checkpoint; expected last.pt, as in a run's "
-                               f"folder, or {' or '.join(FOREIGN_WEIGHTS)}")
+            raise NoCheckpoint(f"{path}: holds no checkpoint; expected last.pt or one of "
+                               f"{', '.join(FOREIGN_WEIGHTS)}")
     for file in files:
         try:
             state = load(file, mmap=mmap, verify=verify)

@@ -51,8 +51,7 @@ ARCHITECTURES = {
 TIMM_KEYS = {"mean": "data.mean", "std": "data.std", "crop_pct": "eval.crop_pct",
              "interpolation": "eval.interpolation"}
 TIMM_ARGUMENTS = {"reg_tokens": "num_registers"} | {key: key for key in (
-    "patch_size", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio", "qkv_bias", "fc_norm",
-    "window_size")}
+    "patch_size", "embed_dim", "depth", "depths", "num_heads", "qkv_bias", "window_size")}
 
 
 class Description(NamedTuple):
@@ -89,7 +88,9 @@ def read_description(path: Path, architecture: str = "") -> Description | None:
             return _of_transformers(config, file)
         if "pretrained_cfg" in config:
             return _of_timm(config, file)
-    except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
                               ) from None
     return None
@@ -110,7 +111,7 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
             raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
     changes = {ours: stated[key] for key, ours in TIMM_KEYS.items() if key in stated}
     changes |= {f"model.options.{ours}": arguments[name] for name, ours in TIMM_ARGUMENTS.items()
-                if name in arguments}
+                if arguments.get(name) is not None}
     if "input_size" in stated:
         changes["data.image_size"] = convert(stated["input_size"][1:], PAIR, {"minimum": 1})
     if classes := config.get("num_classes"):         # 0: a backbone
@@ -204,7 +205,8 @@ def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list
     stated = {key: plain(value) for key, value in flat(stated).items()}
     equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}"
              for key in (*FUNCTION, *PREPARATION)
-             if key in stated and recipe.keys.get(key, stated[key]) != stated[key]}
+             if isinstance(stated.get(key), (int, float, str, list))
+             and recipe.keys.get(key, stated[key]) != stated[key]}
     for key in FUNCTION:
         if key in equal:
             raise CheckpointError(f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "

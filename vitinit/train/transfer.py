@@ -141,7 +141,8 @@ def unread_tokens_as_registers(own: Mapping[str, Tensor],
     tensors = dict(tensors)
     unread = [name for name in ("cls_token", "dist_token") if name in tensors and name not in own]
     registers = [tensors[name] for name in (*unread, "reg_token") if name in tensors]
-    if unread and "reg_token" in own and (
+    shapes = {(*token.shape[:1], *token.shape[2:]) for token in registers}
+    if unread and "reg_token" in own and shapes == {own["reg_token"].shape[::2]} and (
             sum(token.shape[1] for token in registers) == own["reg_token"].shape[1]):
         tensors["reg_token"] = torch.cat(registers, dim=1)
         for name in unread:
@@ -151,7 +152,8 @@ def unread_tokens_as_registers(own: Mapping[str, Tensor],
 
 def _prefix_counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The number of tokens of each kind before the patches: {"cls_token": 1, "reg_token": 4}."""
-    return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
+    return {name: tensors[name].shape[1] if tensors[name].ndim == 3 else 1     # which will not fit
+            for name in PREFIX_TOKENS if name in tensors}
 
 
 def _fit_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
