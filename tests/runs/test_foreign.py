@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from refused import refused
 from torch import Tensor
 
@@ -244,6 +244,22 @@ def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, 
                         "--out", str(tmp_path / "other")]) == 2
     assert "no model of transformers takes the weights of this" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_of_shards_is_that_of_one_file(their_folder):
+    folder = their_folder("ViT")
+    whole, tensors = vitinit.load(folder), load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="ViT: holds no checkpoint; expected last.pt or one of mo"):
+        vitinit.load(folder)
+    files = {name: f"{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in {*files.values()}:
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    again = vitinit.load(folder)
+    assert again.recipe == whole.recipe and again.classes == whole.classes
+    assert all(torch.equal(value, whole.model.state_dict()[name])
+               for name, value in again.model.state_dict().items())
 
 
 def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder):
