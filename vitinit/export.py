@@ -1,5 +1,6 @@
 """Export a trained model: as files that can be read without vitinit, or as a small run folder.
 
+    python -m vitinit.export runs/base --to safetensors --out folder
     python -m vitinit.export runs/base --to safetensors --out base.safetensors
     python -m vitinit.export runs/base --to safetensors --names torchvision --out base.safetensors
     python -m vitinit.export runs/base --to safetensors --names transformers --out folder
@@ -7,16 +8,18 @@
     python -m vitinit.export runs/base --to run --out small
 
 safetensors: the weights under our names, which are timm's, or under those of --names (needs the
-extra `safetensors`). The file's metadata state the class names, how an image becomes the model's
-input, the recipe, and which model of timm or torchvision takes these weights. For transformers it
-is a folder, from which AutoModelForImageClassification and AutoImageProcessor load the model.
+extra `safetensors`). A folder, which is an --out that does not end in .safetensors, is opened by
+timm's create_model("local-dir:folder", pretrained=True), and by transformers' Auto classes, which
+need timm for it unless --names transformers is given. A file's metadata state the class names, how
+an image becomes the model's input, the recipe, and which model of the library takes the weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
 run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
 record and metrics. It can be loaded, evaluated and plotted like any run, but not resumed.
 
-No export contains an image, or an absolute path of this machine, of which the last part stays. Each
-is compared with the model before the command ends; programs and runs on images of noise.
+No export contains a photograph, or an absolute path of this machine, of which the last part stays.
+Each is compared with the model before the command ends; programs, which hold two images of noise as
+an example, and runs on such images.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from .command_line import Parser, building, run_program
 from .data.augment import normalise
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
-from .models.libraries import LIBRARIES, counterpart
+from .models.libraries import LIBRARIES, counterpart, timm_function
 from .recipe.files import RecipeError, from_dict
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
@@ -99,29 +102,50 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     if library == "torchvision":                     # its Swin's files hold these, which are fixed
         tensors |= {name: index.flatten() for name, index in trained.model.named_buffers()
                     if name.endswith("relative_position_index")}
-    return write_weights(trained, foreign_names(tensors, names), {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in notes.items()}, out)
+    return write_weights(trained, foreign_names(tensors, names), notes, out)
 
 
-def export_transformers(trained: Trained, out: Path) -> str:
-    """Write a folder `out` that transformers loads; return what was checked."""
-    found, names = taken_by("transformers", trained)
-    config = found["arguments"] | {"architectures": [found["class"].rpartition(".")[2]],
-                                   "id2label": dict(enumerate(trained.classes)),
-                                   "label2id": {label: number for number, label
-                                                in enumerate(trained.classes)}}
-    tensors = foreign_names(trained.model.state_dict(), names, f"{config['model_type']}.")
+def export_folder(trained: Trained, out: Path, library: str) -> str:
+    """Write a folder `out` that timm or transformers loads; return what was checked."""
+    found, names = taken_by(library, trained)
+    if library == "timm":
+        files, prefix = {"config.json": timm_config(trained, **found)}, ""
+    else:
+        labels = dict(enumerate(trained.classes))
+        config = found["arguments"] | {
+            "architectures": [found["class"].rpartition(".")[2]], "id2label": labels,
+            "label2id": {label: number for number, label in labels.items()}}
+        files = {"config.json": config, "preprocessor_config.json":
+                 preprocessor_config(trained.recipe, trained.image_size)}
+        prefix = f"{config['model_type']}."
     with new_folder(out):
-        for name, table in (("config.json", config), ("preprocessor_config.json",
-                            preprocessor_config(trained.recipe, trained.image_size))):
+        for name, table in files.items():
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / name)
-        return write_weights(trained, tensors, {"format": "pt"}, out / "model.safetensors")
+        return write_weights(trained, foreign_names(trained.model.state_dict(), names, prefix),
+                             {"format": "pt"} | metadata(trained), out / "model.safetensors")
 
 
-def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str, str], out: Path
+def timm_config(trained: Trained, **found: Any) -> dict[str, Any]:
+    """The config.json of a folder that timm loads. found: of `taken_by`."""
+    recipe, layers = trained.recipe, dict(trained.model.named_modules())
+    with building(f"recipe {recipe.name}", "model"):
+        architecture, arguments = timm_function(found["class"], found["arguments"])
+    del arguments["num_classes"]
+    of_images = {key: value for key, value in metadata(trained).items()
+                 if key in ("mean", "std", "crop_pct", "interpolation")}
+    return {"architecture": architecture, "num_classes": len(trained.classes),
+            "label_names": list(trained.classes), "model_args": arguments,
+            "pretrained_cfg": of_images | {
+                "input_size": [3, *trained.image_size], "fixed_input_size": "img_size" in arguments,
+                "first_conv": next(name for name, layer in layers.items()
+                                   if isinstance(layer, nn.Conv2d)),
+                "classifier": [name for name, layer in layers.items()
+                               if name.startswith("head") and isinstance(layer, nn.Linear)]}}
+
+
+def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str, Any], out: Path
                   ) -> str:
-    """Write a file of safetensors with these notes; return what was checked.
+    """Write a file of safetensors with these notes, as texts; return what was checked.
 
     Raises CheckpointError, and writes none, if it would hold other weights than the model's.
     """
@@ -130,7 +154,9 @@ def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str,
     except ImportError:
         raise CheckpointError(f"{out}: writing it needs the extra 'safetensors': pip install "
                               "'vitinit[safetensors]'") from None
-    content = save({name: value.contiguous() for name, value in tensors.items()}, metadata=notes)
+    content = save({name: value.contiguous() for name, value in tensors.items()}, metadata={
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in notes.items()})
     read, weights = native_names(load(content)), trained.model.state_dict()
     if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
                                                 for name, value in weights.items()):
@@ -161,10 +187,9 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     data, views = trained.recipe.data, noise(trained)
     model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
     images = views if inside else as_input(views, trained.recipe)
-    program = torch.export.export(model, (images[:3],), strict=False,
+    program = torch.export.export(model, (images[:2].clone(),), strict=False,    # which it keeps
                                   dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
-    program.example_inputs = None                    # torch would store these images in the file,
-    for node in program.graph.nodes:                 # and with each operation the path of its code
+    for node in program.graph.nodes:                 # with the path of its code
         node.meta.pop("stack_trace", None)
     archive = io.BytesIO()
     torch.export.save(program, archive,
@@ -243,7 +268,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--names", choices=LIBRARIES,
                         help="the library that is to load the weights (--to safetensors)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE",
-                        help="file to write; for a run and for transformers, a new folder")
+                        help="file to write, or a new folder (see above)")
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     args = parser.parse_args(arguments)
@@ -251,9 +276,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                        ("--image-size", args.to != "run")):
         if getattr(args, flag[2:].replace("-", "_")) and not fits:
             parser.error(f"{flag} does not go with --to {args.to}")
-    folder = args.to == "run" or args.names == "transformers"
-    if not args.out.parent.is_dir() or args.out.exists() and (folder or args.out.is_dir()):
-        parser.error(f"--out {args.out}: expected a {'new folder' if folder else 'file'} in a "
+    args.folder = args.to == "run" or args.names == "transformers" or (
+        args.to == "safetensors" and args.names in (None, "timm") and
+        args.out.suffix != ".safetensors")
+    if not args.out.parent.is_dir() or args.out.exists() and (args.folder or args.out.is_dir()):
+        parser.error(f"--out {args.out}: expected a {'new folder' if args.folder else 'file'} in a "
                      "folder that exists")
     return args
 
@@ -261,8 +288,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def export(args: argparse.Namespace) -> None:
     """Write the export that the arguments ask for, and print what was written and checked."""
     trained, out = load_run(args), args.out
-    if args.names == "transformers":
-        found = export_transformers(trained, out)
+    if args.to == "safetensors" and args.folder:
+        found = export_folder(trained, out, args.names or "timm")
     elif args.to == "safetensors":
         found = export_weights(trained, out, args.names)
     elif args.to == "torch":

@@ -31,6 +31,7 @@ KINDS = {
     "ViT, backbone": ("vit", "ViTModel", ""),
     "DeiT": ("deit", "DeiTForImageClassification", "deit."),
     "DeiT with teacher": ("deit", "DeiTForImageClassificationWithTeacher", "deit."),
+    "I-JEPA": ("ijepa", "IJepaForImageClassification", "ijepa."),
     "DINOv2": ("dinov2", "Dinov2Model", ""),
     "DINOv2 with registers": ("dinov2_with_registers", "Dinov2WithRegistersModel", ""),
 }
@@ -48,11 +49,12 @@ def their_tensors(name: str) -> dict[str, Tensor]:
     """Random tensors under the names that save_pretrained of transformers writes."""
     kind, architecture, _ = KINDS[name]
     dinov2, generator = kind.startswith("dinov2"), torch.Generator().manual_seed(5)
-    before = 2 if kind == "deit" else 1
-    shapes = {"embeddings.cls_token": (1, 1, WIDTH),
-              "embeddings.position_embeddings": (1, before + (SIDE // PATCH) ** 2, WIDTH),
+    before = {"deit": 2, "ijepa": 0}.get(kind, 1)
+    shapes = {"embeddings.position_embeddings": (1, before + (SIDE // PATCH) ** 2, WIDTH),
               "embeddings.patch_embeddings.projection": (WIDTH, 3, PATCH, PATCH),
               "layernorm": (WIDTH,)}
+    if before:
+        shapes["embeddings.cls_token"] = (1, 1, WIDTH)
     if kind == "deit":
         shapes["embeddings.distillation_token"] = (1, 1, WIDTH)
     if kind == "dinov2_with_registers":
@@ -100,7 +102,7 @@ def their_output(name: str, tensors: dict[str, Tensor], images: Tensor) -> Tenso
 
     patches = F.conv2d(images, tensors["embeddings.patch_embeddings.projection.weight"],
                        tensors["embeddings.patch_embeddings.projection.bias"], stride=PATCH)
-    tokens = [tensors["embeddings.cls_token"]]
+    tokens = [] if kind == "ijepa" else [tensors["embeddings.cls_token"]]
     if kind == "deit":
         tokens.append(tensors["embeddings.distillation_token"])
     x = torch.cat([*(token.repeat(len(images), 1, 1) for token in tokens), patches.flatten(2).mT],
@@ -125,7 +127,8 @@ def their_output(name: str, tensors: dict[str, Tensor], images: Tensor) -> Tenso
     x = norm(x, "layernorm")
     if architecture.endswith("Teacher"):
         return (linear(x[:, 0], "cls_classifier") + linear(x[:, 1], "distillation_classifier")) / 2
-    return linear(x[:, 0], "classifier") if architecture.endswith("Classification") else x[:, 0]
+    pooled = x.mean(1) if kind == "ijepa" else x[:, 0]
+    return linear(pooled, "classifier") if architecture.endswith("Classification") else pooled
 
 
 @pytest.fixture
@@ -162,8 +165,9 @@ def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsy
                                                                    (0.3, 0.4, 0.7))
     assert (trained.recipe.eval.crop_pct, trained.recipe.eval.interpolation) == (0.75, "bilinear")
     line = capsys.readouterr().err
-    for part in (f"num_heads {HEADS}", f"image_size [{SIDE}, {SIDE}]", "exact GELU",
-                 'pool "class"', f"norm_eps {EPS}", "crop_pct 0.75", "mean [0.5, 0.25, 0.125]"):
+    pool = 'pool "mean"' if name == "I-JEPA" else 'pool "class"'
+    for part in (f"num_heads {HEADS}", f"image_size [{SIDE}, {SIDE}]", "exact GELU", pool,
+                 f"norm_eps {EPS}", "crop_pct 0.75", "mean [0.5, 0.25, 0.125]"):
         assert part in line
     assert line.count("\n") == 1
     if not has_classifier:
@@ -227,7 +231,7 @@ def test_swins_names_are_those_of_transformers_and_read_as_they_are_written():
         assert torch.equal(found[f"{block}.attention.self.{part}.weight"], rows)
 
 
-@pytest.mark.parametrize("name", ["ViT", "DeiT with teacher"])
+@pytest.mark.parametrize("name", ["ViT", "DeiT with teacher", "I-JEPA"])
 def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, tmp_path, capsys):
     source, out = their_folder(name), tmp_path / "out"
     assert export.main([str(source), "--to", "safetensors", "--names", "transformers",

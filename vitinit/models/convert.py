@@ -117,7 +117,7 @@ LAYOUTS: dict[str, Names] = {
     "encoder.layers.0.blocks.0.layernorm_before.weight": TRANSFORMERS_SWIN,
 }
 # transformers puts this before all names but those of the classifiers.
-TRANSFORMERS_PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|swin)\.")
+TRANSFORMERS_PREFIX = re.compile(r"^(vit|deit|ijepa|dinov2|dinov2_with_registers|swin)\.")
 # Not converted: buffers that follow from the sizes, and a layer after the class token which
 # transformers' ViTModel has and its classifiers do not read.
 DROPPED = re.compile(r"\.(relative_position_index|attn_mask)$|^pooler\.dense\.")

@@ -43,6 +43,7 @@ UNSEEN = (*FUNCTION, *(f"model.options.{key}" for key in ("pool", "pos_embed", "
 ARCHITECTURES = {
     "vit": ("ViTForImageClassification", "ViTModel"),
     "deit": ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel"),
+    "ijepa": ("IJepaForImageClassification", "IJepaModel"),
     "dinov2": ("Dinov2Model", "Dinov2Backbone"),
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
@@ -132,8 +133,8 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
     if name not in ARCHITECTURES.get(kind, ()) or config.get("hidden_act", "gelu") != "gelu":
         raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers, with the "
-                              f"activation {config.get('hidden_act', 'gelu')}; ViT, DeiT, DINOv2's "
-                              "backbone and Swin load, with the exact GELU")
+                              f"activation {config.get('hidden_act', 'gelu')}; ViT, DeiT, I-JEPA, "
+                              "DINOv2's backbone and Swin load, with the exact GELU")
     swin = kind == "swin"
     if swin and config.get("layer_norm_eps", 1e-5) != 1e-5:
         raise CheckpointError(f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
@@ -146,7 +147,7 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
         distilled = name.endswith("WithTeacher")
         # A distillation token that no classifier reads takes part in attention, as a register does.
         unread = kind == "deit" and not distilled
-        options |= {"distilled": distilled,
+        options |= {"distilled": distilled, "pool": "mean" if kind == "ijepa" else "class",
                     "num_registers": config.get("num_register_tokens", 0) + unread,
                     "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(config["intermediate_size"],
                                                                       options["embed_dim"])}
