@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from argparse import ArgumentTypeError
 
@@ -24,6 +25,26 @@ PROGRAMS = {"vitinit.bench": bench.main, "vitinit.compare": compare.main,
              "vitinit.export": export.main, "vitinit.figures": figures.main,
             "vitinit.lessons": lessons.main, "vitinit.predict": predict.main,
             "vitinit.sweep": sweep.main}
+
+
+# What Windows has not, as far as vitinit is concerned: torch and others have their own ways there.
+AS_ON_WINDOWS = """
+import os, signal, sys
+import PIL.Image, torch.export, torch.utils._filelock, torchvision
+sys.modules |= dict.fromkeys(("resource", "fcntl", "termios", "pwd", "grp"))
+for name in {name for name in dir(signal) if name.startswith("SIG")} - {
+        "SIG_DFL", "SIG_IGN", "SIGINT", "SIGTERM", "SIGABRT"}:
+    delattr(signal, name)
+for name in ("sched_getaffinity", "fork", "killpg", "pread", "O_NOFOLLOW"):
+    delattr(os, name)
+
+import vitinit
+from vitinit import export, predict
+image, out = sys.argv[1:]
+print(*vitinit.load("cifar10_small").predict(image, top=1)[0])
+assert predict.main(["cifar10_small", image]) == 0
+assert export.main(["cifar10_small", "--to", "safetensors", "--out", out]) == 0
+"""
 
 
 def line_of(capsys) -> str:
@@ -53,6 +74,16 @@ def test_a_wrong_argument_is_one_line(capsys):
         assert PROGRAMS[program](arguments.split()) == 2
         line = line_of(capsys)
         assert line.startswith(f"{program}: ") and words in line and len(line) <= 200
+
+
+def test_a_model_is_loaded_predicts_and_is_exported_with_what_windows_has(repository, tmp_path):
+    image = "tests/data/cifar10/cat/0000.jpg"
+    done = subprocess.run([sys.executable, "-c", AS_ON_WINDOWS, image, str(tmp_path / "out")],
+                          cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = done.stdout.splitlines()
+    assert first.startswith("cat 0.7") and second.startswith(f"{image}  cat 7")
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_arguments_are_read_within_bounds_and_refused_beyond_them():

@@ -117,7 +117,7 @@ def run_program(name: str, program: Callable[[], int | None]) -> int:
         return error.status
     except BrokenPipeError:                          # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + 13                              # SIGPIPE, which Windows has not
     except OSError as error:
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         complain(name, f"{place}{error.strerror or in_brief(error)}")

@@ -5,6 +5,10 @@ This module imports nothing from the package, so that every other module may use
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 LONGEST = 1000                  # most characters of a message, with everything that it quotes
 IN_BRIEF = 120                  # most characters quoted from the error of another library
 
@@ -46,6 +50,21 @@ def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
     if not text:
         return type(essay).__name__
     return text if len(text) <= longest else text[:longest - 1].rstrip() + "…"
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """A context in which Python's warnings are ignored, and in which many threads may be at once.
+
+    `warnings.catch_warnings` puts back the list of filters that it found, which may be that of
+    another thread, so that its filter stays for good. To add an entry and to remove one is safe.
+    """
+    filters, ignore = warnings.filters, ("ignore", None, Warning, None, 0)
+    filters.insert(0, ignore)
+    try:
+        yield
+    finally:
+        filters.remove(ignore)
 
 
 def own_words(text: str) -> str:

@@ -31,7 +31,6 @@ from .data.images import DataError
 from .data.sources import images_in
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .messages import one_line
-from .runs.start import as_input
 from .runs.trained import BATCH, Trained, add_run, load_run
 from .train.checkpoint import write_text_atomically
 from .train.device import this_device
@@ -97,7 +96,7 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int
             readable = [view for view in views if isinstance(view, Tensor)]
             ranked = iter(())
             if readable:
-                inputs = as_input(torch.stack(readable).to(trained.device), trained.recipe)
+                inputs = trained.inputs(torch.stack(readable))
                 ranked = iter(trained.ranked(trained.probabilities(inputs), top))
             for path, view in zip(chunk, views):
                 folder = os.path.basename(os.path.dirname(os.path.abspath(path)))

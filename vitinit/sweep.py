@@ -39,6 +39,7 @@ from .recipe.files import RecipeError, fresh_recipe
 from .runs.folder import RunFolder
 from .runs.records import read_run
 from .runs.resume import DONE, require_same_recipe, task_in
+from .train.device import cores
 from .train.interruption import StopRequest
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -140,7 +141,7 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
     Every process has one GPU; only jobs of a single process may share one.
     """
     if threads is None and jobs > 1:
-        threads = max(1, len(os.sched_getaffinity(0)) // (jobs * nproc))
+        threads = max(1, cores() // (jobs * nproc))
     share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if jobs == 1 or not torch.cuda.is_available():
         return [share] * jobs

@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -219,6 +220,17 @@ def test_damaged_exif_data_turn_nothing(jpeg_decoder):
             with warnings.catch_warnings(action="error"):    # nor are they warned of
                 image = decode_bytes(content, "x")
             assert torch.equal(image, decode_bytes(content, "x", apply_exif_orientation=False))
+
+
+def test_decoding_in_threads_leaves_the_filters_of_warnings_as_they_were(jpeg_decoder):
+    """`predict` decodes in threads. Eight files each, twenty times."""
+    content, before = encoded(RGB, "JPEG"), list(warnings.filters)
+    for _ in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: decode_bytes(content, "x"), range(64)))
+        assert warnings.filters == before
+    with pytest.warns(UserWarning, match="heard"):
+        warnings.warn("heard")
 
 
 def test_a_torchvision_without_a_decoder_is_done_without(monkeypatch):

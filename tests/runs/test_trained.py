@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ from PIL import Image
 
 import vitinit
 from vitinit.data.datasets import imagenet_wnids
+from vitinit.figures.sheet import attended
+from vitinit.predict import guesses
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import load as load_checkpoint
 
@@ -116,12 +120,40 @@ def test_a_wrapped_backbone_is_named_and_its_projection_is_no_classifier(tmp_pat
     assert "dino.pth: 'backbone.' taken off the names; assumed, as" in capsys.readouterr().err
 
 
-def test_weights_and_sizes_that_are_none_are_one_line():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_predicts_the_same_and_its_recipe_is_read_only_too(copied):
+    trained, image = vitinit.load(RUN), as_tensor(drawn_image())
+    other = copied(trained)
+    assert other.predict(image) == trained.predict(image) and other.recipe == trained.recipe
+    assert other.model is not trained.model
+    for change in (lambda table: table.update(depth=3), lambda table: table.pop("depth"),
+                   lambda table: table.__setitem__("depth", 3)):
+        with pytest.raises(TypeError, match="read-only"):
+            change(other.recipe.model.options)
+    assert other.recipe.model.options == trained.recipe.model.options
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_images_have_the_precision_of_the_model(dtype, tmp_path):
+    trained, pixels = vitinit.load(RUN), drawn_image()
+    expected = dict(trained.predict(as_tensor(pixels)))
+    Image.fromarray(pixels).save(path := str(tmp_path / "image.png"))
+    trained.model.to(dtype)
+    assert trained.preprocess(path).dtype == dtype
+    (guess, view), = guesses(trained, [path], top=3)                     # of the program
+    for ranked in (trained.predict(path), guess.ranked):
+        assert dict(ranked) == pytest.approx(expected, abs=0.02)
+    assert attended(trained, view).isfinite().all()
+
+
+def test_weights_sizes_and_devices_that_are_none_are_one_line():
     """tests/test_eval.py has what it refuses as well."""
     for arguments, problem in (
             (dict(weights="best"), "weights is 'best', expected \"model\" or \"ema\""),
             *((dict(image_size=size), f"the image size is {size!r}, expected an integer")
-              for size in (0, 1.5, "x", (8, -8), (8, 8, 8)))):
+              for size in (0, 1.5, "x", (8, -8), (8, 8, 8))),
+            *((dict(device=name), f"device is '{name}', expected one that this machine has: cpu")
+              for name in ("gpu", "cpu:x", "cuda:99", "meta"))):
         with pytest.raises(ValueError) as caught:
             vitinit.load(RUN, **arguments)
         assert problem in str(caught.value) and "\n" not in str(caught.value)
@@ -158,5 +190,7 @@ def test_what_is_no_image_is_one_line():
         vitinit.load(RUN).predict(Image.open(io.BytesIO(packed.getvalue()[:-100])))
     with pytest.raises(ValueError, match="no image was given; expected at least one"):
         trained.preprocess([])
-    with pytest.raises(ValueError, match="top is 0, expected at least 1"):
-        trained.predict(good, top=0)
+    assert trained.predict(good, top=None) == trained.predict(good, top=3)
+    for top in (0, -1, 2.0, "3"):
+        with pytest.raises(ValueError, match=f"top is {top!r}, expected an integer of at least 1, "):
+            trained.predict(good, top=top)

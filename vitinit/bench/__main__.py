@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ..command_line import Parser, integer, one_of, real, run_program
+from ..train.device import cores
 from .loader import fed_rows, image_folder, loader_rows
 from .memory import memory_row
 from .report import bench_all, machine, row_table
@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     step = commands.add_parser("step", help="images/s of a training step")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
     loader.add_argument("--workers", nargs="+", type=integer(0, 2**15),
-                        default=[len(os.sched_getaffinity(0))],
+                        default=[cores()],
                         help="numbers of loader processes; default: that of the cores")
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)

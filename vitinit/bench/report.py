@@ -24,7 +24,7 @@ from ..messages import OneLineError
 from ..runs.folder import git_commit
 from ..runs.report import table
 from ..runs.start import CPU_INFO
-from ..train.device import describe_device
+from ..train.device import cores, describe_device
 
 Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def machine(device: torch.device) -> Row:
                 "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
     name = re.search(r"model name\s*: (.+)", CPU_INFO.read_text()) if CPU_INFO.is_file() else None
     return row | {"processor": f"{name[1] if name else platform.machine()}, "
-                               f"{len(os.sched_getaffinity(0))} cores",
+                               f"{cores()} cores",
                   "torch": torch.__version__, "torchvision": torchvision.__version__,
                   "python": platform.python_version()}
 

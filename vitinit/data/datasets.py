@@ -14,7 +14,6 @@ other 800 classes are left out (`sources.class_indices`).
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -235,6 +234,7 @@ def download(name: str, root: str) -> None:
     data_set, folder = DATA_SETS[name], folder_of(root)
     if not data_set.downloads:
         return
+    import fcntl                                     # which Windows has not
     try:
         with ExitStack() as stack:
             with suppress(OSError):                  # for a folder that cannot be written

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from ..messages import OneLineError, in_brief
+from ..messages import OneLineError, in_brief, without_warnings
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
@@ -75,7 +74,7 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     """
     # torchvision warns of its deprecation, torch of bytes that cannot be written to, and Pillow of
     # damaged files and many pixels.
-    with warnings.catch_warnings(action="ignore"):
+    with without_warnings():
         try:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads its header
                 if decode_jpeg and image.format in ("JPEG", "MPO"):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..mixing import block_grids, mixing_matrices
-from ..runs.start import as_input
 from ..runs.trained import Trained
 from .plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
 
@@ -52,8 +51,7 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
     """
     model, grid = trained.model, block_grids(trained.model)[-1]
     last = len(block_grids(model)) - 1
-    inputs = as_input(view[None].to(trained.device), trained.recipe)
-    weights = mixing_matrices(model, inputs, blocks=[last])[last][0]     # (h, N, N)
+    weights = mixing_matrices(model, trained.inputs(view[None]), blocks=[last])[last][0]     # (h, N, N)
     patches = grid[0] * grid[1]
     by_class_token = model.family == "vit" and model.pool == "class"
     rows = weights[:, :1] if by_class_token else weights[:, -patches:]   # (h, queries, N)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..messages import OneLineError
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
 from .sections import SECTIONS, VERSION, Recipe, contradictions
-from .values import convert, describe, nearest, plain, show, to_toml
+from .values import ReadOnly, convert, describe, nearest, plain, show, to_toml
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -165,7 +164,7 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
     for title, (function, options) in takers.items():
         values = _checked(options, f"{title}.options", function, refuse,
                           f" of {sections[title]['name']}")
-        sections[title]["options"] = types.MappingProxyType(plain(values))
+        sections[title]["options"] = ReadOnly(plain(values))
     recipe = Recipe(name=name, **{title: kind(**sections[title])
                                   for title, kind in SECTIONS.items()})
     for keys, expected in contradictions(recipe):

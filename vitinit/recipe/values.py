@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from ..bounds import PAIR
 from ..messages import in_brief
@@ -23,6 +23,18 @@ from ..messages import in_brief
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
          "maximum": ("≤", operator.le), "below": ("<", operator.lt)}
+
+
+class ReadOnly(dict):
+    """A table that stays as it is; unlike types.MappingProxyType, it can be copied and pickled."""
+
+    def _refuse(self, *values: object, **named: object) -> NoReturn:
+        raise TypeError("a table of a recipe is read-only")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return ReadOnly, (dict(self),)
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -77,7 +89,7 @@ def convert(value: Any, kind: Any, bounds: Mapping[str, float]) -> Any:
                 return tuple(convert(item, each, bounds)
                              for item, each in zip(items, kinds, strict=True))
     elif origin is Mapping and isinstance(value, Mapping):
-        return types.MappingProxyType(dict(value))
+        return ReadOnly(value)
     elif type(value) is kind or kind is float and type(value) is int:
         found = float(value) + 0.0 if kind is float else value   # makes a negative zero positive
         if (kind is not float or math.isfinite(found)) and all(

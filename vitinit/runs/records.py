@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..messages import in_brief
@@ -207,5 +207,6 @@ def portable(word: str) -> str:
 
     "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
     """
-    found = re.fullmatch(r"([^/]*=)?([\"']?)(/.+)\2", word)              # in a string of TOML's
-    return f"{found[1] or ''}{Path(found[3]).name}" if found else word
+    # In a string of TOML's, perhaps; and as Windows writes paths.
+    found = re.fullmatch(r"([^/\\]*=)?([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", word)
+    return f"{found[1] or ''}{PureWindowsPath(found[3]).name}" if found else word

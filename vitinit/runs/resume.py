@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -58,6 +57,7 @@ class RunLock(ExitStack):
 
         If the file system has no locks, a warning says so and the folder stays unlocked.
         """
+        import fcntl                                 # which Windows has not
         if self.taken:
             return
         with in_one_line(folder):

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,35 +93,41 @@ class Trained:
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
         """Turn one image, or several, into input of the model, as `eval.py` does, but upright.
 
-        Returns (B, 3, *image_size) float32 on the model's device, resized, centre-cropped and
-        normalised, with B = 1 for a single image. Raises ValueError if there is none, or, naming
-        the image, if one cannot be read.
+        Returns (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device
+        and in its precision, with B = 1 for a single image. Raises ValueError if there is none, or,
+        naming the image, if one cannot be read.
         """
         if isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3:
             images = [images]
         views = [self.view(image) for image in images]
         if not views:
             raise DataError("no image was given; expected at least one")
-        return as_input(torch.stack(views).to(self.device), self.recipe)
+        return self.inputs(torch.stack(views))
+
+    def inputs(self, views: Tensor) -> Tensor:
+        """Views (B, 3, *image_size) uint8 as input of the model: what `preprocess` returns."""
+        return as_input(views.to(self.device), self.recipe).to(next(self.model.parameters()).dtype)
 
     @torch.no_grad()
     def probabilities(self, inputs: Tensor) -> Tensor:
         """Class probabilities (B, classes) float32, on the CPU, of what `preprocess` returns."""
         return self.model(inputs).float().softmax(dim=1).cpu()
 
-    def predict(self, image: ImageLike, top: int = 5) -> list[tuple[str, float]]:
+    def predict(self, image: ImageLike, top: int | None = 5) -> list[tuple[str, float]]:
         """Classify one image.
 
         Returns the `top` likeliest classes as (name, probability), likeliest first; all of them if
-        the model has fewer. Raises ValueError if the image cannot be read, or if `top` is below 1.
+        `top` is None or the model has fewer. Raises ValueError if the image cannot be read, and for
+        any other `top` below 1.
         """
         return self.predict_batch([image], top)[0]
 
-    def predict_batch(self, images: Iterable[ImageLike], top: int = 5
+    def predict_batch(self, images: Iterable[ImageLike], top: int | None = 5
                       ) -> list[list[tuple[str, float]]]:
         """What `predict` returns for each of several images, 64 of which pass through at a time."""
-        if top < 1:
-            raise ValueError(f"top is {top}, expected at least 1")
+        if top is not None and not (isinstance(top, Integral) and top > 0):
+            raise ValueError(f"top is {top!r}, expected an integer of at least 1, or None for all "
+                             "classes")
         self.require_classifier()
         images, found = list(images), []
         for start in range(0, len(images), BATCH):
@@ -134,8 +141,8 @@ class Trained:
             raise CheckpointError(f"{self.path}: holds no classifier, so there are no classes; its "
                                   "model returns features, and init.checkpoint fine-tunes it")
 
-    def ranked(self, probabilities: Tensor, top: int) -> list[list[tuple[str, float]]]:
-        """The `top` likeliest classes of each image, as (name, probability), likeliest first.
+    def ranked(self, probabilities: Tensor, top: int | None) -> list[list[tuple[str, float]]]:
+        """The `top` likeliest classes of each image, or all, as (name, probability), in their order.
 
         probabilities: (B, classes). Classes of equal probability keep the order of `classes`.
         """
@@ -158,7 +165,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
         image_size: of the input in pixels, if it is to differ from that of training: an integer for
             a square, or (height, width). Position embeddings are resized; a model whose weights
             depend on the image size (an MLP-Mixer, for example) is refused.
-        device: where the model is put; default: the CPU.
+        device: where the model is put, such as "cuda", "cuda:1" or "mps"; default: the CPU.
         recipe: describes a checkpoint that contains no recipe: a recipe's name, or the path of a
             .toml file. Official DeiT-B weights are loaded with recipe="deit_base". A folder of
             transformers describes itself.
@@ -180,6 +187,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     """
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
+    device = usable_device(device or "cpu")
     changes = [Override(key, plain(value), f"{key}={value!r}")
                for key, value in (overrides or {}).items()]
     saved = open_saved(Path(path), recipe=recipe, changes=changes, changeable=VIEW_KEYS,
@@ -189,7 +197,20 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
         print(f"{saved.path}: {saved.assumptions(weights)}", file=sys.stderr, flush=True)
     numbers = imagenet_wnids() if model.num_classes == 1000 else map(str, range(model.num_classes))
     classes = tuple(saved.classes or numbers) if model.num_classes else ()
-    return Trained(model.to(device or "cpu"), classes, saved.recipe, saved.size, saved.path)
+    return Trained(model.to(device), classes, saved.recipe, saved.size, saved.path)
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device of this name; ValueError, with those that there are, if it cannot be used."""
+    try:
+        torch.zeros(1, device=device).item()         # a meta tensor has no value
+        return torch.device(device)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError):
+        other = torch.accelerator.current_accelerator()
+        names = ["cpu", *([other.type] * torch.accelerator.is_available()),
+                 *(f"{other.type}:{n}" for n in range(torch.accelerator.device_count()))]
+        raise ValueError(f"device is {str(device)!r}, expected one that this machine has: "
+                         f"{', '.join(names)}") from None
 
 
 def add_run(parser: Parser) -> None:

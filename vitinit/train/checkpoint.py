@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..messages import OneLineError, in_brief
+from ..messages import OneLineError, in_brief, without_warnings
 
 # Where programs keep a model's state dict, and that of its moving average.
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")
@@ -153,9 +152,9 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
                 if broken := zipped.testzip():
                     raise Damaged(f"{path}: damaged after it was written, the checksum of {broken} "
                                   "in it is wrong")
-        with warnings.catch_warnings(), torch.serialization.safe_globals(
+        # Of a file that is refused, an error says more than warnings.
+        with without_warnings(), torch.serialization.safe_globals(
                 [(Unread, name) for name in BESIDE]):
-            warnings.simplefilter("ignore")          # of a file that is refused, an error says more
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
     except FileNotFoundError:
         raise NoCheckpoint(f"{path}: no such checkpoint") from None

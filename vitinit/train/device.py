@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
-import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -26,6 +27,11 @@ MATRIX_RATES = {
 }
 
 
+def cores() -> int:
+    """How many CPU cores this process may use; of a system that does not say, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe_device(device: torch.device) -> str:
     """The GPU's name; for a CPU the number of threads and the architecture."""
     if device.type == "cuda":
@@ -42,7 +48,9 @@ def peak_gib(device: torch.device) -> float:
     """The most memory so far in GiB: torch's on the GPU; on a CPU, the process's resident one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20        # from KiB
+    import resource                                  # which Windows has not
+    unit = 1 if sys.platform == "darwin" else 1024   # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def keep_freed_memory() -> None:
@@ -52,7 +60,7 @@ def keep_freed_memory() -> None:
     hands it out again. On a CPU that was a third of the time of an evaluation, and 4 % of that of a
     training step (cifar10_small, one thread of two of an AMD EPYC).
     """
-    with suppress(OSError, AttributeError):          # another library
+    with suppress(OSError, AttributeError, TypeError):       # another library, or Windows
         set_option = ctypes.CDLL(None).mallopt
         set_option(-1, -1)                           # M_TRIM_THRESHOLD: the heap never shrinks
         set_option(-4, 0)                            # M_MMAP_MAX: all blocks are in the heap

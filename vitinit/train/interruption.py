@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 # Sent by Ctrl-C, by launchers, by a terminal that closes, and by SLURM before a time limit.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Windows has only the first two; it can load, predict and export, where none is caught.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+                     if hasattr(signal, name))
 SECOND_SECONDS = 1.0            # a Ctrl-C sooner after the first one counts as the same
 
 
