@@ -189,7 +189,7 @@ def test_an_option_that_no_table_lists_has_to_be_at_its_default(monkeypatch, def
     monkeypatch.setattr(libraries, "model_class", wider)
     for recipe, library, expected in known:
         assert counterpart_of(recipe, library=library) == expected
-        assert counterpart_of(recipe, library=library, new=default) == expected
+        assert counterpart_of(recipe, library=library, new=plain(default)) == expected
         with pytest.raises(ValueError, match=f"no model of {library} .*expected .*new = ") as error:
             counterpart_of(recipe, library=library, new=other)
         assert "\n" not in str(error.value)
