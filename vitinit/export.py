@@ -43,7 +43,7 @@ from .command_line import Parser, building, run_program
 from .data.augment import normalise
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
-from .models.libraries import LIBRARIES, counterpart, timm_function
+from .models.libraries import LIBRARIES, counterpart
 from .recipe.files import RecipeError, from_dict
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
@@ -107,40 +107,29 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
 
 def export_folder(trained: Trained, out: Path, library: str) -> str:
     """Write a folder `out` that timm or transformers loads; return what was checked."""
-    found, names = taken_by(library, trained)
-    if library == "timm":
-        files, prefix = {"config.json": timm_config(trained, **found)}, ""
+    taken, names = taken_by(library.replace("timm", "timm.create_model"), trained)
+    name, arguments, classes = taken["class"].rpartition(".")[2], taken["arguments"], trained.classes
+    if library == "transformers":
+        prefix, files = f"{arguments['model_type']}.", {
+            "preprocessor_config.json": preprocessor_config(trained.recipe, trained.image_size),
+            "config.json": arguments | {
+                "architectures": [name], "id2label": dict(enumerate(classes)),
+                "label2id": {label: number for number, label in enumerate(classes)}}}
     else:
-        labels = dict(enumerate(trained.classes))
-        config = found["arguments"] | {
-            "architectures": [found["class"].rpartition(".")[2]], "id2label": labels,
-            "label2id": {label: number for number, label in labels.items()}}
-        files = {"config.json": config, "preprocessor_config.json":
-                 preprocessor_config(trained.recipe, trained.image_size)}
-        prefix = f"{config['model_type']}."
+        notes, heads = metadata(trained), [
+            layer for layer, module in trained.model.named_modules()
+            if layer.startswith("head") and isinstance(module, nn.Linear)]
+        prefix, files = "", {"config.json": {
+            "architecture": name, "num_classes": arguments.pop("num_classes"),
+            "label_names": classes, "model_args": arguments, "pretrained_cfg": {
+                "input_size": [3, *trained.image_size], "classifier": heads,
+                "fixed_input_size": "img_size" in arguments,
+                **{key: notes[key] for key in ("mean", "std", "crop_pct", "interpolation")}}}}
     with new_folder(out):
-        for name, table in files.items():
-            write_text_atomically(json.dumps(table, indent=2) + "\n", out / name)
+        for file, table in files.items():
+            write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
         return write_weights(trained, foreign_names(trained.model.state_dict(), names, prefix),
                              {"format": "pt"} | metadata(trained), out / "model.safetensors")
-
-
-def timm_config(trained: Trained, **found: Any) -> dict[str, Any]:
-    """The config.json of a folder that timm loads. found: of `taken_by`."""
-    recipe, layers = trained.recipe, dict(trained.model.named_modules())
-    with building(f"recipe {recipe.name}", "model"):
-        architecture, arguments = timm_function(found["class"], found["arguments"])
-    del arguments["num_classes"]
-    of_images = {key: value for key, value in metadata(trained).items()
-                 if key in ("mean", "std", "crop_pct", "interpolation")}
-    return {"architecture": architecture, "num_classes": len(trained.classes),
-            "label_names": list(trained.classes), "model_args": arguments,
-            "pretrained_cfg": of_images | {
-                "input_size": [3, *trained.image_size], "fixed_input_size": "img_size" in arguments,
-                "first_conv": next(name for name, layer in layers.items()
-                                   if isinstance(layer, nn.Conv2d)),
-                "classifier": [name for name, layer in layers.items()
-                               if name.startswith("head") and isinstance(layer, nn.Linear)]}}
 
 
 def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str, Any], out: Path
@@ -265,7 +254,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
     add_run(parser)
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
-    parser.add_argument("--names", choices=LIBRARIES,
+    parser.add_argument("--names", choices=("timm", "torchvision", "transformers"),
                         help="the library that is to load the weights (--to safetensors)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE",
                         help="file to write, or a new folder (see above)")

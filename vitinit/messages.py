@@ -54,10 +54,8 @@ def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """A context in which Python's warnings are ignored, and in which many threads may be at once.
-
-    `warnings.catch_warnings` puts back the list of filters that it found, which may be that of
-    another thread, so that its filter stays for good. To add an entry and to remove one is safe.
+    """A context without Python's warnings, in which threads may be at once: it only adds an entry
+    and removes it. `warnings.catch_warnings` puts back what it found, another thread's filter, say.
     """
     filters, ignore = warnings.filters, ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)

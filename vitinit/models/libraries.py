@@ -11,16 +11,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from . import FAMILIES, model_class
+from . import FAMILIES, MODELS, model_class
 from .convert import (TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN, TRANSFORMERS_VIT,
                       WITH_TEACHER, Names)
 from .layers import hidden_width, to_pair
 from .swin import stage_grids
 
 Options = Mapping[str, Any]
-# How a library states one of our options: as its argument of this name; by a table of all values
-# that it can have, with the arguments of each; or by what a function makes of all our options.
-Statement = str | Mapping[Any, Options] | Callable[[Options], Options]
+# How a library states an option of ours: as its argument of this name; by the arguments of each
+# value that it can have; or by arguments that follow from all our options.
+Statement = str | list[tuple[Any, Options]] | Callable[[Options], Options]
 
 
 class Counterpart(NamedTuple):
@@ -33,87 +33,95 @@ class Counterpart(NamedTuple):
     whole_windows: bool = False                     # it does not cut windows to a smaller grid
     constants: Options = {}                         # further arguments
 
-    def needs(self, options: Options, defaults: Options) -> list[str]:
-        """What would have to be otherwise in a model of ours with these options, in words."""
-        needs = []
+    def state(self, options: Options, defaults: Options) -> tuple[dict[str, Any], list[str]]:
+        """Its arguments for a model of ours, and what would have to be otherwise in that model."""
+        arguments, needs = dict(self.constants), []
         for option, value in options.items():
-            way = self.stated.get(option, [defaults[option]])
-            if isinstance(way, (Mapping, list)) and value not in list(way):
-                needs.append(f"{option} = {' or '.join(map(str, way))}")
+            way = (UNSTATED | self.stated).get(option, [(defaults[option], {})])
+            if isinstance(way, str):
+                arguments[way] = to_pair(value)[0] if option in self.squares else value
+            elif callable(way):
+                arguments |= way(options)
+            elif table := [stated for choice, stated in way if choice == value]:
+                arguments |= table[0]
+            else:
+                needs.append(f"{option} = {' or '.join(str(choice) for choice, _ in way)}")
         needs += [f"a square {key}" for key in self.squares if len({*to_pair(options[key])}) > 1]
         if self.whole_windows and cuts_windows(options):
             needs.append("a window_size within every grid")
-        return needs
-
-    def arguments(self, options: Options) -> dict[str, Any]:
-        """Its arguments, as plain values, for a model with these options, which it can express."""
-        arguments = dict(self.constants)
-        for option, way in self.stated.items():
-            value = options[option]
-            if isinstance(way, str):
-                arguments[way] = to_pair(value)[0] if option in self.squares else value
-            else:
-                arguments |= way(options) if callable(way) else way[value]
-        return arguments
+        return arguments, needs
 
 
 def same(*names: str) -> dict[str, Statement]:
     """Options that the library calls as we do."""
-    return {name: name for name in names}
+    return dict(zip(names, names))
 
 
 def only(**values: Any) -> dict[str, Statement]:
     """Options of which the library has one value, which it does not state."""
-    return {option: {value: {}} for option, value in values.items()}
+    return {option: [(value, {})] for option, value in values.items()}
 
 
 def unstated(options: Options) -> Options:
-    """The statement of an option that no model for evaluation needs, or that tensors show."""
+    """The statement of an option that makes no difference, or that another option states, too."""
     return {}
 
 
-# The position embedding is a tensor of the checkpoint, wherever it is from.
-POSITIONS = {"pos_embed": dict.fromkeys(("learned", "sincos", "none"), {})}
-NO_TRAINING = {"drop_path": unstated}
+def mlp_width(key: str) -> Callable[[Options], Options]:
+    """The statement of mlp_ratio by the width itself."""
+    return lambda o: {key: hidden_width(o["embed_dim"], o["mlp_ratio"], "mlp_ratio")}
+
+
+# For all: what training alone reads, and what is seen in a tensor that every library has.
+UNSTATED = {"drop_path": unstated, "train_filters": unstated,
+            "pos_embed": [(value, {}) for value in ("learned", "sincos", "none")]}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
 
 TIMM_VIT = same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size") | {
-    "image_size": "img_size"} | only(norm_eps=1e-6) | POSITIONS | NO_TRAINING
-TIMM_CONV_MIXER = {"image_size": unstated, "train_filters": unstated} | only(num_filters=0)
+    "image_size": "img_size"} | only(norm_eps=1e-6)
+TIMM_MIXER = {"image_size": "img_size", "channels_ratio": unstated,
+              "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]}}
+TIMM_CONV_MIXER = {"image_size": unstated} | only(num_filters=0, activation="gelu")
+# An activation is a class, which no plain value states; this function has ReLU.
+WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["convmixer_768_32"][1]))
 TIMM: dict[str, list[Counterpart]] = {
     "vit": [
         Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | only(distilled=False) | {
             "fc_norm": "fc_norm", "num_registers": "reg_tokens",
-            "pool": {"class": {"class_token": True, "global_pool": "token"},
-                     "mean": {"class_token": False, "global_pool": "avg"}}}),
+            "pool": [("class", {"class_token": True, "global_pool": "token"}),
+                     ("mean", {"class_token": False, "global_pool": "avg"})]}),
         Counterpart("deit.VisionTransformerDistilled", TIMM_VIT | only(
             distilled=True, num_registers=0, pool="class"))],
     "swin": [Counterpart("swin_transformer.SwinTransformer", same(
         "patch_size", "embed_dim", "depths", "num_heads", "window_size", "mlp_ratio", "qkv_bias"
-        ) | {"image_size": "img_size"} | NO_TRAINING)],
-    "mlp_mixer": [Counterpart("mlp_mixer.MlpMixer", same("patch_size", "embed_dim") | {
-        "image_size": "img_size", "depth": "num_blocks",
-        "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]},
-        "channels_ratio": unstated} | NO_TRAINING)],         # stated beside the other
-    "conv_mixer": [
-        Counterpart("convmixer.ConvMixer", TIMM_CONV_MIXER | only(activation="gelu") | same(
-            "depth", "kernel_size", "patch_size") | {"embed_dim": "dim"}),
-        # An activation is a class, which no plain value states; this function has ReLU.
-        Counterpart("convmixer.convmixer_768_32", TIMM_CONV_MIXER | only(
-            activation="relu", embed_dim=768, depth=32, kernel_size=7, patch_size=7))],
+        ) | {"image_size": "img_size"})],
+    "mlp_mixer": [Counterpart("mlp_mixer.MlpMixer", TIMM_MIXER | same(
+        "patch_size", "embed_dim") | {"depth": "num_blocks"})],
+    "conv_mixer": [Counterpart("convmixer.ConvMixer", TIMM_CONV_MIXER | same(
+        "depth", "kernel_size", "patch_size") | {"embed_dim": "dim"}),
+                   WITH_RELU._replace(model="convmixer.convmixer_768_32")],
+}
+# The functions that timm's create_model knows by name. Those of the mixers fix sizes.
+TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
+    "vit": [found._replace(model=name) for found, name in zip(TIMM["vit"], (
+        "vit_base_patch16_224", "deit_base_distilled_patch16_224"))],
+    "swin": [TIMM["swin"][0]._replace(model="swin_tiny_patch4_window7_224")],
+    "mlp_mixer": [Counterpart(f"{name}_224", TIMM_MIXER | only(**sizes))
+                  for name, (family, sizes) in MODELS.items() if family == "mlp_mixer"],
+    "conv_mixer": [WITH_RELU, *(Counterpart(f"{name}{rest}", TIMM_CONV_MIXER | only(
+        **MODELS[name][1])) for name, rest in (("convmixer_1536_20", ""),
+                                               ("convmixer_1024_20", "_ks9_p14")))],
 }
 TORCHVISION: dict[str, list[Counterpart]] = {
     "vit": [Counterpart("VisionTransformer", same("num_heads", "image_size", "patch_size") | {
-        "depth": "num_layers", "embed_dim": "hidden_dim", "mlp_ratio": lambda o: {
-            "mlp_dim": hidden_width(o["embed_dim"], o["mlp_ratio"], "mlp_ratio")}}
-        | only(norm_eps=1e-6, pool="class", qkv_bias=True, **PLAIN) | POSITIONS | NO_TRAINING,
+        "depth": "num_layers", "embed_dim": "hidden_dim", "mlp_ratio": mlp_width("mlp_dim")} | only(
+            norm_eps=1e-6, pool="class", qkv_bias=True, **PLAIN),
         TORCHVISION_VIT, squares=("image_size", "patch_size"))],
-    "swin": [Counterpart("SwinTransformer", same(
-        "embed_dim", "depths", "num_heads", "mlp_ratio") | only(qkv_bias=True) | NO_TRAINING | {
-        "patch_size": lambda o: {"patch_size": list(to_pair(o["patch_size"]))},
-        "window_size": lambda o: {"window_size": list(to_pair(o["window_size"]))},
-        "image_size": unstated},
-        TORCHVISION_SWIN, whole_windows=True)],
+    "swin": [Counterpart("SwinTransformer", only(qkv_bias=True) | same(
+        "embed_dim", "depths", "num_heads", "mlp_ratio") | {
+            "patch_size": lambda o: {"patch_size": list(to_pair(o["patch_size"]))},
+            "window_size": lambda o: {"window_size": list(to_pair(o["window_size"]))},
+            "image_size": unstated}, TORCHVISION_SWIN, whole_windows=True)],
 }
 
 # Our options → keys of a config.json; of ViT and DeiT, and of Swin.
@@ -121,46 +129,30 @@ VIT_OPTIONS = {"embed_dim": "hidden_size", "depth": "num_hidden_layers",
                "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"}
 SWIN_OPTIONS = {key: key for key in ("embed_dim", "depths", "num_heads", "mlp_ratio")}
 SIDES = ("image_size", "patch_size")
-OF_TRANSFORMERS = same(*SIDES, "qkv_bias") | NO_TRAINING
 A_CONFIG = {"num_channels": 3, "hidden_act": "gelu"}
 
 
-def transformers_vit(name: str, kind: str, names: Names, **values: Any) -> Counterpart:
-    """A ViT of transformers, whose model_type is `kind`. values: those of `PLAIN` and pool."""
-    return Counterpart(name, VIT_OPTIONS | OF_TRANSFORMERS | POSITIONS | only(**PLAIN | values) | {
-        "mlp_ratio": lambda o: {"intermediate_size": hidden_width(o["embed_dim"], o["mlp_ratio"],
-                                                                  "mlp_ratio")}},
-        names, SIDES, constants=A_CONFIG | {"model_type": kind, "hidden_dropout_prob": 0.0,
-                                            "attention_probs_dropout_prob": 0.0})
+def transformers_vit(name: str, kind: str, names: Names = TRANSFORMERS_VIT, **values: Any
+                     ) -> Counterpart:
+    """A ViT of transformers. kind: its model_type. values: its only ones, beside `PLAIN`."""
+    return Counterpart(name, VIT_OPTIONS | same(*SIDES, "qkv_bias") | only(**PLAIN | values) | {
+        "mlp_ratio": mlp_width("intermediate_size")}, names, SIDES, constants=A_CONFIG | {
+            "model_type": kind, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
 
 
 TRANSFORMERS: dict[str, list[Counterpart]] = {
     "vit": [
-        transformers_vit("ViTForImageClassification", "vit", TRANSFORMERS_VIT, pool="class"),
+        transformers_vit("ViTForImageClassification", "vit", pool="class"),
         transformers_vit("DeiTForImageClassificationWithTeacher", "deit",
                          TRANSFORMERS_VIT | WITH_TEACHER, pool="class", distilled=True),
-        transformers_vit("IJepaForImageClassification", "ijepa", TRANSFORMERS_VIT, pool="mean",
-                         fc_norm=False)],
-    "swin": [Counterpart("SwinForImageClassification", SWIN_OPTIONS | OF_TRANSFORMERS | same(
-        "window_size"), TRANSFORMERS_SWIN, (*SIDES, "window_size"), whole_windows=True,
-        constants=A_CONFIG | {"model_type": "swin", "layer_norm_eps": 1e-5})],
-}
-# timm's registered functions of its classes: the name, and the arguments that it fixes.
-TIMM_FUNCTIONS = {
-    "VisionTransformer": {"vit_base_patch16_224": {}},
-    "VisionTransformerDistilled": {"deit_base_distilled_patch16_224": {}},
-    "SwinTransformer": {"swin_tiny_patch4_window7_224": {}},
-    "MlpMixer": {f"mixer_{size}{patch}_224": {"patch_size": patch, "embed_dim": width,
-                                              "num_blocks": depth}
-                 for size, width, depth in (("s", 512, 8), ("b", 768, 12), ("l", 1024, 24))
-                 for patch in (32, 16)},
-    "ConvMixer": {name: {"dim": width, "depth": 20, "kernel_size": 9, "patch_size": patch}
-                  for name, width, patch in (("convmixer_1536_20", 1536, 7),
-                                             ("convmixer_1024_20_ks9_p14", 1024, 14))},
-    "convmixer_768_32": {"convmixer_768_32": {}},
+        transformers_vit("IJepaForImageClassification", "ijepa", pool="mean", fc_norm=False)],
+    "swin": [Counterpart("SwinForImageClassification", SWIN_OPTIONS | same(
+        *SIDES, "window_size", "qkv_bias"), TRANSFORMERS_SWIN, (*SIDES, "window_size"),
+        whole_windows=True, constants=A_CONFIG | {"model_type": "swin", "layer_norm_eps": 1e-5})],
 }
 LIBRARIES = {"timm": ("timm.models", TIMM), "torchvision": ("torchvision.models", TORCHVISION),
-             "transformers": ("transformers", TRANSFORMERS)}
+             "transformers": ("transformers", TRANSFORMERS),
+             "timm.create_model": ("timm", TIMM_FUNCTIONS)}
 
 
 def counterpart(library: str, family: str, *, image_size: tuple[int, int], **options: Any
@@ -174,35 +166,21 @@ def counterpart(library: str, family: str, *, image_size: tuple[int, int], **opt
     module, table = LIBRARIES[library]
     parameters = inspect.signature(model_class(family)).parameters.values()
     defaults, options = ({name: list(value) if isinstance(value, tuple) else value
-                          for name, value in table.items()} for table in (
-        {parameter.name: parameter.default for parameter in parameters}, options))
-    del defaults["num_classes"]
+                          for name, value in values.items() if name != "num_classes"}
+                         for values in ({one.name: one.default for one in parameters}, options))
     options = defaults | options | {"image_size": list(image_size)}
     for name in {"patch_size", "window_size"} & options.keys():
         height, width = to_pair(options[name])
         options[name] = height if height == width else [height, width]
     lacking = []                                     # of each candidate, what it would need
-    for candidate in table.get(family, ()):
-        needs = candidate.needs(options, defaults)
+    for found in table.get(family, ()):
+        arguments, needs = found.state(options, defaults)
         if not needs:
-            return f"{module}.{candidate.model}", candidate.arguments(options), candidate.names
+            return f"{module}.{found.model}", arguments, found.names
         lacking.append(needs)
     nearest = " and ".join(min(lacking, key=len, default=["another family"]))
     raise ValueError(f"no model of {library} takes the weights of this {FAMILIES[family]}; "
                      f"expected {nearest}")
-
-
-def timm_function(model: str, arguments: Options) -> tuple[str, dict[str, Any]]:
-    """The name of a registered function of timm and the arguments with which it makes the model.
-
-    model, arguments: of `counterpart`. Raises ValueError if there is no such function.
-    """
-    functions = TIMM_FUNCTIONS[model.rpartition(".")[2]]
-    for name, fixed in functions.items():
-        if fixed.items() <= arguments.items():
-            return name, {key: value for key, value in arguments.items() if key not in fixed}
-    raise ValueError(f"timm makes no such {model.rpartition('.')[2]} by a name, as a folder needs; "
-                     f"expected the sizes of {', '.join(functions)}")
 
 
 def cuts_windows(options: Options) -> bool:

@@ -205,12 +205,11 @@ def usable_device(device: str | torch.device) -> torch.device:
     try:
         torch.zeros(1, device=device).item()         # a meta tensor has no value
         return torch.device(device)
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError):
-        other = torch.accelerator.current_accelerator()
-        names = ["cpu", *([other.type] * torch.accelerator.is_available()),
-                 *(f"{other.type}:{n}" for n in range(torch.accelerator.device_count()))]
+    except (RuntimeError, AssertionError, TypeError):
+        kind = torch.accelerator.current_accelerator()
+        valid = ["cpu", *(f"{kind.type}:{n}" for n in range(torch.accelerator.device_count()))]
         raise ValueError(f"device is {str(device)!r}, expected one that this machine has: "
-                         f"{', '.join(names)}") from None
+                         f"{', '.join(valid)}") from None
 
 
 def add_run(parser: Parser) -> None:
