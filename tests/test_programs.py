@@ -27,17 +27,15 @@ PROGRAMS = {"vitinit.bench": bench.main, "vitinit.compare": compare.main,
             "vitinit.sweep": sweep.main}
 
 
-# What Windows has not, as far as vitinit is concerned: torch and others have their own ways there.
+# Without what Windows has not. torch and others, imported before, have their own ways there.
 AS_ON_WINDOWS = """
 import os, signal, sys
-import PIL.Image, torch.export, torch.utils._filelock, torchvision
+import torch.export, torch.utils._filelock, torchvision
 sys.modules |= dict.fromkeys(("resource", "fcntl", "termios", "pwd", "grp"))
-for name in {name for name in dir(signal) if name.startswith("SIG")} - {
-        "SIG_DFL", "SIG_IGN", "SIGINT", "SIGTERM", "SIGABRT"}:
+for name in {*signal.Signals.__members__} - {"SIGINT", "SIGTERM", "SIGABRT"}:
     delattr(signal, name)
 for name in ("sched_getaffinity", "fork", "killpg", "pread", "O_NOFOLLOW"):
     delattr(os, name)
-
 import vitinit
 from vitinit import export, predict
 image, out = sys.argv[1:]
@@ -79,11 +77,10 @@ def test_a_wrong_argument_is_one_line(capsys):
 def test_a_model_is_loaded_predicts_and_is_exported_with_what_windows_has(repository, tmp_path):
     image = "tests/data/cifar10/cat/0000.jpg"
     done = subprocess.run([sys.executable, "-c", AS_ON_WINDOWS, image, str(tmp_path / "out")],
-                          cwd=repository, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, second, *_ = done.stdout.splitlines()
-    assert first.startswith("cat 0.7") and second.startswith(f"{image}  cat 7")
-    assert (tmp_path / "out" / "config.json").exists()
+                          cwd=repository, capture_output=True, text=True, check=True)
+    first, second, third, *_ = done.stdout.splitlines()
+    assert first.startswith("cat 0.7") and second.startswith(f"{image}  cat 7"), done
+    assert third.startswith("1 of 1 images") and (tmp_path / "out" / "config.json").exists()
 
 
 def test_arguments_are_read_within_bounds_and_refused_beyond_them():

@@ -327,3 +327,6 @@ def test_threads_and_gpus_are_divided_or_as_given(monkeypatch):
         shares(16, 3, 2, 2, None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     assert shares(16, 2, 2, 1, 1) == [("1", "GPU-a"), ("1", "GPU-b")]
+    monkeypatch.delattr(os, "sched_getaffinity")                         # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    assert sweep.share_machine(2, 1, None)[0]["OMP_NUM_THREADS"] == "5"

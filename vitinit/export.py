@@ -8,18 +8,18 @@
     python -m vitinit.export runs/base --to run --out small
 
 safetensors: the weights under our names, which are timm's, or under those of --names (needs the
-extra `safetensors`). A folder, which is an --out that does not end in .safetensors, is opened by
-timm's create_model("local-dir:folder", pretrained=True), and by transformers' Auto classes, which
-need timm for it unless --names transformers is given. A file's metadata state the class names, how
-an image becomes the model's input, the recipe, and which model of the library takes the weights.
+extra `safetensors`). A folder, an --out that does not end in .safetensors, is opened by timm's
+create_model("local-dir:folder", pretrained=True) and by transformers' Auto classes, without timm if
+it has transformers' names. The metadata of a file state the class names, how an image becomes the
+model's input, the recipe, and which model of the library takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
 run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
 record and metrics. It can be loaded, evaluated and plotted like any run, but not resumed.
 
 No export contains a photograph, or an absolute path of this machine, of which the last part stays.
-Each is compared with the model before the command ends; programs, which hold two images of noise as
-an example, and runs on such images.
+Each is compared with the model before the command ends; programs and runs on images of noise, two
+of which a program keeps as an example.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
 def export_folder(trained: Trained, out: Path, library: str) -> str:
     """Write a folder `out` that timm or transformers loads; return what was checked."""
     taken, names = taken_by(library.replace("timm", "timm.create_model"), trained)
-    name, arguments, classes = taken["class"].rpartition(".")[2], taken["arguments"], trained.classes
+    name, arguments = taken["class"].rpartition(".")[2], taken["arguments"]
+    classes = trained.classes
     if library == "transformers":
         prefix, files = f"{arguments['model_type']}.", {
             "preprocessor_config.json": preprocessor_config(trained.recipe, trained.image_size),
@@ -116,14 +117,13 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
                 "architectures": [name], "id2label": dict(enumerate(classes)),
                 "label2id": {label: number for number, label in enumerate(classes)}}}
     else:
-        notes, heads = metadata(trained), [
-            layer for layer, module in trained.model.named_modules()
-            if layer.startswith("head") and isinstance(module, nn.Linear)]
+        notes = metadata(trained)
         prefix, files = "", {"config.json": {
             "architecture": name, "num_classes": arguments.pop("num_classes"),
             "label_names": classes, "model_args": arguments, "pretrained_cfg": {
-                "input_size": [3, *trained.image_size], "classifier": heads,
-                "fixed_input_size": "img_size" in arguments,
+                "input_size": [3, *trained.image_size], "fixed_input_size": "img_size" in arguments,
+                "classifier": [layer for layer, module in trained.model.named_modules()
+                               if layer.startswith("head") and isinstance(module, nn.Linear)],
                 **{key: notes[key] for key in ("mean", "std", "crop_pct", "interpolation")}}}}
     with new_folder(out):
         for file, table in files.items():

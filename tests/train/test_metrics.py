@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +36,15 @@ def test_losses_add_up_in_order_until_one_is_not_finite_which_is_named_and_not_c
         with pytest.raises(Diverged, match="loss of step 42 is"):
             added(progress, [1.0, 2.0, bad, 3.0])
         assert progress.step == 42 and progress.loss_sum == 3.0
+
+
+@pytest.mark.parametrize("system, unit", [("linux", 2**10), ("darwin", 1)])
+def test_peak_memory_is_in_gib_from_the_unit_of_the_system(monkeypatch, system, unit):
+    """getrusage(2): ru_maxrss is in kilobytes on Linux, and in bytes on macOS."""
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("resource.getrusage",
+                        lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
+    assert metrics.peak_gib(torch.device("cpu")) == 3.0
 
 
 @pytest.mark.parametrize("by, values, better", [

@@ -51,7 +51,8 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
     """
     model, grid = trained.model, block_grids(trained.model)[-1]
     last = len(block_grids(model)) - 1
-    weights = mixing_matrices(model, trained.inputs(view[None]), blocks=[last])[last][0]     # (h, N, N)
+    inputs = trained.inputs(view[None])
+    weights = mixing_matrices(model, inputs, blocks=[last])[last][0]     # (h, N, N)
     patches = grid[0] * grid[1]
     by_class_token = model.family == "vit" and model.pool == "class"
     rows = weights[:, :1] if by_class_token else weights[:, -patches:]   # (h, queries, N)

@@ -42,7 +42,7 @@ class Counterpart(NamedTuple):
                 arguments[way] = to_pair(value)[0] if option in self.squares else value
             elif callable(way):
                 arguments |= way(options)
-            elif table := [stated for choice, stated in way if choice == value]:
+            elif table := [stated for choice, stated in way if value in (choice, [choice] * 2)]:
                 arguments |= table[0]
             else:
                 needs.append(f"{option} = {' or '.join(str(choice) for choice, _ in way)}")
@@ -108,9 +108,8 @@ TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
     "swin": [TIMM["swin"][0]._replace(model="swin_tiny_patch4_window7_224")],
     "mlp_mixer": [Counterpart(f"{name}_224", TIMM_MIXER | only(**sizes))
                   for name, (family, sizes) in MODELS.items() if family == "mlp_mixer"],
-    "conv_mixer": [WITH_RELU, *(Counterpart(f"{name}{rest}", TIMM_CONV_MIXER | only(
-        **MODELS[name][1])) for name, rest in (("convmixer_1536_20", ""),
-                                               ("convmixer_1024_20", "_ks9_p14")))],
+    "conv_mixer": [WITH_RELU, Counterpart("convmixer_1536_20", TIMM_CONV_MIXER | only(
+        **MODELS["convmixer_1536_20"][1]))],
 }
 TORCHVISION: dict[str, list[Counterpart]] = {
     "vit": [Counterpart("VisionTransformer", same("num_heads", "image_size", "patch_size") | {
@@ -165,13 +164,9 @@ def counterpart(library: str, family: str, *, image_size: tuple[int, int], **opt
     """
     module, table = LIBRARIES[library]
     parameters = inspect.signature(model_class(family)).parameters.values()
-    defaults, options = ({name: list(value) if isinstance(value, tuple) else value
-                          for name, value in values.items() if name != "num_classes"}
-                         for values in ({one.name: one.default for one in parameters}, options))
+    defaults = {one.name: list(one.default) if isinstance(one.default, tuple) else one.default
+                for one in parameters if one.name != "num_classes"}
     options = defaults | options | {"image_size": list(image_size)}
-    for name in {"patch_size", "window_size"} & options.keys():
-        height, width = to_pair(options[name])
-        options[name] = height if height == width else [height, width]
     lacking = []                                     # of each candidate, what it would need
     for found in table.get(family, ()):
         arguments, needs = found.state(options, defaults)

@@ -142,7 +142,7 @@ class Trained:
                                   "model returns features, and init.checkpoint fine-tunes it")
 
     def ranked(self, probabilities: Tensor, top: int | None) -> list[list[tuple[str, float]]]:
-        """The `top` likeliest classes of each image, or all, as (name, probability), in their order.
+        """The `top` likeliest classes of each image, as (name, probability), likeliest first.
 
         probabilities: (B, classes). Classes of equal probability keep the order of `classes`.
         """
@@ -180,10 +180,6 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     "n01440764"), otherwise "0", "1", …. A checkpoint without a classifier has no classes, and its
     model returns the pooled features. Raises ValueError, with a message of one line, for whatever
     is wrong.
-
-    Example:
-        trained = vitinit.load("runs/quickstart-impulse-s0", weights="ema", device="cuda")
-        trained.predict("photo.jpg", top=3)         # [("cat", 0.81), ("dog", 0.12), ("fox", 0.02)]
     """
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Sent by Ctrl-C, by launchers, by a terminal that closes, and by SLURM before a time limit.
-# Windows has only the first two; it can load, predict and export, where none is caught.
+# Sent by Ctrl-C, by launchers, by a terminal that closes, and by SLURM before a time limit; the
+# last two are not on Windows, where no run is.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
                      if hasattr(signal, name))
 SECOND_SECONDS = 1.0            # a Ctrl-C sooner after the first one counts as the same
