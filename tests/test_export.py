@@ -142,7 +142,7 @@ def test_the_timm_model_that_takes_the_weights_is_named():
     functions fix the sizes of a mixer."""
     for name, rest, arguments in (
             ("mixer_l16", "_224", {"img_size": [224, 224], "mlp_ratio": [0.5, 4.0]}),
-            ("convmixer_1536_20", "", {}), ("convmixer_768_32", "", {})):
+            ("convmixer_1024_20", "_ks9_p14", {}), ("convmixer_768_32", "", {})):
         assert counterpart("timm.create_model", MODELS[name][0], image_size=(224, 224),
                            **MODELS[name][1])[:2] == (f"timm.{name}{rest}", arguments)
     for recipe, sets, name, arguments in (

@@ -67,7 +67,7 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     """Run the code blocks of "Use what was trained" on another run, with a stand-in for timm."""
     page = next(page for page in PAGES if page.name == "vitinit/runs/README.md")
     section = page.section("Use what was trained")
-    load, program, timms = section.blocks("python")
+    load, folder, timms, program, *_ = section.blocks("python")
     (tmp_path / "runs").mkdir()
     run = REPOSITORY / "tests" / "runs" / "data" / "version_12"
     (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(run)
@@ -91,7 +91,14 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     assert set(started) == {"vitinit.predict", "vitinit.export"}
     names: dict = {}
     exec(program.replace("32, 32", "8, 8"), names)
-    assert names["logits"].shape == (5, 3)
+    assert names["logits"].shape == (5, 3) and names["classes"] == ["blue", "green", "red"]
+    opened = []
+    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(
+        create_model=lambda name, pretrained: opened.append(name.removeprefix("local-dir:"))))
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
+        AutoModelForImageClassification=types.SimpleNamespace(from_pretrained=opened.append)))
+    exec(folder, {})
+    assert all((tmp_path / name / "config.json").exists() for name in opened) and len(opened) == 2
     built = types.SimpleNamespace(load_state_dict=lambda weights: names.update(weights=weights))
     monkeypatch.setitem(sys.modules, "timm.models.vision_transformer",
                         types.SimpleNamespace(VisionTransformer=lambda **sizes: built))

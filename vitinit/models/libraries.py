@@ -108,8 +108,9 @@ TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
     "swin": [TIMM["swin"][0]._replace(model="swin_tiny_patch4_window7_224")],
     "mlp_mixer": [Counterpart(f"{name}_224", TIMM_MIXER | only(**sizes))
                   for name, (family, sizes) in MODELS.items() if family == "mlp_mixer"],
-    "conv_mixer": [WITH_RELU, Counterpart("convmixer_1536_20", TIMM_CONV_MIXER | only(
-        **MODELS["convmixer_1536_20"][1]))],
+    "conv_mixer": [WITH_RELU, *(Counterpart(name + rest, TIMM_CONV_MIXER | only(**MODELS[name][1]))
+                                for name, rest in (("convmixer_1536_20", ""),
+                                                   ("convmixer_1024_20", "_ks9_p14")))],
 }
 TORCHVISION: dict[str, list[Counterpart]] = {
     "vit": [Counterpart("VisionTransformer", same("num_heads", "image_size", "patch_size") | {
