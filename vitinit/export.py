@@ -43,7 +43,7 @@ from .command_line import Parser, building, run_program
 from .data.augment import normalise
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
-from .models.libraries import LIBRARIES, counterpart
+from .models.libraries import counterpart
 from .recipe.files import RecipeError, from_dict
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
@@ -109,18 +109,16 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     """Write a folder `out` that timm or transformers loads; return what was checked."""
     taken, names = taken_by(library.replace("timm", "timm.create_model"), trained)
     name, arguments = taken["class"].rpartition(".")[2], taken["arguments"]
-    classes = trained.classes
     if library == "transformers":
-        prefix, files = f"{arguments['model_type']}.", {
-            "preprocessor_config.json": preprocessor_config(trained.recipe, trained.image_size),
-            "config.json": arguments | {
-                "architectures": [name], "id2label": dict(enumerate(classes)),
-                "label2id": {label: number for number, label in enumerate(classes)}}}
+        prefix, labels = f"{arguments['model_type']}.", dict(enumerate(trained.classes))
+        files = {"preprocessor_config.json": preprocessor_config(trained.recipe, trained.image_size),
+                 "config.json": arguments | {"architectures": [name], "id2label": labels,
+                                             "label2id": dict(map(reversed, labels.items()))}}
     else:
         notes = metadata(trained)
         prefix, files = "", {"config.json": {
             "architecture": name, "num_classes": arguments.pop("num_classes"),
-            "label_names": classes, "model_args": arguments, "pretrained_cfg": {
+            "label_names": trained.classes, "model_args": arguments, "pretrained_cfg": {
                 "input_size": [3, *trained.image_size], "fixed_input_size": "img_size" in arguments,
                 "classifier": [layer for layer, module in trained.model.named_modules()
                                if layer.startswith("head") and isinstance(module, nn.Linear)],

@@ -19,8 +19,9 @@ from .swin import stage_grids
 
 Options = Mapping[str, Any]
 # How a library states an option of ours: as its argument of this name; by the arguments of each
-# value that it can have; or by arguments that follow from all our options.
-Statement = str | list[tuple[Any, Options]] | Callable[[Options], Options]
+# value that it can have; or by arguments that follow from all our options, or else, in words, by
+# what it needs instead.
+Statement = str | list[tuple[Any, Options]] | Callable[[Options], Options | str]
 
 
 class Counterpart(NamedTuple):
@@ -29,8 +30,6 @@ class Counterpart(NamedTuple):
     model: str                                      # its name in the library
     stated: Mapping[str, Statement]                 # all of our options that it knows
     names: Names = {}                               # our names → its own; see convert.py
-    squares: tuple[str, ...] = ()                   # sizes of which it takes one number
-    whole_windows: bool = False                     # it does not cut windows to a smaller grid
     constants: Options = {}                         # further arguments
 
     def state(self, options: Options, defaults: Options) -> tuple[dict[str, Any], list[str]]:
@@ -38,17 +37,15 @@ class Counterpart(NamedTuple):
         arguments, needs = dict(self.constants), []
         for option, value in options.items():
             way = (UNSTATED | self.stated).get(option, [(defaults[option], {})])
-            if isinstance(way, str):
-                arguments[way] = to_pair(value)[0] if option in self.squares else value
-            elif callable(way):
-                arguments |= way(options)
-            elif table := [stated for choice, stated in way if value in (choice, [choice] * 2)]:
-                arguments |= table[0]
+            if isinstance(way, list):
+                stated = next((stated for choice, stated in way if value in (choice, [choice] * 2)),
+                              f"{option} = {' or '.join(str(choice) for choice, _ in way)}")
             else:
-                needs.append(f"{option} = {' or '.join(str(choice) for choice, _ in way)}")
-        needs += [f"a square {key}" for key in self.squares if len({*to_pair(options[key])}) > 1]
-        if self.whole_windows and cuts_windows(options):
-            needs.append("a window_size within every grid")
+                stated = {way: value} if isinstance(way, str) else way(options)
+            if isinstance(stated, str):
+                needs.append(stated)
+            else:
+                arguments |= stated
         return arguments, needs
 
 
@@ -67,6 +64,23 @@ def unstated(options: Options) -> Options:
     return {}
 
 
+def square(name: str) -> Callable[[Options], Options | str]:
+    """The statement of a size as one number."""
+    def side(options: Options) -> Options | str:
+        height, width = to_pair(options[name])
+        return {name: height} if height == width else f"a square {name}"
+    return side
+
+
+def whole_windows(options: Options) -> Options | str:
+    """The need of a library that does not cut windows to a smaller grid, as our Swin and timm's."""
+    patch, window = to_pair(options["patch_size"]), to_pair(options["window_size"])
+    grid = tuple(side // size for side, size in zip(options["image_size"], patch))
+    cuts = any(side < w for grid in stage_grids(grid, len(options["depths"]))
+               for side, w in zip(grid, window))
+    return "a window_size within every grid" if cuts else {}
+
+
 def mlp_width(key: str) -> Callable[[Options], Options]:
     """The statement of mlp_ratio by the width itself."""
     return lambda o: {key: hidden_width(o["embed_dim"], o["mlp_ratio"], "mlp_ratio")}
@@ -75,6 +89,7 @@ def mlp_width(key: str) -> Callable[[Options], Options]:
 # For all: what training alone reads, and what is seen in a tensor that every library has.
 UNSTATED = {"drop_path": unstated, "train_filters": unstated,
             "pos_embed": [(value, {}) for value in ("learned", "sincos", "none")]}
+SIDES = {name: square(name) for name in ("image_size", "patch_size")}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
 
 TIMM_VIT = same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size") | {
@@ -113,30 +128,29 @@ TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
                                                    ("convmixer_1024_20", "_ks9_p14")))],
 }
 TORCHVISION: dict[str, list[Counterpart]] = {
-    "vit": [Counterpart("VisionTransformer", same("num_heads", "image_size", "patch_size") | {
-        "depth": "num_layers", "embed_dim": "hidden_dim", "mlp_ratio": mlp_width("mlp_dim")} | only(
-            norm_eps=1e-6, pool="class", qkv_bias=True, **PLAIN),
-        TORCHVISION_VIT, squares=("image_size", "patch_size"))],
+    "vit": [Counterpart("VisionTransformer", SIDES | {
+        "num_heads": "num_heads", "depth": "num_layers", "embed_dim": "hidden_dim",
+        "mlp_ratio": mlp_width("mlp_dim")} | only(
+            norm_eps=1e-6, pool="class", qkv_bias=True, **PLAIN), TORCHVISION_VIT)],
     "swin": [Counterpart("SwinTransformer", only(qkv_bias=True) | same(
         "embed_dim", "depths", "num_heads", "mlp_ratio") | {
             "patch_size": lambda o: {"patch_size": list(to_pair(o["patch_size"]))},
             "window_size": lambda o: {"window_size": list(to_pair(o["window_size"]))},
-            "image_size": unstated}, TORCHVISION_SWIN, whole_windows=True)],
+            "image_size": whole_windows}, TORCHVISION_SWIN)],
 }
 
 # Our options → keys of a config.json; of ViT and DeiT, and of Swin.
 VIT_OPTIONS = {"embed_dim": "hidden_size", "depth": "num_hidden_layers",
                "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"}
 SWIN_OPTIONS = {key: key for key in ("embed_dim", "depths", "num_heads", "mlp_ratio")}
-SIDES = ("image_size", "patch_size")
 A_CONFIG = {"num_channels": 3, "hidden_act": "gelu"}
 
 
 def transformers_vit(name: str, kind: str, names: Names = TRANSFORMERS_VIT, **values: Any
                      ) -> Counterpart:
     """A ViT of transformers. kind: its model_type. values: its only ones, beside `PLAIN`."""
-    return Counterpart(name, VIT_OPTIONS | same(*SIDES, "qkv_bias") | only(**PLAIN | values) | {
-        "mlp_ratio": mlp_width("intermediate_size")}, names, SIDES, constants=A_CONFIG | {
+    return Counterpart(name, VIT_OPTIONS | SIDES | only(**PLAIN | values) | {
+        "qkv_bias": "qkv_bias", "mlp_ratio": mlp_width("intermediate_size")}, names, A_CONFIG | {
             "model_type": kind, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
 
 
@@ -146,9 +160,10 @@ TRANSFORMERS: dict[str, list[Counterpart]] = {
         transformers_vit("DeiTForImageClassificationWithTeacher", "deit",
                          TRANSFORMERS_VIT | WITH_TEACHER, pool="class", distilled=True),
         transformers_vit("IJepaForImageClassification", "ijepa", pool="mean", fc_norm=False)],
-    "swin": [Counterpart("SwinForImageClassification", SWIN_OPTIONS | same(
-        *SIDES, "window_size", "qkv_bias"), TRANSFORMERS_SWIN, (*SIDES, "window_size"),
-        whole_windows=True, constants=A_CONFIG | {"model_type": "swin", "layer_norm_eps": 1e-5})],
+    "swin": [Counterpart("SwinForImageClassification", SWIN_OPTIONS | SIDES | {
+        "qkv_bias": "qkv_bias",
+        "window_size": lambda o: whole_windows(o) or square("window_size")(o)},
+        TRANSFORMERS_SWIN, A_CONFIG | {"model_type": "swin", "layer_norm_eps": 1e-5})],
 }
 LIBRARIES = {"timm": ("timm.models", TIMM), "torchvision": ("torchvision.models", TORCHVISION),
              "transformers": ("transformers", TRANSFORMERS),
@@ -177,11 +192,3 @@ def counterpart(library: str, family: str, *, image_size: tuple[int, int], **opt
     nearest = " and ".join(min(lacking, key=len, default=["another family"]))
     raise ValueError(f"no model of {library} takes the weights of this {FAMILIES[family]}; "
                      f"expected {nearest}")
-
-
-def cuts_windows(options: Options) -> bool:
-    """Whether our Swin, like timm's, cuts a window to the smaller grid of a stage."""
-    patch, window = to_pair(options["patch_size"]), to_pair(options["window_size"])
-    grid = tuple(side // size for side, size in zip(options["image_size"], patch))
-    return any(side < w for grid in stage_grids(grid, len(options["depths"]))
-               for side, w in zip(grid, window))

@@ -1,10 +1,4 @@
-"""Trained models for use in Python: weights, class names and preprocessing, read from a run.
-
-    import vitinit
-
-    trained = vitinit.load("runs/quickstart-impulse-s0")
-    trained.predict("photo.jpg", top=3)             # [("cat", 0.81), ("dog", 0.12), …]
-"""
+"""Trained models for use in Python: weights, class names and preprocessing, read from a run."""
 
 from __future__ import annotations
 
