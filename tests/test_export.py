@@ -191,6 +191,7 @@ def test_what_a_library_cannot_express_is_refused_with_what_it_expects():
     for library, recipe, change, expected in (
             ("timm", "deit_tiny", "norm_eps=1e-5", "norm_eps = 1e-06"),
             ("timm", "convmixer_768_32", "depth=3", "depth = 32|activation = gelu"),
+            ("timm", "cifar10_convmixer", "num_filters=8", "num_filters = 0"),
             ("timm", "cifar10_simple_vit", "depth=3", "another family"),
             ("torchvision", "deit_tiny", "pool=mean", "pool = class"),
             ("torchvision", "deit_tiny", "patch_size=[16, 8]", "a square patch_size"),
@@ -255,12 +256,12 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
     (run / "recipe.toml").write_text(recipe.as_toml())
     (run / "run.json").write_text(json.dumps([{
         "command": [f"{home}/train.py", f'--set=data.root="{home}/photographs"', "--data-dir",
-                    f"{home}/a=b/photographs"],
+                    f"{home}/a=b/photographs", r"data.root=C:\home-of-ada\photographs"],
         "data": {"root": f"{home}/photographs as they were"}}]))
     out = tmp_path / "out"
     assert exported(run, "--to", kind, "--out", out) == 0
     found = contents(out)
-    for place in (str(tmp_path), str(REPOSITORY)):
+    for place in (str(tmp_path), str(REPOSITORY), "home-of-ada"):
         assert not [name for name, content in found.items() if place.encode() in content]
     text = b"".join(found.values())
     assert b"pretrained.pt" in text and b"photographs" in text           # the last parts stay
