@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import io
 import json
@@ -415,7 +416,7 @@ def test_a_root_that_is_no_folder_is_one_line(root):
 
 def fetch(root: Path, asked, begun, go_on) -> None:
     """A process whose download appends its number to a file, unless the data is there already."""
-    def lockf(*arguments: object, real=datasets.fcntl.lockf) -> None:
+    def lockf(*arguments: object, real=fcntl.lockf) -> None:
         asked.set()
         real(*arguments)
 
@@ -426,7 +427,7 @@ def fetch(root: Path, asked, begun, go_on) -> None:
                 log.write(f"{os.getpid()}\n")
             assert go_on.wait(60)
             (folder / "data").write_text("whole")
-    datasets.fcntl.lockf = lockf
+    fcntl.lockf = lockf
     datasets.DATA_SETS["cifar10"] = datasets.DataSet(None, "data", 10, [stub])
     download("cifar10", str(root))
 
