@@ -111,9 +111,10 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     name, arguments = taken["class"].rpartition(".")[2], taken["arguments"]
     if library == "transformers":
         prefix, labels = f"{arguments['model_type']}.", dict(enumerate(trained.classes))
-        files = {"preprocessor_config.json": preprocessor_config(trained.recipe, trained.image_size),
-                 "config.json": arguments | {"architectures": [name], "id2label": labels,
-                                             "label2id": dict(map(reversed, labels.items()))}}
+        files = {"config.json": arguments | {"architectures": [name], "id2label": labels,
+                                             "label2id": dict(map(reversed, labels.items()))},
+                 "preprocessor_config.json": preprocessor_config(trained.recipe,
+                                                                 trained.image_size)}
     else:
         notes = metadata(trained)
         prefix, files = "", {"config.json": {
