@@ -29,6 +29,7 @@ class Stream(IntEnum):
     MIX = 7             # (step, group): mixup or cutmix of a group of images
     SUBSET = 8          # (class): the order of a class's images, from which subsets are taken
     INIT_IMAGES = 9     # (): the training images that an init reads
+    FILE_SIZES = 10     # (split): the files whose sizes are recorded
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:

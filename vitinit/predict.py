@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .command_line import Parser, file_to_write, integer, run_program
-from .data.images import DataError
-from .data.sources import images_in
+from .data.images import DataError, dark_in_16_bits
+from .data.folders import images_in
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .messages import one_line
 from .runs.trained import BATCH, Trained, add_run, load_run
@@ -176,7 +176,10 @@ def main(arguments: list[str] | None = None) -> int:
         trained = load_run(args, device=this_device())
         if args.attention:
             require_attention(trained)
-        return predict(trained, images_of(args.images), args)
+        paths = images_of(args.images)
+        if caution := dark_in_16_bits(paths[:BATCH]):
+            print(f"vitinit.predict: warning {caution}", file=sys.stderr, flush=True)
+        return predict(trained, paths, args)
     return run_program("vitinit.predict", program)
 
 

@@ -268,10 +268,68 @@ def test_an_image_folder_is_train_and_val_or_test_or_one_folder(tmp_path, monkey
     write_folders(tmp_path, "two/val/ant/z.png", "two/val/bee/z.png", "alone/ant/a.png")
     assert "two/val" in open_split("image_folder", "~/two", "val", 0).paths[0]    # before test/
     assert len(open_split("image_folder", "~/alone", "train", 0)) == 1
-    for root in ("three", "alone"):
+    for root, whole in (("three", "three/train"), ("alone", "alone")):
         assert refusal(open_split, "image_folder", f"~/{root}", "val", 0) == (
-            f"{tmp_path}/{root}: no val/ or test/ in it; training needs none with --set "
-            "data.held_out_per_class=N, which validates on N images of each class")
+            f"{tmp_path}/{root}: no val/ or test/ in it; train.py needs none with --set "
+            "data.held_out_per_class=N, which validates on N images of each class, and eval.py "
+            f"evaluates all images of a folder of classes by --data image_folder={tmp_path}/{whole}")
+
+
+@pytest.mark.parametrize("train, val, unused", [
+    ("Train", "Valid", "test"), ("training", "validation", "TESTING"), ("TRAINING", "VAL", None),
+    ("train", "dev", "Testing"), ("Training", "test", None)])
+def test_splits_go_by_any_of_their_names_and_what_is_beside_them_is_said(tmp_path, train, val,
+                                                                         unused):
+    """One that has a second name by a link, for other programs, is the same."""
+    folders = list(filter(None, [train, val, unused, "masks", "old"]))
+    write_folders(tmp_path, *(f"{split}/{name}/a.png" for split in folders
+                              for name in ("ant", "bee")))
+    if unused:
+        (tmp_path / "Validation").symlink_to(val)
+    beside = f"left out: 2 folder(s) in {tmp_path} that are no split: masks/, old/"
+    for split, name in (("train", train), ("val", val)):
+        source = open_split("image_folder", str(tmp_path), split, 2)
+        assert {Path(path).resolve().parents[1] for path in source.paths} == {tmp_path / name}
+        lines = source.left_out.splitlines()
+        assert lines[0] == beside
+        assert [line.startswith(f"left out: {unused}/ in {tmp_path}, since ")
+                for line in lines[1:]] == [True] * (split == "val" and unused is not None)
+
+
+LOOK_LIKE_SPLITS = " look like splits, not classes: "
+
+
+# Folders in the root, each with images in ant/ and bee/, or, where it ends in a dot, of its own.
+@pytest.mark.parametrize("split, folders, line", [
+    ("val", "train val validation", "val/ and validation/ are the same split, and in it are train/, "
+     "val/, validation/; expected one"),
+    ("train", "Training train val", "Training/ and train/ are the same split, and in it are "),
+    ("train", "a b", f"a/, b/{LOOK_LIKE_SPLITS}each holds ant/, bee/ and no images; expected the "
+     "names train/, and val/ or test/; if they are classes, they belong into {}/train/"),
+    ("train", "seg_test seg_train x.", f"seg_test/, seg_train/, x/{LOOK_LIKE_SPLITS}by their names"),
+    ("train", "train2017 val2017", f"train2017/, val2017/{LOOK_LIKE_SPLITS}by their names; "),
+    ("train", "test val", "no train/ in it, but test/, val/; expected train/<class>/<image>"),
+    ("train", "car. train. van.", "no class folders in train/, but car/, train/, van/; expected "
+     "train/<class>/<image>; if all of them are classes, they belong into {}/train/"),
+    ("train", "car. test. van.", "no train/ in it, but car/, test/, van/; expected train/"),
+    ("train", "car. test van.", "no train/ in it, but car/, test/, van/; expected train/"),
+    ("val", "test. train", "no class folders in test/; train.py needs none with --set ")])
+def test_a_folder_that_is_not_laid_out_as_splits_or_classes_is_one_line(tmp_path, split, folders,
+                                                                        line):
+    write_folders(tmp_path, *(f"{name.replace('.', '/')}{inner}a.png" for name in folders.split()
+                              for inner in ([""] if name[-1] == "." else ["/ant/", "/bee/"])))
+    assert refusal(open_split, "image_folder", str(tmp_path), split, 0).startswith(
+        f"{tmp_path}: {line.format(tmp_path)}")
+
+
+def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):
+    """An image beside them, folders of their own, or one folder of the same name."""
+    for number, names in enumerate((["a/x/1.png", "a/y/1.png", "a/z.png", "b/x/1.png", "b/y/1.png"],
+                                    ["a/x/1.png", "a/y/1.png", "b/y/1.png", "b/z/1.png"],
+                                    ["train_station/1.png", "trainer/1.png"])):
+        write_folders(tmp_path / str(number), *names)
+        source = open_split("image_folder", str(tmp_path / str(number)), "train", 2)
+        assert len(source) == len(names) and source.left_out == ""
 
 
 # What is missing or wrong of train/ant, train/bee, val/ant and val/bee, each with an image a.png.

@@ -11,13 +11,16 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from refused import refused
 from torchvision.datasets.folder import make_dataset
 
+from vitinit.data import sources
+from vitinit.data.folders import EXTENSIONS, images_below, images_in, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
-from vitinit.data.sources import (EXTENSIONS, ImageFiles, ImageFolder, ImagesInMemory, LooseImages,
-                                  class_indices, fingerprint, held_out_part, images_below, in_words,
+from vitinit.data.sources import (ImageFiles, ImageFolder, ImagesInMemory, LooseImages,
+                                  class_indices, fingerprint, held_out_part, size_digest,
                                   stratified_part)
 from vitinit.keys import Stream, keyed_generator
 
@@ -36,7 +39,8 @@ refusal = partial(refused, DataError)
 # Folders --------------------------------------------------------------------------------------
 
 
-def test_the_listing_is_torchvisions_but_for_hidden_files(tmp_path):
+def test_the_listing_is_torchvisions_but_for_hidden_files_and_folders_that_are_linked_to_twice(
+        tmp_path):
     """With links to files and to folders, and a name that is not UTF-8."""
     tree(tmp_path, "set/b/2.PNG", "set/b/10.jpg", "set/b/x y/1.Tiff", "set/b/x/1.pgm",
          "set/b/x.jpg/1.gif", "set/b/X/Y/z.JPEG", "set/a/1.bmp", "set/a/notes.txt", "set/a/jpg",
@@ -47,11 +51,45 @@ def test_the_listing_is_torchvisions_but_for_hidden_files(tmp_path):
     root = tmp_path / "set"
     classes = {name: label for label, name in enumerate(["a", "b", "c", "c-d", "e"])}
     expected = make_dataset(str(root), classes, extensions=EXTENSIONS)
+    expected.remove((str(root / "a/far/9.webp"), 0))     # which is also e/in/9.webp
     tree(root, "a/.hidden.jpg", "a/.cache/1.jpg", "b/x/.y/1.png", ".d/1.jpg")
     (root / "b" / "x" / "back").symlink_to(root)     # torchvision's would have each image 41 times
     source = ImageFolder(root)
     assert list(zip(source.paths, source.labels)) == expected
-    assert len(source) == 14 and source.classes == list(classes)
+    assert len(source) == 13 and source.classes == list(classes)
+
+
+@pytest.mark.parametrize("links, far, deep", [       # the classes of far/1.png, far/deep/2.png
+    ({"a/x": "set/b", "b/y": "set/a"}, None, None),
+    ({"a/x": "set/b", "a/y": "set/b", "b/x": "set/a", "b/y": "set/a"}, None, None),
+    ({"a/x": "set", "b/y": "set/b", "b/z": "set/a/deep", "a/z": "."}, None, None),
+    ({"b/x": "far", "a/deep/x": "far", "../far/y": "set/a", "../far/z": "set/b/deep"}, "b", "b"),
+    ({"b/x": "far", "a/x": "far/deep"}, "b", "a"), ({"b/x": "far", "c": "far"}, "c", "c")])
+def test_each_real_folder_is_read_once_as_of_the_class_that_it_lies_in(
+        tmp_path, monkeypatch, links, far, deep):
+    """Or that the first link of the highest gives it, in whatever order the disk lists."""
+    tree(tmp_path, "far/1.png", "far/deep/2.png", "set/a/3.png", "set/a/deep/4.png", "set/b/5.png",
+         "set/b/deep/6.png")
+    for link, target in links.items():
+        (tmp_path / "set" / link).symlink_to(tmp_path / target)
+    expected = {"1": far, "2": deep, "3": "a", "4": "a", "5": "b", "6": "b"}
+    walk = os.walk
+    for step in (1, -1):
+        monkeypatch.setattr(os, "walk", lambda *arguments, **how: (
+            (parent, folders[::step], files[::step])
+            for parent, folders, files in walk(*arguments, **how)))
+        source = ImageFolder(tmp_path / "set")
+        names = [source.classes[label] for label in source.labels]
+        assert sorted(zip((Path(path).stem for path in source.paths), names)) == [
+            item for item in expected.items() if item[1]]
+
+
+def test_a_link_to_another_class_is_no_class(tmp_path):
+    tree(tmp_path, "a/1.png", "b/2.png")
+    (tmp_path / "c").symlink_to("a")
+    line = refusal(ImageFolder, tmp_path)
+    assert line.startswith(f"{tmp_path / 'c'}: no image in this class; ")
+    assert line.endswith(f"left out: 1 folder(s) read elsewhere in {tmp_path}")
 
 
 def test_what_is_left_out_is_counted_by_suffix(tmp_path):
@@ -61,8 +99,8 @@ def test_what_is_left_out_is_counted_by_suffix(tmp_path):
     assert source.left_out == ("left out: 2 .heic, 1 .jpg of no class, 1 .mov, 1 without suffix in "
                                f"{tmp_path}; {HEIF_REMEDY}")
     assert source.part([1]).left_out == source.left_out      # held-out images are validated on
-    found = Counter()
-    assert len(images_below(tmp_path, found)) == 3 and found[".jpg"] == 0
+    images_below(tmp_path, found := Counter())
+    assert found == Counter({".heic": 2, ".mov": 1, "without suffix": 1})
     assert in_words(Counter({".b\n": 5}), "x") == "left out: 5 .b in x"
     assert in_words(Counter(), "x") == ""
 
@@ -104,6 +142,21 @@ def test_a_fingerprint_is_of_paths_below_the_root_labels_and_classes(tmp_path):
               ImageFiles(paths, [0, 1], ["a", "c"]),
               ImageFiles(paths, [0, 1], ["a", os.fsdecode(b"caf\xe9")])]
     assert len({one, *(fingerprint(other, str(tmp_path)) for other in others)}) == 5
+
+
+def test_a_digest_of_sizes_is_of_a_drawn_part_of_each_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SIZED", 7)
+    tree(tmp_path, *(f"{split}/{number:02}.png" for split in ("train", "val") for number in range(13)))
+    both = [ImageFiles(images_in(tmp_path / split)[0], 13 * [0], ["a"]) for split in ("train", "val")]
+    began, changing = size_digest(both, 3), []
+    for part in both:
+        changing.append(0)
+        for path in part.paths:
+            Path(path).write_bytes(b"12345")
+            changing[-1] += size_digest(both, 3) != began
+            Path(path).write_bytes(b"")
+    assert changing == [7, 7] and size_digest(both, 3) == began
+    assert size_digest([numbered([2, 3])], 3) == ""
 
 
 def test_each_class_of_a_set_is_found_at_its_index_in_the_model():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -100,8 +101,9 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
     """
     # Pillow may read 16-bit values as 32-bit integers, too; PNG and PPM have no others.
     if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
-        raise DataError("an image of 32-bit values, whose black and white are not known; expected "
-                        "8 or 16 bits per channel")
+        bits = getattr(image, "tag_v2", {}).get(258)             # TIFF's BitsPerSample
+        raise DataError(f"an image of {'signed 16' if bits == (16,) else '32'}-bit values, whose "
+                        "black and white are not known; expected 8 or 16 bits per channel")
     image.load()                                     # turns a TIFF in any case
     if apply_exif_orientation:
         with contextlib.suppress(Exception):         # of many kinds, where EXIF data are damaged
@@ -112,6 +114,27 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
         image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
     flat = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)
+
+
+def dark_in_16_bits(paths: Iterable[str]) -> str:
+    """A caution if some of these files have 16 bits and all of those are dark; else "".
+
+    Cameras of 10 to 14 bits often store their values in 16 as they are: below a quarter of white.
+    """
+    highest = []                                     # value of each file of 16 bits, as a share
+    for path in paths:
+        # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
+        with (contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"),
+              Image.open(path, formats=("PNG", "TIFF", "PPM")) as image):
+            if any(bits in str(image.tile) for bits in (";16", ";12")):
+                grey = image.mode.startswith("I")
+                values = np.asarray(image if grey else image.convert("RGB"))
+                highest.append(values.max() / (65_535 if grey else 255))
+    if not highest or max(highest) >= 0.25:
+        return ""
+    return (f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
+            f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they "
+            "are nearly black; scale values of 12 bits, say, by 16")
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:

@@ -2,12 +2,8 @@
 
 All sources have the same interface, for N images: `len(source)`, `source.image(i)` → (3, H, W)
 uint8 (DataError if it cannot be decoded), `source.labels`, (N,) int64, `source.classes`, their
-names, `source.left_out`, a line about files that are no images, or "", and `source.part(indices)`:
-only these images, in this order.
-
-A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left out
-(such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted by suffix. Links
-are followed, but not back into a folder that they lie in.
+names, `source.left_out`, lines about what is left out of a folder, or "", and
+`source.part(indices)`: only these images, in this order.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -24,70 +21,10 @@ import torch
 from torch import Tensor
 
 from ..keys import Stream, keyed_generator
-from ..messages import in_brief, one_line
-from .images import HEIF_REMEDY, DataError, decode_image
+from .folders import EXTENSIONS, class_folders, images_below, images_in, in_words, suffix_of
+from .images import DataError, decode_image
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-HEIF = (".heic", ".heif", ".avif")
-
-
-def class_folders(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted, not hidden ones. DataError if there is none."""
-    there = os.path.isdir(folder)
-    names = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir()) if there else []
-    if not names:
-        raise DataError(f"{folder}: {'no class folders in it' if there else 'no such folder'}; "
-                        f"expected {folder}/<class>/<image>")
-    return names
-
-
-def images_below(folder: str | Path, left_out: Counter[str]) -> list[str]:
-    """The paths of the images anywhere under `folder`, folder by folder in alphabetical order.
-
-    left_out: to which files that are no images are added by suffix. Raises DataError for a folder
-    that cannot be listed.
-    """
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: {error.strerror}") from None
-    found = {}
-    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        here = os.path.realpath(parent)
-        folders[:] = [name for name in folders if not name.startswith(".") and not
-                      Path(here).is_relative_to(os.path.realpath(os.path.join(here, name)))]
-        files = {name for name in files if not name.startswith(".")}
-        found[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
-        left_out.update(map(suffix_of, files.difference(found[parent])))
-    return [os.path.join(parent, name) for parent in sorted(found) for name in found[parent]]
-
-
-def images_in(folder: str | Path) -> tuple[list[str], str]:
-    """The paths of the images anywhere under `folder`, and a line on what is left out, or "".
-
-    Raises DataError if there is no image.
-    """
-    paths = images_below(folder, left_out := Counter())
-    line = in_words(left_out, folder)
-    if not paths:
-        raise DataError(f"{folder}: no images in it{line and '; '}{line}")
-    return paths, line
-
-
-def suffix_of(name: str) -> str:
-    """The suffix of a file's name in lower case, or "without suffix"."""
-    return os.path.splitext(name)[1].lower() or "without suffix"
-
-
-def in_words(left_out: Counter[str], folder: str | Path) -> str:
-    """A line about the files under `folder` that are left out; "" if there are none.
-
-    Example: "left out: 12 .heic, 3 .mov in photos/train; …", with how to convert the former.
-    """
-    if not left_out:
-        return ""
-    kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
-    remedy = f"; {HEIF_REMEDY}" if any(suffix.startswith(HEIF) for suffix in left_out) else ""
-    return one_line(f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
-                    f" in {folder}{remedy}")
+SIZED = 5_000                   # files of a split whose sizes are compared when a run goes on
 
 
 class ImagesInMemory:
@@ -151,19 +88,18 @@ class ImageFolder(ImageFiles):
     """
 
     def __init__(self, folder: Path) -> None:
-        classes, paths, labels = class_folders(folder), [], []
-        left_out = Counter(f"{suffix_of(path.name)} of no class" for path in folder.glob("[!.]*")
-                           if not path.is_dir())
-        for label, name in enumerate(classes):
-            found = images_below(folder / name, left_out)
-            if not found:
-                line = in_words(left_out, folder)
-                raise DataError(f"{folder / name}: no image in this class; expected files ending "
-                                f"in {', '.join(EXTENSIONS)}{line and '; '}{line}")
-            paths += found
-            labels += [label] * len(found)
-        super().__init__(paths, labels, classes)
+        classes, left_out = class_folders(folder), Counter()
+        paths: dict[str, list[str]] = {name: [] for name in ("", *classes)}      # "": of no class
+        for parent, files in images_below(folder, left_out):
+            name = os.path.relpath(parent, folder).split(os.sep)[0].removeprefix(os.curdir)
+            paths[name] += [os.path.join(parent, file) for file in files]
+        left_out.update(f"{suffix_of(path)} of no class" for path in paths.pop(""))
         self.left_out = in_words(left_out, folder)
+        if empty := next((name for name in classes if not paths[name]), None):
+            raise DataError(f"{folder / empty}: no image in this class; expected files ending in "
+                            f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
+        super().__init__(list(chain.from_iterable(paths.values())),
+                         np.repeat(range(len(classes)), list(map(len, paths.values()))), classes)
 
 
 class LooseImages(ImageFiles):
@@ -230,6 +166,23 @@ def fingerprint(source: Source, root: str) -> str:
         content = os.fsencode("\0".join(["", *source.paths, ""]))
         digest.update(content.replace(b"\0" + folder, b"\0"))
     return digest.hexdigest()[:16]
+
+
+def size_digest(sources: Sequence[Source], seed: int) -> str:
+    """A digest of the sizes in bytes of at most SIZED files of each source, drawn by key.
+
+    "" if all images are in memory. A file that is not there any more counts as one of another size.
+    """
+    sizes = []
+    for split, source in enumerate(sources):
+        if isinstance(source, ImageFiles):
+            order = keyed_generator(seed, Stream.FILE_SIZES, split).permutation(len(source))
+            for path in source.part(order[:SIZED]).paths:
+                try:
+                    sizes.append(os.stat(path).st_size)
+                except OSError:
+                    sizes.append(-1)
+    return hashlib.sha256(np.array(sizes, np.int64).tobytes()).hexdigest()[:16] if sizes else ""
 
 
 # ---------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ FOREIGN_WEIGHTS = tuple(f"{name}{index}" for name in ("model.safetensors", "pyto
 # What training leaves; recipe.toml and run.json do not count.
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
 
+SIZES = "sizes of files"        # the name of their digest among a run's data
+
 
 def image_digests(data: Any) -> tuple[str, str]:
     """The digests of training and of validation images in the `data` of run.json, or ""."""
@@ -218,7 +220,18 @@ class RunFolder:
                  "git_commit": git_commit(repository), "python": platform.python_version(),
                  "torch": torch.__version__, "processes": processes, "device": device,
                  "data": dict(data)}
-        write_text_atomically(json.dumps([*self.starts(), start], indent=2) + "\n", self.info)
+        self.write_starts([*self.starts(), start])
+
+    def allow_mended_files(self) -> None:
+        """Forget this start's sizes of files, as some of them have to be mended to go on."""
+        starts = self.starts()
+        if starts:
+            starts[-1].get("data", {}).pop(SIZES, None)
+            self.write_starts(starts)
+
+    def write_starts(self, starts: list[dict[str, Any]]) -> None:
+        """Write run.json."""
+        write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
         """Write a checkpoint. A new last.pt makes the old one previous.pt, if of another step.

@@ -25,7 +25,7 @@ from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes, warn
-from .folder import RunFolder, in_one_line
+from .folder import SIZES, RunFolder, in_one_line
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
@@ -210,6 +210,13 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     `record_start` is about to be given as `data`. What the run has not recorded is not compared.
     """
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
+    began.pop(SIZES, None)                           # those of the last start count
+    sizes = folder.data_of(-1).get(SIZES)            # gone where images had to be mended
+    if sizes and sizes != now.get(SIZES, sizes):
+        raise RecipeError(f"{folder.path}: files of images have other sizes than when the run last "
+                          "started: other images bear their names; put the former back or, if only "
+                          f"damaged ones were mended, remove the last \"{SIZES}\" from "
+                          f"{folder.info}")
     began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}
     now = {f"class {number}": name for number, name in enumerate(classes)} | {
         key: value for key, value in now.items() if key != "root"}

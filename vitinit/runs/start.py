@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..command_line import building
 from ..data.augment import normalise
 from ..data.datasets import DATA_SETS
-from ..data.images import DataError, resize_and_centre_crop
+from ..data.images import DataError, dark_in_16_bits, resize_and_centre_crop
+from ..data.loader import Loader, Readings
 from ..data.pipeline import Data
-from ..data.sources import Source
+from ..data.sources import ImageFiles, Source
 from ..init import init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..keys import Stream, keyed_generator
@@ -25,6 +28,7 @@ from ..recipe.values import to_toml
 from ..train.checkpoint import write_text_atomically
 from ..train.device import describe_device
 from ..train.distributed import Processes
+from ..train.metrics import ProgressBar
 from ..train.state import TrainState
 from .folder import RunFolder
 from .resume import RunLock
@@ -52,13 +56,16 @@ def as_input(views: Tensor, recipe: Recipe) -> Tensor:
 
 
 def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
-    """`count` training images, or all if there are fewer: normalised evaluation views (n, 3, H, W).
+    """The evaluation views of `drawn_part`, normalised (n, 3, H, W)."""
+    part = drawn_part(recipe, source, count)
+    return as_input(torch.stack([evaluation_view(part.image(index), recipe)
+                                 for index in range(len(part))]), recipe)
 
-    Which ones is keyed by the run's seed.
-    """
+
+def drawn_part(recipe: Recipe, source: Source, count: int) -> Source:
+    """`count` images, or all if there are fewer; which ones is keyed by the run's seed."""
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
-    return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
-                                 for index in order[:count]]), recipe)
+    return source.part(order[:count])
 
 
 def build(recipe: Recipe, source: str = "") -> nn.Module:
@@ -179,7 +186,8 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{'held out of them ' if recipe.data.held_out_per_class else ''}to validate, "
         f"{recipe.data.num_classes} classes, {height}×{width}"
         f"{', all on the device' if data.train_batches.resident else ''}",
-        *filter(None, dict.fromkeys([data.whole_set.left_out, data.val_set.left_out])),
+        *dict.fromkeys(line for source in (data.whole_set, data.val_set)
+                       for line in source.left_out.splitlines()),
         f"views   {data.val_batches.in_words()}",
         f"augment {augment.repeats} view(s) per image, RandAugment {recipe.rand_augment.layers} × "
         f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, "
@@ -208,7 +216,31 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
         lines.append(f"{updates:,} update(s) in all: from scratch, such a model needs thousands; "
                      "more schedule.epochs or a smaller optim.global_batch make more of them")
+    if isinstance(data.train_set, ImageFiles):
+        paths = drawn_part(recipe, data.train_set, MASS_IMAGES).paths
+        lines += filter(None, [dark_in_16_bits(paths)])
     return lines
+
+
+def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
+    """Decode each image file of the run, print a line for each that cannot be, and count these.
+
+    Each process decodes its share, by data.workers processes of its own.
+    """
+    parts = [source.part(np.arange(processes.rank, len(source), processes.world_size))
+             for source in (data.train_set, data.val_set) if isinstance(source, ImageFiles)]
+    total, broken = sum(map(len, parts)), 0
+    with ProgressBar("read", total, shown=processes.is_main) as bar:
+        for lines in chain.from_iterable(
+                Loader(Readings(part), workers=recipe.data.workers, batch_size=8, collate_fn=list)
+                for part in parts):
+            for line in filter(None, bar.over(lines)):
+                print(line, flush=True)
+                broken += 1
+    total, broken = processes.sum(torch.tensor([total, broken])).tolist()
+    processes.say(f"images  {broken:,} of {total:,} cannot be read; nothing was written" if broken
+                  else f"images  all {total:,} can be read")
+    return broken
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:

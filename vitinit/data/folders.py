@@ -1,0 +1,163 @@
+"""What a folder of images holds: splits, classes, and files.
+
+    root/train/<class>/**/<image>       to train on
+    root/val/<class>/**/<image>         to validate on; without it, root/test/ is
+    root/<class>/**/<image>             where no folder of root has the name of a split
+
+SPLITS has all names of splits, which may be written in any case. A file is an image if its name has
+one of the EXTENSIONS. Hidden files and folders are left out (such as .ipynb_checkpoints and macOS's
+._x.jpg); what else is left out is counted.
+
+Links to folders are followed, but each real folder is read once: where it lies, if that is below
+the folder that is read, else by the link to it that is highest up, of several the alphabetically
+first. So images belong to the class that they lie in, and a link to another class adds none. Links
+to files count as files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from pathlib import Path
+
+from ..messages import in_brief, one_line
+from .images import HEIF_REMEDY, DataError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+HEIF = (".heic", ".heif", ".avif")
+TRAIN, VAL, TEST = range(3)
+SPLITS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL,
+          "dev": VAL, "test": TEST, "testing": TEST}
+
+
+# Splits and classes ---------------------------------------------------------------------------
+
+
+def folders_in(folder: Path) -> list[str]:
+    """The names of the folders in `folder`, sorted, not hidden ones; [] if there is no `folder`."""
+    there = os.path.isdir(folder)
+    return sorted(path.name for path in folder.glob("[!.]*") if path.is_dir()) if there else []
+
+
+def class_folders(folder: Path) -> list[str]:
+    """The names of the folders in `folder`, each a class. Raises DataError if there is none."""
+    names = folders_in(folder)
+    if not names:
+        reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
+        raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
+    return names
+
+
+def listed(names: Iterable[str]) -> str:
+    """Some folders' names, to be quoted in a line: "cat/, dog/, …"."""
+    return in_brief(", ".join(f"{name}/" for name in names))
+
+
+def splits_in(root: Path) -> dict[int, str]:
+    """The folders in `root` that have the name of a split: TRAIN, VAL or TEST → name.
+
+    If there is none, all folders are classes. Raises DataError if two are the same split, and if
+    there is none, but folders look like splits of other names.
+    """
+    names, splits = folders_in(root), {}
+    for name in names:
+        split = SPLITS.get(name.lower())
+        if split is not None and not os.path.samefile(
+                root / name, root / (other := splits.setdefault(split, name))):
+            raise DataError(f"{root}: {other}/ and {name}/ are the same split, and in it are "
+                            f"{listed(names)}; expected one of the two: merge or move them")
+    if not splits and (reason := resemble_splits(root, names)):
+        raise DataError(f"{root}: {listed(names)} look like splits, not classes: {reason}; expected"
+                        " the names train/, and val/ or test/; if they are classes, they belong "
+                        f"into {root}/train/")
+    return splits
+
+
+def resemble_splits(root: Path, names: list[str]) -> str:
+    """Why folders in `root` look like splits; "" if they look like classes.
+
+    Those of classes have images, or folders of different names, such as dates.
+    """
+    words = {SPLITS.get(word) for name in names for word in re.split("[^a-z]+", name.lower())}
+    if {TRAIN} < words - {None}:                     # train2017/, val2017/
+        return "by their names"
+    shared: set[str] | None = None
+    for name in names:
+        _, folders, files = next(os.walk(root / name), ("", [], []))
+        if any(file.lower().endswith(EXTENSIONS) for file in files):
+            return ""
+        shared = set(folders) if shared is None else shared.intersection(folders)
+    shared = {name for name in shared or () if not name.startswith(".")}
+    return (f"each holds {listed(sorted(shared))} and no images"
+            if len(names) > 1 and len(shared) > 1 else "")
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, list[str]]]:
+    """The folders under `folder` in alphabetical order, itself included, each with its images.
+
+    left_out: to which are added files that are no images, by suffix, and links that are not
+    followed. Raises DataError for a folder that cannot be listed.
+    """
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    images, seen = {}, set()
+    # Still to be read: the depth of the link that leads there, or 0, the path, and the real path.
+    waiting = [(0, os.fspath(folder), os.path.realpath(folder))]
+    while waiting:
+        link_depth, parent, real = heappop(waiting)
+        if real in seen:
+            left_out["folder(s) read elsewhere"] += 1
+            continue
+        seen.add(real)
+        _, folders, files = next(os.walk(parent, onerror=refuse))
+        folders, files = ({name for name in names if not name.startswith(".")}
+                          for names in (folders, files))
+        for name in folders:
+            path = os.path.join(parent, name)
+            linked = os.path.islink(path)
+            target = os.path.realpath(path) if linked else os.path.join(real, name)
+            if linked and Path(real).is_relative_to(target):
+                left_out["link(s) back"] += 1
+            else:
+                heappush(waiting, (link_depth or linked * path.count(os.sep), path, target))
+        images[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
+        left_out.update(map(suffix_of, files.difference(images[parent])))
+    return sorted(images.items())
+
+
+def images_in(folder: str | Path) -> tuple[list[str], str]:
+    """The paths of the images anywhere under `folder`, and a line on what is left out, or "".
+
+    Raises DataError if there is no image.
+    """
+    left_out: Counter[str] = Counter()
+    paths = [os.path.join(parent, name) for parent, names in images_below(folder, left_out)
+             for name in names]
+    line = in_words(left_out, folder)
+    if not paths:
+        raise DataError(f"{folder}: no images in it{line and '; '}{line}")
+    return paths, line
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of a file's name in lower case, or "without suffix"."""
+    return os.path.splitext(name)[1].lower() or "without suffix"
+
+
+def in_words(left_out: Counter[str], folder: str | Path) -> str:
+    """A line about what is left out under `folder`; "" if nothing is.
+
+    Example: "left out: 12 .heic, 3 .mov in photos/train; …", with how to convert the former.
+    """
+    if not left_out:
+        return ""
+    kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    remedy = f"; {HEIF_REMEDY}" if any(suffix.startswith(HEIF) for suffix in left_out) else ""
+    return one_line(f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
+                    f" in {folder}{remedy}")
