@@ -122,6 +122,33 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
             after.rename(before)
 
 
+def test_other_images_of_the_same_names_are_not_gone_on_with_unless_they_were_mended(
+        train_program, stopped, refused, image_tree, capsys):
+    """A run that stopped at a damaged image allows for others; later ones do not. A run that began
+    before sizes were recorded goes on."""
+    folder, arguments = stopped(**ONE_EPOCH)
+    for split in ("train", "val"):
+        image = image_tree / split / "red" / "00.png"
+        content = image.read_bytes()
+        image.write_bytes(content + b" ")
+        for command in (arguments, ["--resume", str(folder)]):
+            refused(folder, command, f"{folder}: files of images have other sizes than when the run"
+                    " last started, so that other images bear their names; put the former back or,")
+        image.write_bytes(content)
+    start, = json.loads((folder / "run.json").read_text())
+    del start["data"]["sizes of files"]
+    (folder / "run.json").write_text(json.dumps([start]))
+    image.write_bytes(content[:len(content) // 2])
+    assert train_program.main(arguments) == 2        # at the damaged image, in its validation
+    assert str(image) in capsys.readouterr().err
+    image.write_bytes(content)
+    assert train_program.main(arguments) == 0
+    assert ["sizes of files" in start["data"] for start in json.loads(
+        (folder / "run.json").read_text())] == [False, False, True]
+    image.write_bytes(content + b" ")
+    refused(folder, arguments, "other sizes than when the run last started")
+
+
 def test_a_relative_folder_of_data_is_that_of_the_first_start(
         train_program, eval_program, stopped, stop_before, image_tree, tmp_path, monkeypatch,
         capsys):

@@ -210,14 +210,13 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     `record_start` is about to be given as `data`. What the run has not recorded is not compared.
     """
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
-    began.pop(SIZES, None)                           # those of the last start count
-    sizes = folder.data_of(-1).get(SIZES)            # gone where images had to be mended
+    began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}
+    facts = {f"class {number}": name for number, name in enumerate(classes)} | {
+        key: value for key, value in now.items() if key not in ("root", SIZES)}
+    require_same(folder.path, {key: began.get(key, value) for key, value in facts.items()}, facts)
+    sizes = folder.data_of(-1).get(SIZES)            # None where images had to be mended
     if sizes and sizes != now.get(SIZES, sizes):
         raise RecipeError(f"{folder.path}: files of images have other sizes than when the run last "
-                          "started: other images bear their names; put the former back or, if only "
-                          f"damaged ones were mended, remove the last \"{SIZES}\" from "
+                          "started, so that other images bear their names; put the former back or, "
+                          f"if only damaged ones were mended, remove the last \"{SIZES}\" from "
                           f"{folder.info}")
-    began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}
-    now = {f"class {number}": name for number, name in enumerate(classes)} | {
-        key: value for key, value in now.items() if key != "root"}
-    require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)
