@@ -27,13 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from vitinit.command_line import Parser, building, integer, run_program
 from vitinit.data.images import DataError
 from vitinit.data.pipeline import Data
-from vitinit.data.sources import Source, fingerprint, folder_of, size_digest
+from vitinit.data.sources import Source, file_sizes, fingerprint, folder_of
 from vitinit.init import INITS
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.data import open_data
-from vitinit.runs.folder import SIZES, RunFolder
+from vitinit.runs.folder import RunFolder
 from vitinit.runs.resume import RunLock, choose_run, require_same_data
 from vitinit.runs.start import (build, cautions, initialise, measure_mass, read_images, rehearsal,
                                 set_up_folder, summary)
@@ -53,7 +53,7 @@ REPOSITORY = Path(__file__).resolve().parent
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; RecipeError for options that do not go together."""
+    """Parse the command line; an error ends the program with exit status 2."""
     parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument("--recipe", help="name in recipes/, or path of a .toml file")
     parser.add_argument("--init", help=f"init.name: {', '.join(INITS)}")
@@ -69,10 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="with --dry-run: decode all images, and list those that cannot be")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe; may be repeated")
-    args = parser.parse_args(arguments)
-    if args.read_images and not args.dry_run:
-        parser.error("--read-images is what a dry run may do; give --dry-run, too")
-    return args
+    return parser.parse_args(arguments)
 
 
 # Model and optimiser --------------------------------------------------------------------------
@@ -157,9 +154,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     processes.require_equal(seen)
     if args.read_images and read_images(recipe, data, processes):
         return 1
-    if processes.is_main and not args.dry_run and (sizes := size_digest(
-            [data.train_set, data.val_set], recipe.run.seed)):
-        seen[SIZES] = sizes
+    if processes.is_main and not args.dry_run:
+        seen |= file_sizes([data.train_set, data.val_set], recipe.run.seed)
     seen["root"] = root and str(folder_of(root).absolute())
     if resumed:
         with processes.together():
@@ -182,9 +178,6 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         processes.say(f"warning {caution}")
     if args.dry_run:
         processes.say(rehearsal(recipe, data, state, teacher))
-        if not args.read_images:
-            processes.say("images  not all were decoded: --read-images decodes them, and lists "
-                          "those that cannot be read")
         return 0
 
     # Run folder and engine: from here on there is something to save. ----------------------------
@@ -274,9 +267,8 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
     except (Interrupted, DataError) as ended:        # between two steps
         save_last(state, folder, processes)
         if isinstance(ended, DataError):
-            with processes.together():
-                if processes.is_main:
-                    folder.allow_mended_files()
+            if processes.is_main:
+                folder.forget_sizes()
             processes.say(f"the run is safe at step {progress.step:,}; once the data is mended, go "
                           f"on with --resume {folder.path}")
             raise

@@ -266,6 +266,20 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
             for root in (image_tree, other)]
 
 
+def test_a_folder_of_classes_that_data_names_is_evaluated_whole(eval_program, one_epoch_run,
+                                                                 image_tree, capsys):
+    """Where it is the recipe's own folder, it is not: it might be what was trained on."""
+    given = ["--data", f"image_folder={image_tree / 'train'}"]
+    assert eval_program.main([str(one_epoch_run), *given]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"{given[1]}: no splits in it, so that all 51 images are evaluated"
+    row, = rows_of(eval_program, capsys, one_epoch_run, "--train-images")
+    assert json.loads(last)["model"] == row["model"]
+    assert eval_program.main([str(one_epoch_run), "--data-dir", str(image_tree / "train")]) == 2
+    assert f"eval.py evaluates all images of a folder of classes by {' '.join(given)}\n" in (
+        capsys.readouterr().err)
+
+
 WRONG = [                   # arguments after a run's folder, part of the error message
     (["--set", "data.held_out_per_class=0"], "--set data.held_out_per_class=0: the checkpoint "
      "brings its own recipe, of which only how to evaluate can change; valid: data.on_"),

@@ -63,6 +63,14 @@ def test_what_a_folder_leaves_out_is_named_once(folder, capsys):
         f"{folder / 'red'}; {HEIF_REMEDY}\n")
 
 
+def test_dark_images_of_16_bits_are_cautioned_of_once(tmp_path, capsys):
+    for number in range(3):
+        Image.fromarray(np.full((8, 8), 4095, np.uint16)).save(tmp_path / f"{number}.png")
+    assert predicted(RUN, tmp_path) == 0
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("vitinit.predict: warning 3 images of 16 bits were looked at, and their")
+
+
 def test_photographs_are_upright_whatever_the_runs_recipe_says(tmp_path, capsys):
     trained = vitinit.load(RUN)
     assert not trained.recipe.data.apply_exif_orientation

@@ -167,6 +167,38 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_dry_run_lists_all_images_that_cannot_be_read(train_program, small_run, image_tree,
+                                                        tmp_path, capsys, workers):
+    """A plain one names the option in its last line."""
+    arguments = small_run(tmp_path / "run", "--dry-run", data__workers=workers)
+    assert train_program.main(arguments) == train_program.main([*arguments, "--read-images"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "nothing was written; --read-images decodes all images" in lines[-1]
+    assert lines.count("images  all 72 can be read") == 1
+    damaged = sorted(image_tree.glob("train/*/*3.png")) + sorted(image_tree.glob("val/*/06.png"))
+    for path in damaged:
+        path.write_bytes(b"no image")
+    assert train_program.main([*arguments, "--read-images"]) == 1 < len(damaged)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.partition(": not a readable image, 8 bytes (")[0] for line in lines] == [
+        str(path) for path in damaged]
+    assert last == f"images  {len(damaged)} of 72 cannot be read; nothing was written"
+    assert not (tmp_path / "run").exists()
+    arguments.remove("--dry-run")
+    assert train_program.main([*arguments, "--read-images"]) == 2
+    assert "--read-images is what a dry run may do" in capsys.readouterr().err
+
+
+def test_dark_images_of_16_bits_are_a_warning_at_the_start(train_program, small_run, image_tree,
+                                                           tmp_path, capsys):
+    for path in image_tree.glob("train/*/*"):
+        Image.fromarray(np.full((10, 14), 4095, np.uint16)).save(path)
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run")) == 0
+    assert "\nwarning 51 images of 16 bits were looked at, and their highest value is 6.2 % of " in (
+        capsys.readouterr().out)
+
+
 def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
         train_program, small_run, tmp_path, monkeypatch, capsys):
     """Baselines, and runs that start from a checkpoint, have no such line."""

@@ -22,8 +22,8 @@ from torchvision.transforms import InterpolationMode, v2
 
 from broken_files import SIZES, broken_files, encoded, noise, png_of_16_bits, valid_files
 from vitinit.data import images
-from vitinit.data.images import (Box, DataError, crop, crop_and_flip, decode_bytes, decode_image,
-                                 from_pillow, resize_and_centre_crop)
+from vitinit.data.images import (Box, DataError, crop, crop_and_flip, dark_in_16_bits,
+                                 decode_bytes, decode_image, from_pillow, resize_and_centre_crop)
 
 CIFAR10 = Path(__file__).parent / "cifar10"         # 50 JPEG files
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -178,12 +178,35 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
         assert torch.equal(ours, expected) or whole.shape != image.shape     # only cropped
 
 
-def test_32_bit_values_are_refused_whatever_they_are(tmp_path):
-    for kind in (np.int32, np.float32):
-        Image.fromarray(np.array([[0, 100, 255]], kind)).save(tmp_path / "x.tif")
-        assert refusal(tmp_path / "x.tif").endswith(
-            "(an image of 32-bit values, whose black and white are not known; expected 8 or 16 "
-            "bits per channel)")
+@pytest.mark.parametrize("kind, options, words", [
+    (np.int32, {}, "32"), (np.float32, {}, "32"), (np.uint16, {"tiffinfo": {339: 2}}, "signed 16")])
+def test_32_bit_values_and_signed_ones_are_refused_whatever_they_are(tmp_path, kind, options, words):
+    Image.fromarray(np.array([[0, 100, 255]], kind)).save(tmp_path / "x.tif", **options)
+    assert refusal(tmp_path / "x.tif").endswith(
+        f"(an image of {words}-bit values, whose black and white are not known; expected 8 or 16 "
+        "bits per channel)")
+
+
+@pytest.mark.parametrize("name", ["rgb.png", "grey.png", "grey.tiff", "grey.pgm"])
+def test_images_of_16_bits_are_cautioned_of_if_none_reaches_a_quarter_of_white(tmp_path, name):
+    """As none does that a camera of 14 bits stores as it is; 8 bits may be as dark as they like."""
+    def write(number: int, highest: int) -> str:
+        values = np.random.default_rng(number).integers(0, highest, (13, 17, 3))
+        values[7, 5] = highest
+        path = tmp_path / f"{number}{name}"
+        if name.endswith("png"):
+            path.write_bytes(png_of_16_bits(values if name == "rgb.png" else values[..., 0]))
+        else:
+            Image.fromarray(values[..., 0].astype(np.uint16)).save(path)
+        return str(path)
+    (tmp_path / "broken.png").write_bytes(FILES["grey_16.png"][:99])
+    Image.fromarray(np.ones((3, 5), np.uint8)).save(tmp_path / "8.png")
+    dark = [str(tmp_path / "broken.png"), str(tmp_path / "8.png")]
+    assert dark_in_16_bits(dark) == ""
+    dark += [write(bits, 2**bits - 1) for bits in (10, 12, 14)]
+    assert dark_in_16_bits(dark).startswith(
+        "3 images of 16 bits were looked at, and their highest value is 2")
+    assert dark_in_16_bits([write(15, 2**15), *dark]) == ""
 
 
 # Orientation, and the two decoders of JPEG ----------------------------------------------------

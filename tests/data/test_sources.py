@@ -17,10 +17,10 @@ from refused import refused
 from torchvision.datasets.folder import make_dataset
 
 from vitinit.data import sources
-from vitinit.data.folders import EXTENSIONS, images_below, images_in, in_words
+from vitinit.data.folders import EXTENSIONS, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.data.sources import (ImageFiles, ImageFolder, ImagesInMemory, LooseImages,
-                                  class_indices, fingerprint, held_out_part, size_digest,
+                                  class_indices, file_sizes, fingerprint, held_out_part,
                                   stratified_part)
 from vitinit.keys import Stream, keyed_generator
 
@@ -146,17 +146,16 @@ def test_a_fingerprint_is_of_paths_below_the_root_labels_and_classes(tmp_path):
 
 def test_a_digest_of_sizes_is_of_a_drawn_part_of_each_split(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SIZED", 7)
-    tree(tmp_path, *(f"{split}/{number:02}.png" for split in ("train", "val") for number in range(13)))
-    both = [ImageFiles(images_in(tmp_path / split)[0], 13 * [0], ["a"]) for split in ("train", "val")]
-    began, changing = size_digest(both, 3), []
-    for part in both:
-        changing.append(0)
+    both = [LooseImages(tree(tmp_path, *(f"{split}/{number}.png" for number in range(13))) / split,
+                        13) for split in ("train", "val")]
+    began, changing = file_sizes(both, 3), [0, 0]
+    for split, part in enumerate(both):
         for path in part.paths:
             Path(path).write_bytes(b"12345")
-            changing[-1] += size_digest(both, 3) != began
+            changing[split] += file_sizes(both, 3) != began
             Path(path).write_bytes(b"")
-    assert changing == [7, 7] and size_digest(both, 3) == began
-    assert size_digest([numbered([2, 3])], 3) == ""
+    assert changing == [7, 7] and file_sizes(both, 3) == began
+    assert file_sizes([numbered([2, 3])], 3) == {}
 
 
 def test_each_class_of_a_set_is_found_at_its_index_in_the_model():

@@ -132,8 +132,7 @@ def test_other_images_of_the_same_names_are_not_gone_on_with_unless_they_were_me
         content = image.read_bytes()
         image.write_bytes(content + b" ")
         for command in (arguments, ["--resume", str(folder)]):
-            refused(folder, command, f"{folder}: files of images have other sizes than when the run"
-                    " last started, so that other images bear their names; put the former back or,")
+            refused(folder, command, f"{folder}: holds another run, with sizes of files = ")
         image.write_bytes(content)
     start, = json.loads((folder / "run.json").read_text())
     del start["data"]["sizes of files"]
@@ -146,7 +145,7 @@ def test_other_images_of_the_same_names_are_not_gone_on_with_unless_they_were_me
     assert ["sizes of files" in start["data"] for start in json.loads(
         (folder / "run.json").read_text())] == [False, False, True]
     image.write_bytes(content + b" ")
-    refused(folder, arguments, "other sizes than when the run last started")
+    refused(folder, arguments, "with sizes of files = ")
 
 
 def test_a_relative_folder_of_data_is_that_of_the_first_start(

@@ -27,7 +27,7 @@ from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Fo
                                   OxfordIIITPet, VisionDataset)
 
 from ..messages import in_brief, one_line
-from .folders import SPLITS, TEST, TRAIN, VAL, class_folders, folders_in, listed, splits_in
+from .folders import TEST, TRAIN, VAL, folders_in, listed, splits_in
 from .images import DataError
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, Source, folder_of
 
@@ -38,38 +38,36 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     """Open a split of an image folder; folders.py says how it is laid out.
 
     Raises DataError if the folders are no such layout, if there are no images of the split, or if
-    the two splits do not have the same classes. `left_out` names the folders of neither.
+    the two splits do not have the same classes.
     """
     splits, names = splits_in(root), folders_in(root)
-    name = splits.get(TRAIN) if split == "train" else splits.get(VAL, splits.get(TEST))
-    others = [name for name in names if name.lower() not in SPLITS]
+    train, held = splits.get(TRAIN), splits.get(VAL, splits.get(TEST))
+    name = train if split == "train" else held
+    unused = [one for one in names if one not in (train, held)]
     lacks = (f"no {'train/' if split == 'train' else 'val/ or test/'} in it" if name is None else
              "" if folders_in(root / name) else f"no class folders in {name}/")
     if lacks and split == "val":
         raise DataError(
             f"{root}: {lacks}; train.py needs none with --set data.held_out_per_class=N, which "
             "validates on N images of each class, and eval.py evaluates all images of a folder of "
-            f"classes by --data image_folder={root / splits.get(TRAIN, '')}")
+            f"classes by --data image_folder={root / (train or '')}")
     if not splits:
         return ImageFolder(root)
-    if name is None or lacks and others:
+    if name is None or lacks and unused:
         raise DataError(f"{root}: {lacks}, but {listed(names)}; expected train/<class>/<image>; if "
                         f"all of them are classes, they belong into {root / 'train'}/")
     source = ImageFolder(root / name)
     if split == "val":
-        with_the_classes_of(root / splits.get(TRAIN, "train"), source, root / name)
-    lines = [source.left_out]
-    if others:
-        lines += [f"left out: {len(others):,} folder(s) in {root} that are no split: {listed(others)}"]
-    if split == "val" and TEST in splits and VAL in splits:
-        lines += [f"left out: {splits[TEST]}/ in {root}, since {name}/ is there"]
-    source.left_out = "\n".join(map(one_line, filter(None, lines)))
+        with_the_classes_of(root / (train or "train"), source, root / name)
+    if unused:
+        line = one_line(f"left out: {len(unused):,} folder(s) in {root}: {listed(unused)}")
+        source.left_out = f"{line}\n{source.left_out}".rstrip()
     return source
 
 
 def with_the_classes_of(train: Path, source: ImageFolder, held: Path) -> ImageFolder:
     """The images in `held`, unless the training set, if it is there, has other classes."""
-    if os.path.isdir(train) and (unshared := set(source.classes) ^ set(class_folders(train))):
+    if os.path.isdir(train) and (unshared := set(source.classes) ^ set(folders_in(train))):
         raise DataError(f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
                         f"and {held.name}/; both must hold the same classes")
     return source

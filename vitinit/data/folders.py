@@ -1,12 +1,8 @@
 """What a folder of images holds: splits, classes, and files.
 
-    root/train/<class>/**/<image>       to train on
-    root/val/<class>/**/<image>         to validate on; without it, root/test/ is
-    root/<class>/**/<image>             where no folder of root has the name of a split
-
-SPLITS has all names of splits, which may be written in any case. A file is an image if its name has
-one of the EXTENSIONS. Hidden files and folders are left out (such as .ipynb_checkpoints and macOS's
-._x.jpg); what else is left out is counted.
+A folder with one of the names in SPLITS, in any case, is a split; without one, all folders are
+classes. A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left
+out (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted.
 
 Links to folders are followed, but each real folder is read once: where it lies, if that is below
 the folder that is read, else by the link to it that is highest up, of several the alphabetically
@@ -16,6 +12,7 @@ to files count as files.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections import Counter
@@ -33,22 +30,10 @@ SPLITS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validati
           "dev": VAL, "test": TEST, "testing": TEST}
 
 
-# Splits and classes ---------------------------------------------------------------------------
-
-
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted, not hidden ones; [] if there is no `folder`."""
-    there = os.path.isdir(folder)
-    return sorted(path.name for path in folder.glob("[!.]*") if path.is_dir()) if there else []
-
-
-def class_folders(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, each a class. Raises DataError if there is none."""
-    names = folders_in(folder)
-    if not names:
-        reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
-        raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
-    return names
+    """The names of the folders in `folder`, sorted, not hidden ones; [] if it cannot be listed."""
+    _, names, _ = next(os.walk(folder), ("", [], []))
+    return sorted(fnmatch.filter(names, "[!.]*"))
 
 
 def listed(names: Iterable[str]) -> str:
@@ -57,10 +42,10 @@ def listed(names: Iterable[str]) -> str:
 
 
 def splits_in(root: Path) -> dict[int, str]:
-    """The folders in `root` that have the name of a split: TRAIN, VAL or TEST → name.
+    """The folders in `root` that are splits, by their names: TRAIN, VAL or TEST → name.
 
-    If there is none, all folders are classes. Raises DataError if two are the same split, and if
-    there is none, but folders look like splits of other names.
+    Raises DataError if two are the same split. So it does if there is none, but folders look like
+    splits: by words in their names, or if all hold the same two folders, at least, and no images.
     """
     names, splits = folders_in(root), {}
     for name in names:
@@ -69,33 +54,18 @@ def splits_in(root: Path) -> dict[int, str]:
                 root / name, root / (other := splits.setdefault(split, name))):
             raise DataError(f"{root}: {other}/ and {name}/ are the same split, and in it are "
                             f"{listed(names)}; expected one of the two: merge or move them")
-    if not splits and (reason := resemble_splits(root, names)):
-        raise DataError(f"{root}: {listed(names)} look like splits, not classes: {reason}; expected"
-                        " the names train/, and val/ or test/; if they are classes, they belong "
-                        f"into {root}/train/")
-    return splits
-
-
-def resemble_splits(root: Path, names: list[str]) -> str:
-    """Why folders in `root` look like splits; "" if they look like classes.
-
-    Those of classes have images, or folders of different names, such as dates.
-    """
     words = {SPLITS.get(word) for name in names for word in re.split("[^a-z]+", name.lower())}
-    if {TRAIN} < words - {None}:                     # train2017/, val2017/
-        return "by their names"
-    shared: set[str] | None = None
+    shared = set(folders_in(root / names[0])) if len(names) > 1 and not splits else set()
     for name in names:
-        _, folders, files = next(os.walk(root / name), ("", [], []))
-        if any(file.lower().endswith(EXTENSIONS) for file in files):
-            return ""
-        shared = set(folders) if shared is None else shared.intersection(folders)
-    shared = {name for name in shared or () if not name.startswith(".")}
-    return (f"each holds {listed(sorted(shared))} and no images"
-            if len(names) > 1 and len(shared) > 1 else "")
-
-
-# Files ----------------------------------------------------------------------------------------
+        shared = shared and shared.intersection(folders_in(root / name))
+    alike = len(shared) > 1 and not any(
+        file.lower().endswith(EXTENSIONS) for name in names for file in os.listdir(root / name))
+    if not splits and (alike or {TRAIN} < words - {None}):       # such as train2017/ and val2017/
+        reason = f": each holds {listed(sorted(shared))}" if alike else ""
+        raise DataError(f"{root}: {listed(names)} look like splits, not classes{reason}; expected "
+                        "the names train/, and val/ or test/; if they are classes, they belong "
+                        f"into {root / 'train'}/")
+    return splits
 
 
 def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, list[str]]]:
@@ -116,8 +86,7 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
             continue
         seen.add(real)
         _, folders, files = next(os.walk(parent, onerror=refuse))
-        folders, files = ({name for name in names if not name.startswith(".")}
-                          for names in (folders, files))
+        folders, files = (set(fnmatch.filter(names, "[!.]*")) for names in (folders, files))
         for name in folders:
             path = os.path.join(parent, name)
             linked = os.path.islink(path)

@@ -117,24 +117,23 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
 
 
 def dark_in_16_bits(paths: Iterable[str]) -> str:
-    """A caution if some of these files have 16 bits and all of those are dark; else "".
+    """A caution if some of these files have 16 bits and all of those are dark, or "".
 
     Cameras of 10 to 14 bits often store their values in 16 as they are: below a quarter of white.
     """
-    highest = []                                     # value of each file of 16 bits, as a share
+    highest = []                                     # value of each file of 16 bits, white being 1
     for path in paths:
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
         with (contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"),
               Image.open(path, formats=("PNG", "TIFF", "PPM")) as image):
-            if any(bits in str(image.tile) for bits in (";16", ";12")):
+            if ";16" in (raw := str(image.tile)) or ";12" in raw:
                 grey = image.mode.startswith("I")
                 values = np.asarray(image if grey else image.convert("RGB"))
                 highest.append(values.max() / (65_535 if grey else 255))
-    if not highest or max(highest) >= 0.25:
-        return ""
-    return (f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
-            f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they "
-            "are nearly black; scale values of 12 bits, say, by 16")
+    return "" if not highest or max(highest) >= 0.25 else (
+        f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
+        f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they are "
+        "nearly black; multiply values of 12 bits, say, by 16")
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:

@@ -95,23 +95,6 @@ class EvalViews(Dataset):
                 int(self.labels[position]))
 
 
-class Readings(Dataset):
-    """For each image of a source why it cannot be read, in one line, or ""."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> str:
-        try:
-            self.source.image(index)
-        except DataError as error:
-            return str(error)
-        return ""
-
-
 class Loader(DataLoader):
     """torch's DataLoader, whose workers leave signals to this process and end when it ends.
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from ..keys import Stream, keyed_generator
-from .folders import EXTENSIONS, class_folders, images_below, images_in, in_words, suffix_of
+from .folders import EXTENSIONS, folders_in, images_below, images_in, in_words, suffix_of
 from .images import DataError, decode_image
 
-SIZED = 5_000                   # files of a split whose sizes are compared when a run goes on
+SIZES = "sizes of files"        # the name of their digest among what a run records
+SIZED = 5_000                   # files of a split whose sizes it is of
 
 
 class ImagesInMemory:
@@ -88,7 +89,10 @@ class ImageFolder(ImageFiles):
     """
 
     def __init__(self, folder: Path) -> None:
-        classes, left_out = class_folders(folder), Counter()
+        classes, left_out = folders_in(folder), Counter()
+        if not classes:
+            reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
+            raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
         paths: dict[str, list[str]] = {name: [] for name in ("", *classes)}      # "": of no class
         for parent, files in images_below(folder, left_out):
             name = os.path.relpath(parent, folder).split(os.sep)[0].removeprefix(os.curdir)
@@ -168,21 +172,18 @@ def fingerprint(source: Source, root: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def size_digest(sources: Sequence[Source], seed: int) -> str:
-    """A digest of the sizes in bytes of at most SIZED files of each source, drawn by key.
+def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
+    """SIZES and a digest of the sizes in bytes of at most SIZED files of each source, drawn by key.
 
-    "" if all images are in memory. A file that is not there any more counts as one of another size.
+    {} if all images are in memory. A file that is not there any more counts as of another size.
     """
-    sizes = []
+    paths = []
     for split, source in enumerate(sources):
         if isinstance(source, ImageFiles):
             order = keyed_generator(seed, Stream.FILE_SIZES, split).permutation(len(source))
-            for path in source.part(order[:SIZED]).paths:
-                try:
-                    sizes.append(os.stat(path).st_size)
-                except OSError:
-                    sizes.append(-1)
-    return hashlib.sha256(np.array(sizes, np.int64).tobytes()).hexdigest()[:16] if sizes else ""
+            paths += source.part(order[:SIZED]).paths
+    sizes = [os.path.getsize(path) if os.path.exists(path) else -1 for path in paths]
+    return {SIZES: hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]} if sizes else {}
 
 
 # ---------------------------------------------------------------------------------------------

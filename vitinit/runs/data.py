@@ -68,11 +68,11 @@ class EvaluatedSet(NamedTuple):
         """Open the images; DataError as by `open_split`, and if a class has too few images."""
         if self.data is None:
             expected = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
-            if not self.whole or splits_in(folder_of(self.root)):
-                return open_split(self.name, self.root, "val", expected)
-            source = open_split(self.name, self.root, "train", expected)
-            line = f"{self}: no splits in it, so that all {len(source):,} images are evaluated"
-            source.left_out = "\n".join(filter(None, [one_line(line), source.left_out]))
+            whole = self.whole and not splits_in(folder_of(self.root))
+            source = open_split(self.name, self.root, "train" if whole else "val", expected)
+            if whole:
+                line = f"{self}: no splits in it, so that all {len(source):,} images are evaluated"
+                source.left_out = f"{one_line(line)}\n{source.left_out}".rstrip()
             return source
         whole, trained_on = open_training_set(self.data, self.run_seed)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ..data.sources import SIZES
 from ..recipe.files import RECIPES
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
                                 sync_folder, write_text_atomically)
@@ -39,8 +40,6 @@ FOREIGN_WEIGHTS = tuple(f"{name}{index}" for name in ("model.safetensors", "pyto
                         for index in ("", ".index.json"))    # in one file, or in shards
 # What training leaves; recipe.toml and run.json do not count.
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
-
-SIZES = "sizes of files"        # the name of their digest among a run's data
 
 
 def image_digests(data: Any) -> tuple[str, str]:
@@ -220,17 +219,13 @@ class RunFolder:
                  "git_commit": git_commit(repository), "python": platform.python_version(),
                  "torch": torch.__version__, "processes": processes, "device": device,
                  "data": dict(data)}
-        self.write_starts([*self.starts(), start])
+        write_text_atomically(json.dumps([*self.starts(), start], indent=2) + "\n", self.info)
 
-    def allow_mended_files(self) -> None:
-        """Forget this start's sizes of files, as some of them have to be mended to go on."""
+    def forget_sizes(self) -> None:
+        """Remove the sizes of files at this start from run.json: images have to be mended."""
         starts = self.starts()
-        if starts:
-            starts[-1].get("data", {}).pop(SIZES, None)
-            self.write_starts(starts)
-
-    def write_starts(self, starts: list[dict[str, Any]]) -> None:
-        """Write run.json."""
+        for start in starts[-1:]:
+            start["data"].pop(SIZES, None)
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:

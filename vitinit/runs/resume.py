@@ -20,12 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..data.sources import SIZES
 from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes, warn
-from .folder import SIZES, RunFolder, in_one_line
+from .folder import RunFolder, in_one_line
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
@@ -90,6 +91,8 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock) ->
     """
     if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
+    if args.read_images and not args.dry_run:
+        raise RecipeError("--read-images is what a dry run may do; give --dry-run, too")
     recipe, decided = None, NEW
     with processes.together():
         if args.resume in (None, "auto"):
@@ -211,12 +214,7 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     """
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
     began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}
-    facts = {f"class {number}": name for number, name in enumerate(classes)} | {
-        key: value for key, value in now.items() if key not in ("root", SIZES)}
-    require_same(folder.path, {key: began.get(key, value) for key, value in facts.items()}, facts)
-    sizes = folder.data_of(-1).get(SIZES)            # None where images had to be mended
-    if sizes and sizes != now.get(SIZES, sizes):
-        raise RecipeError(f"{folder.path}: files of images have other sizes than when the run last "
-                          "started, so that other images bear their names; put the former back or, "
-                          f"if only damaged ones were mended, remove the last \"{SIZES}\" from "
-                          f"{folder.info}")
+    began |= {SIZES: folder.data_of(-1).get(SIZES, now.get(SIZES))}      # mended images have others
+    now = {f"class {number}": name for number, name in enumerate(classes)} | {
+        key: value for key, value in now.items() if key != "root"}
+    require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from itertools import chain
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..command_line import building
 from ..data.augment import normalise
 from ..data.datasets import DATA_SETS
 from ..data.images import DataError, dark_in_16_bits, resize_and_centre_crop
-from ..data.loader import Loader, Readings
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles, Source
 from ..init import init_weights, reads_images
@@ -56,16 +55,13 @@ def as_input(views: Tensor, recipe: Recipe) -> Tensor:
 
 
 def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
-    """The evaluation views of `drawn_part`, normalised (n, 3, H, W)."""
-    part = drawn_part(recipe, source, count)
-    return as_input(torch.stack([evaluation_view(part.image(index), recipe)
-                                 for index in range(len(part))]), recipe)
+    """`count` training images, or all if there are fewer: normalised evaluation views (n, 3, H, W).
 
-
-def drawn_part(recipe: Recipe, source: Source, count: int) -> Source:
-    """`count` images, or all if there are fewer; which ones is keyed by the run's seed."""
+    Which ones is keyed by the run's seed.
+    """
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
-    return source.part(order[:count])
+    return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
+                                 for index in order[:count]]), recipe)
 
 
 def build(recipe: Recipe, source: str = "") -> nn.Module:
@@ -216,28 +212,34 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
         lines.append(f"{updates:,} update(s) in all: from scratch, such a model needs thousands; "
                      "more schedule.epochs or a smaller optim.global_batch make more of them")
-    if isinstance(data.train_set, ImageFiles):
-        paths = drawn_part(recipe, data.train_set, MASS_IMAGES).paths
-        lines += filter(None, [dark_in_16_bits(paths)])
+    if isinstance(images := data.train_set, ImageFiles):     # of all classes
+        part = images.part(np.arange(0, len(images), len(images) // 64 + 1))
+        lines += filter(None, [dark_in_16_bits(part.paths)])
     return lines
 
 
 def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
-    """Decode each image file of the run, print a line for each that cannot be, and count these.
+    """Decode each image of the run once, print a line for each that cannot be, and count these.
 
-    Each process decodes its share, by data.workers processes of its own.
+    Each process decodes its share, in data.workers threads: decoders do not hold Python's lock.
     """
-    parts = [source.part(np.arange(processes.rank, len(source), processes.world_size))
-             for source in (data.train_set, data.val_set) if isinstance(source, ImageFiles)]
-    total, broken = sum(map(len, parts)), 0
-    with ProgressBar("read", total, shown=processes.is_main) as bar:
-        for lines in chain.from_iterable(
-                Loader(Readings(part), workers=recipe.data.workers, batch_size=8, collate_fn=list)
-                for part in parts):
-            for line in filter(None, bar.over(lines)):
+    def problem(image: tuple[Source, int]) -> str:
+        source, index = image
+        try:
+            source.image(index)
+        except DataError as error:
+            return str(error)
+        return ""
+    images = [(source, index) for source in (data.train_set, data.val_set)
+              for index in range(processes.rank, len(source), processes.world_size)]
+    broken = 0
+    with (ProgressBar("read", len(images), shown=processes.is_main) as bar,
+          ThreadPoolExecutor(recipe.data.workers or 1) as pool):
+        for start in range(0, len(images), 1_024):   # all at once, they would take gigabytes
+            for line in filter(None, bar.over(pool.map(problem, images[start:start + 1_024]))):
                 print(line, flush=True)
                 broken += 1
-    total, broken = processes.sum(torch.tensor([total, broken])).tolist()
+    total, broken = processes.sum(torch.tensor([len(images), broken])).tolist()
     processes.say(f"images  {broken:,} of {total:,} cannot be read; nothing was written" if broken
                   else f"images  all {total:,} can be read")
     return broken
@@ -253,4 +255,4 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> st
         logits = state.model.eval()(images)
         cost = f"{teacher.cost(images)}\n" if teacher else ""
     return (f"{cost}dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing "
-            "was written")
+            "was written; --read-images decodes all images, and lists those that cannot be read")
