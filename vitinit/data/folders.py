@@ -77,10 +77,10 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     images, seen = {}, set()
-    # Still to be read: the depth of the link that leads there, or 0, the path, and the real path.
+    # Still to be read: how deep a link is, or 0 for what is none, its path, and the real path.
     waiting = [(0, os.fspath(folder), os.path.realpath(folder))]
     while waiting:
-        link_depth, parent, real = heappop(waiting)
+        _, parent, real = heappop(waiting)
         if real in seen:
             left_out["folder(s) read elsewhere"] += 1
             continue
@@ -94,7 +94,7 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
             if linked and Path(real).is_relative_to(target):
                 left_out["link(s) back"] += 1
             else:
-                heappush(waiting, (link_depth or linked * path.count(os.sep), path, target))
+                heappush(waiting, (linked * path.count(os.sep), path, target))
         images[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
         left_out.update(map(suffix_of, files.difference(images[parent])))
     return sorted(images.items())
