@@ -272,7 +272,7 @@ def test_a_folder_of_classes_that_data_names_is_evaluated_whole(eval_program, on
     given = ["--data", f"image_folder={image_tree / 'train'}"]
     assert eval_program.main([str(one_epoch_run), *given]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == f"{given[1]}: no splits in it, so that all 51 images are evaluated"
+    assert first == f"{image_tree / 'train'}: no splits in it, so that all 51 images are evaluated"
     row, = rows_of(eval_program, capsys, one_epoch_run, "--train-images")
     assert json.loads(last)["model"] == row["model"]
     assert eval_program.main([str(one_epoch_run), "--data-dir", str(image_tree / "train")]) == 2

@@ -12,7 +12,7 @@ from vitinit.runs.start import cautions, faster_amp
 
 def test_few_updates_from_scratch_are_a_warning():
     """Four steps per epoch; it ends at 2000. Trained weights and the drawn shapes need fewer."""
-    data = SimpleNamespace(train_batches=SimpleNamespace(steps_per_epoch=4),
+    data = SimpleNamespace(train_set=None, train_batches=SimpleNamespace(steps_per_epoch=4),
                            plan=SimpleNamespace(cautions=lambda **_: []))
     for sets, updates in ((["schedule.epochs=400", "schedule.cooldown_epochs=99"], "1,996"),
                           (["schedule.epochs=400", "schedule.cooldown_epochs=100"], None),

@@ -35,10 +35,11 @@ WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 
 
 def open_folder(root: Path, split: str) -> ImageFolder:
-    """Open a split of an image folder; folders.py says how it is laid out.
+    """Open a split of an image folder; folders.py says which folders are splits and classes.
 
-    Raises DataError if the folders are no such layout, if there are no images of the split, or if
-    the two splits do not have the same classes.
+    split: "train", "val", or "whole", which stands for all images if the folder has no splits, else
+    for "val". Raises DataError if the folders are no such layout, if there are no images of the
+    split, or if the two splits do not have the same classes.
     """
     splits, names = splits_in(root), folders_in(root)
     train, held = splits.get(TRAIN), splits.get(VAL, splits.get(TEST))
@@ -46,18 +47,22 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     unused = [one for one in names if one not in (train, held)]
     lacks = (f"no {'train/' if split == 'train' else 'val/ or test/'} in it" if name is None else
              "" if folders_in(root / name) else f"no class folders in {name}/")
-    if lacks and split == "val":
+    if not splits and split != "val":
+        source = ImageFolder(root)
+        if split == "whole":
+            line = f"{root}: no splits in it, so that all {len(source):,} images are evaluated"
+            source.left_out = f"{one_line(line)}\n{source.left_out}".rstrip()
+        return source
+    if lacks and split != "train":
         raise DataError(
             f"{root}: {lacks}; train.py needs none with --set data.held_out_per_class=N, which "
             "validates on N images of each class, and eval.py evaluates all images of a folder of "
             f"classes by --data image_folder={root / (train or '')}")
-    if not splits:
-        return ImageFolder(root)
     if name is None or lacks and unused:
         raise DataError(f"{root}: {lacks}, but {listed(names)}; expected train/<class>/<image>; if "
                         f"all of them are classes, they belong into {root / 'train'}/")
     source = ImageFolder(root / name)
-    if split == "val":
+    if split != "train":
         with_the_classes_of(root / (train or "train"), source, root / name)
     if unused:
         line = one_line(f"left out: {len(unused):,} folder(s) in {root}: {listed(unused)}")
@@ -187,7 +192,7 @@ def draw_shapes(root: Path, split: str) -> ImagesInMemory:
 class DataSet:
     """What is known about a data set.
 
-    open: opens the split "train" or "val" under a root folder.
+    open: opens the split "train" or "val" under a root folder; see `open_folder` for "whole".
     holds: what the root folder has to hold, in words for error messages.
     num_classes: how many classes the set has; None: any number.
     downloads: each downloads into a root folder what is missing there of the set, or of a part of
@@ -270,7 +275,7 @@ def download(name: str, root: str) -> None:
 
 
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
-    """Open the split "train" or "val" of a data set that is on disk already.
+    """Open a split, "train" or "val", of a data set that is on disk already; see `open_folder`.
 
     num_classes: how many classes are expected; 0: any number. Raises DataError if a file is
     missing or damaged, if a class has no image, or if the number of classes is different.

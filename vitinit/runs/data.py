@@ -11,14 +11,11 @@ from ..command_line import building
 from ..data.augment import ToDevice, TrainToDevice
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
 from ..data.draw import Augmentation
-from ..data.folders import splits_in
 from ..data.images import DataError
 from ..data.loader import EvalViews, start_fork_server
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
-from ..data.sources import (Source, fingerprint, folder_of, held_out_part, oriented,
-                            stratified_part)
-from ..messages import one_line
+from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import Processes
 from ..train.metrics import ProgressBar
@@ -59,7 +56,7 @@ class EvaluatedSet(NamedTuple):
     root: str                   # its folder; "" for `shapes`
     data: DataSection | None = None     # of the recipe whose training images they are
     run_seed: int = 0                   # of that recipe, where it decides which images they are
-    whole: bool = False                 # whether an image folder without splits is all evaluated
+    whole: bool = False                 # all of an image folder, if that has no splits
 
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name
@@ -68,12 +65,7 @@ class EvaluatedSet(NamedTuple):
         """Open the images; DataError as by `open_split`, and if a class has too few images."""
         if self.data is None:
             expected = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
-            whole = self.whole and not splits_in(folder_of(self.root))
-            source = open_split(self.name, self.root, "train" if whole else "val", expected)
-            if whole:
-                line = f"{self}: no splits in it, so that all {len(source):,} images are evaluated"
-                source.left_out = f"{one_line(line)}\n{source.left_out}".rstrip()
-            return source
+            return open_split(self.name, self.root, "whole" if self.whole else "val", expected)
         whole, trained_on = open_training_set(self.data, self.run_seed)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)
 
