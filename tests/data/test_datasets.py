@@ -289,7 +289,7 @@ def test_splits_go_by_any_of_their_names_and_what_is_beside_them_is_said(tmp_pat
         assert source.left_out == (f"left out: {len(unused)} folder(s) in {tmp_path}: {names}"
                                    if unused else "")
     (tmp_path / "train").symlink_to(train)           # for a program that reads it alone
-    assert open_split("image_folder", str(tmp_path), "train", 2).classes == ["ant", "bee"]
+    assert open_split("image_folder", str(tmp_path), "train", 2).left_out == source.left_out
 
 
 # Folders in the root, each with images in ant/ and bee/, or, where it ends in a dot, of its own.
@@ -303,8 +303,10 @@ def test_splits_go_by_any_of_their_names_and_what_is_beside_them_is_said(tmp_pat
     ("train", "train2017. val2017.", "train2017/, val2017/ look like splits, not classes; expected"),
     ("train", "test val", "no train/ in it, but test/, val/; expected train/<class>/<image>"),
     ("train", "car. train. van.", "no class folders in train/, but car/, train/, van/; expected "
-     "train/<class>/<image>; if all of them are classes, they belong into {}/train/"),
+     "train/<class>/<image>; if all are classes, they belong into {}/train/ or {}/val/"),
     ("train", "car. test. van.", "no train/ in it, but car/, test/, van/; expected train/"),
+    ("val", "car. test. van.", "no class folders in test/, but car/, test/, van/; expected train/"),
+    ("val", "car. train. van.", "no val/ or test/ in it, but car/, train/, van/; expected train/"),
     ("train", "car. test van.", "no train/ in it, but car/, test/, van/; expected train/"),
     ("val", "test. train", "no class folders in test/; train.py needs none with --set ")])
 def test_a_folder_that_is_not_laid_out_as_splits_or_classes_is_one_line(tmp_path, split, folders,
@@ -312,7 +314,7 @@ def test_a_folder_that_is_not_laid_out_as_splits_or_classes_is_one_line(tmp_path
     write_folders(tmp_path, *(f"{name.replace('.', '/')}{inner}a.png" for name in folders.split()
                               for inner in ([""] if name[-1] == "." else ["/ant/", "/bee/"])))
     assert refusal(open_split, "image_folder", str(tmp_path), split, 0).startswith(
-        f"{tmp_path}: {line.format(tmp_path)}")
+        f"{tmp_path}: {line.replace('{}', str(tmp_path))}")
 
 
 def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):

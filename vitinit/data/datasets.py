@@ -27,7 +27,7 @@ from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Fo
                                   OxfordIIITPet, VisionDataset)
 
 from ..messages import in_brief, one_line
-from .folders import TEST, TRAIN, VAL, folders_in, listed, splits_in
+from .folders import SPLITS, TEST, TRAIN, VAL, folders_in, listed, splits_in
 from .images import DataError
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, Source, folder_of
 
@@ -42,9 +42,10 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     split, or if the two splits do not have the same classes.
     """
     splits, names = splits_in(root), folders_in(root)
-    train, held = splits.get(TRAIN), splits.get(VAL, splits.get(TEST))
+    used = (TRAIN, VAL if VAL in splits else TEST)
+    train, held = map(splits.get, used)
     name = train if split == "train" else held
-    unused = [one for one in names if one not in (train, held)]
+    unused = [one for one in names if SPLITS.get(one.lower()) not in used]
     lacks = (f"no {'train/' if split == 'train' else 'val/ or test/'} in it" if name is None else
              "" if folders_in(root / name) else f"no class folders in {name}/")
     if not splits and split != "val":
@@ -53,14 +54,14 @@ def open_folder(root: Path, split: str) -> ImageFolder:
             line = f"{root}: no splits in it, so that all {len(source):,} images are evaluated"
             source.left_out = f"{one_line(line)}\n{source.left_out}".rstrip()
         return source
-    if lacks and split != "train":
+    if lacks and split != "train" and (not splits or train and folders_in(root / train)):
         raise DataError(
             f"{root}: {lacks}; train.py needs none with --set data.held_out_per_class=N, which "
             "validates on N images of each class, and eval.py evaluates all images of a folder of "
             f"classes by --data image_folder={root / (train or '')}")
     if name is None or lacks and unused:
         raise DataError(f"{root}: {lacks}, but {listed(names)}; expected train/<class>/<image>; if "
-                        f"all of them are classes, they belong into {root / 'train'}/")
+                        f"all are classes, they belong into {root}/train/ or {root}/val/")
     source = ImageFolder(root / name)
     if split != "train":
         with_the_classes_of(root / (train or "train"), source, root / name)

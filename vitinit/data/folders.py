@@ -64,7 +64,7 @@ def splits_in(root: Path) -> dict[int, str]:
         reason = f": each holds {listed(sorted(shared))}" if alike else ""
         raise DataError(f"{root}: {listed(names)} look like splits, not classes{reason}; expected "
                         "the names train/, and val/ or test/; if they are classes, they belong "
-                        f"into {root / 'train'}/")
+                        f"into {root}/train/ or {root}/val/")
     return splits
 
 
