@@ -124,7 +124,7 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
     highest = []                                     # value of each file of 16 bits, white being 1
     for path in paths:
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
-        with (contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"),
+        with (contextlib.suppress(Exception), without_warnings(),
               Image.open(path, formats=("PNG", "TIFF", "PPM")) as image):
             if ";16" in (raw := str(image.tile)) or ";12" in raw:
                 grey = image.mode.startswith("I")
