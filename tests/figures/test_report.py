@@ -81,7 +81,7 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
     assert changes["optim.base_lr"] == ["0.002", "0.5"] and changes["run.seed"] == ["0", "1"]
     assert changes["init.name"] == ['"default"', '"impulse"'] and "model.name" not in changes
     assert dict(one["facts"])["training"] == "0 min 09 s" and one["starts"][0]["device"] == "CPU"
-    assert one["judged"] is None and "no such checkpoint" in one["note"]
+    assert one["judged"] is None and "holds no checkpoint" in one["note"]
 
 
 def test_a_run_is_judged_on_its_validation_images(report, contents, photographs):
