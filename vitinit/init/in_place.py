@@ -27,7 +27,7 @@ from .baseline import EMBED_STD
 from .deep_impulse import NOISE_IMAGES
 from .layout import Layout, layout_of
 from .mass import measured, with_defaults
-from .probe import Findings, one_reason, probe
+from .probe import one_reason, probe
 from .report import Description, Report, patterns
 from .stream import noise_images, stream_of
 
@@ -55,14 +55,14 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     TypeError for unknown options. Then no tensor has changed.
     """
     model = unwrapped(model)
-    vit, findings = probed(model, layout, images)
+    vit = probed(model, layout, images)
     options = write(vit, name, generator, base, images, options)
     count = 0 if images is None else len(images)
     if images is None and name == "deep_impulse":
         images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
     masses = measured(vit, name, options, images)
     written, notes = write_back(model, vit.model)
-    description = recognised(model, vit, findings)
+    description = recognised(model, vit)
     return Report(**vars(description), init=name, written=written, notes=notes, images=count,
                   kept=sum(1 for _ in tensors(model)) - len(written), **masses,
                   uniform=1.0 / (description.grid[0] * description.grid[1]))
@@ -91,7 +91,7 @@ def describe(model: nn.Module, *, images: Tensor | None = None,
     """
     model, fits = unwrapped(model), {}
     try:
-        vit, findings = probed(model, layout, images)
+        vit = probed(model, layout, images)
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
     rng = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ def describe(model: nn.Module, *, images: Tensor | None = None,
             fits[init] = ""
         except (ValueError, RuntimeError) as error:
             fits[init] = one_line(error)
-    return replace(recognised(model, vit, findings), fits=tuple(fits.items()))
+    return replace(recognised(model, vit), fits=tuple(fits.items()))
 
 
 # What can be initialised, and on what ---------------------------------------------------------
@@ -124,8 +124,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def probed(model: nn.Module, layout: Callable[[nn.Module], Layout], images: Tensor | None
-           ) -> tuple[Layout, Findings]:
-    """The layout of a copy of a model, which an init may be written to, and what a probe has seen.
+           ) -> Layout:
+    """The layout of a copy of a model, which an init may be written to, with what a probe has seen.
 
     Raises ValueError, in one line, for a model of which no init is known to do what it promises.
     """
@@ -135,8 +135,7 @@ def probed(model: nn.Module, layout: Callable[[nn.Module], Layout], images: Tens
         work = copied(model)
         vit = layout(work)
         require_covered(vit, work)
-        findings = probe(layout(copy.deepcopy(work)), images, by_hand=layout is not layout_of)
-        return findings.complete(vit), findings
+        return probe(vit, images, by_hand=layout is not layout_of)
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -186,13 +185,12 @@ def require_covered(vit: Layout, model: nn.Module) -> None:
                          "norm)")
 
 
-def recognised(model: nn.Module, vit: Layout, findings: Findings) -> Description:
+def recognised(model: nn.Module, vit: Layout) -> Description:
     """The sizes of a layout, and what was checked."""
     block = vit.blocks[0]
     return Description(model=type(model).__name__, blocks=len(vit.blocks), heads=block.q.shape[0],
                        head_dim=block.q.shape[1], grid=block.window or vit.grid,
-                       in_windows=vit.in_windows, prefix_tokens=findings.prefix,
-                       checked=findings.checked)
+                       in_windows=vit.in_windows, prefix_tokens=vit.prefix, checked=vit.checked)
 
 
 # Before the init, and after -------------------------------------------------------------------

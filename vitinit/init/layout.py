@@ -118,9 +118,9 @@ class Layout:
     image_shape: (channels, height, width); None where it is not known.
     tokens: the prefix tokens, (…, D).
 
-    A forward pass shows the rest (`probe.py`): sequence_first, whether the blocks read (T, n, D) in
-    place of (n, T, D); and entry, a norm that what the first block reads has gone through after the
-    positions were added (CLIP's), if there is one.
+    A forward pass shows the rest (`probe.py`): the number of prefix tokens; sequence_first, whether
+    the blocks read (T, n, D) in place of (n, T, D); entry, a norm between the sum of patches and
+    positions and the first block (CLIP's), if there is one; and in words, what was checked.
     """
 
     model: nn.Module
@@ -131,8 +131,10 @@ class Layout:
     missing: str = "the layout has no position embedding"
     image_shape: tuple[int, int, int] | None = None
     tokens: tuple[Tensor, ...] = ()
+    prefix: int = 0
     sequence_first: bool = False
     entry: nn.Module | None = None
+    checked: str = ""
 
     @property
     def positions(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 A layout (`layout.py`) is what attributes seem to say. Whether an init does what it promises depends
 on more: which token is which patch, where the positions are added, and what the attention computes.
-`probe` sees it in forward passes of a copy of the model:
+`probe` sees it in forward passes of a copy of the model, which is then as it was:
 
     order       some patches are changed at a time, and the tokens of the first block that change
                 are theirs: the grid, row by row, behind the prefix tokens
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -41,23 +41,6 @@ AT_ONCE = 16            # images that pass through the patch embedding together
 Changes = Callable[[Tensor], Tensor]    # (m, N) patches that change → (m, T), by how much tokens do
 
 
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """What was seen, which `complete` adds to the layout of a copy that has not been written to."""
-
-    grid: tuple[int, int] | None = None
-    image_shape: tuple[int, int, int] | None = None
-    prefix: int = 0             # tokens before those of the patches
-    sequence_first: bool = False
-    entry: str = ""             # the path of the norm that `Layout.entry` is
-    checked: str                # in words, for the receipt
-
-    def complete(self, vit: Layout) -> Layout:
-        entry = vit.model.get_submodule(self.entry) if self.entry else None
-        return replace(vit, grid=self.grid, image_shape=self.image_shape, entry=entry,
-                       sequence_first=self.sequence_first)
-
-
 @contextmanager
 def one_reason(model: nn.Module) -> Iterator[None]:
     """Make a ValueError of one line of whatever recognising a model raises."""
@@ -74,8 +57,8 @@ class _Reached(Exception):
 
 
 @torch.no_grad()
-def probe(vit: Layout, images: Tensor | None, *, by_hand: bool = False) -> Findings:
-    """See how a model works; draw the attention of `vit.model`, a copy, at random on the way.
+def probe(vit: Layout, images: Tensor | None, *, by_hand: bool = False) -> Layout:
+    """See how the model of a layout works, and add to the layout what was seen.
 
     images: (n, C, H, W), normalised, or None for white noise of the size that the model states.
     by_hand: whether the user has written the layout. It is believed where no size of images is
@@ -85,8 +68,8 @@ def probe(vit: Layout, images: Tensor | None, *, by_hand: bool = False) -> Findi
     """
     shape = image_shape_of(vit) if images is None else tuple(images.shape[1:])
     if shape is None and by_hand and vit.grid:
-        return Findings(grid=vit.grid, prefix=len(vit.pos_embed) - vit.grid[0] * vit.grid[1],
-                        checked="nothing was checked, as the Layout states no image_shape")
+        return replace(vit, prefix=len(vit.pos_embed) - vit.grid[0] * vit.grid[1],
+                       checked="nothing was checked, as the Layout states no image_shape")
     if shape is None:
         raise ValueError("the size of its images is not seen in the model; give images=, or "
                          "describe it by a Layout with image_shape")
@@ -96,17 +79,17 @@ def probe(vit: Layout, images: Tensor | None, *, by_hand: bool = False) -> Findi
         images = noise_images(vit, FEW, rng)
     images = images[:FEW].detach().to(vit.blocks[0].q)
     x = entering(vit, images)[vit.blocks[0].norm]    # (n, T, D), (T, n, D) or, of a Swin, a map
-    vit = replace(vit, sequence_first=x.ndim == 3 and len(x) != len(images))
     count = by_image(x, len(images)).shape[1]
-    grid, entry, what = grid_of(vit, images[0], count, rng), "", "grid, order"
+    grid, what = grid_of(vit, images[0], count, rng), "grid, order"
+    vit = replace(vit, sequence_first=x.ndim == 3 and len(x) != len(images),
+                  prefix=count - grid[0] * grid[1])
     if not vit.in_windows:
         vit = replace(vit, grid=grid)
-        entry, what = entry_of(vit, images[:1], rng), "grid, order, positions"
+        vit, what = replace(vit, entry=entry_of(vit, images[:1], rng)), "grid, order, positions"
     if all(block.attention is not None for block in vit.blocks):
         require_formula(vit, images, grid, rng)
         what += " and formula"
-    return Findings(grid=vit.grid, image_shape=shape, prefix=count - grid[0] * grid[1], entry=entry,
-                    sequence_first=vit.sequence_first, checked=f"{what} checked on {where}")
+    return replace(vit, checked=f"{what} checked on {where}")
 
 
 def passed(vit: Layout, images: Tensor, **hooks: Any) -> None:
@@ -216,11 +199,11 @@ def move_with_patches(grid: tuple[int, int], changes: Changes) -> bool:
     return bool((rows.diff(dim=0) > 0).all() and (columns.diff(dim=1) > 0).all())
 
 
-def entry_of(vit: Layout, image: Tensor, rng: torch.Generator) -> str:
-    """Where the rows of the position embedding are added to the tokens of the patches.
+def entry_of(vit: Layout, image: Tensor, rng: torch.Generator) -> nn.Module | None:
+    """The norm that reads the sum of patches and positions, if the first block reads its output.
 
-    Returns "" if the first block reads the sum, or the path of the norm that does, if the first
-    block reads its output. Raises ValueError if they are not added as they are, row by row.
+    None if the first block reads the sum. Raises ValueError if the rows of the position embedding
+    are not added to the tokens of the patches, row by row and as they are.
     """
     first, cells, rows = vit.blocks[0].norm, vit.grid[0] * vit.grid[1], len(vit.pos_embed)
     as_it_was = vit.pos_embed.clone()
@@ -236,11 +219,10 @@ def entry_of(vit: Layout, image: Tensor, rng: torch.Generator) -> str:
         norms = [norm for norm in norms if close(
             by_image(after[norm], 1)[0, -cells:] - before[norm][-cells:], step[-cells:])]
     if first in norms:
-        return ""
-    paths = {module: path for path, module in vit.model.named_modules()}
+        return None
     for norm in norms:
         if close(norm(before[norm]), before[first]):
-            return paths[norm]
+            return norm
     raise ValueError("the rows of the position embedding are not added to the tokens of the "
                      "patches, row by row and as they are, before the first block")
 
@@ -256,7 +238,7 @@ def close(value: Tensor, expected: Tensor) -> bool:
 
 def require_formula(vit: Layout, images: Tensor, grid: tuple[int, int], rng: torch.Generator
                     ) -> None:
-    """Draw the weights of each attention at random and compare its output with its formula.
+    """Draw the weights of each attention at random, for a while, and compare it with its formula.
 
     Raises ValueError if an attention does not read the output of its norm, or computes something
     else than softmax(Q Kᵀ / √d) V·proj from it, or is not called once.
@@ -264,12 +246,11 @@ def require_formula(vit: Layout, images: Tensor, grid: tuple[int, int], rng: tor
     read: dict[nn.Module, Tensor] = {}
     calls: Counter[nn.Module] = Counter()
     others: list[Block] = []                         # which compute something else
-    for block in vit.blocks:                         # so that logits are about 1
-        for weight in block.attention.parameters():
-            draw = torch.randn(weight.shape, generator=rng)
-            weight.copy_(draw * (weight[0].numel()**-0.5 if weight.ndim > 1 else 0.5))
-        if block.norm.weight is not None:
-            block.norm.reset_parameters()
+    drawn = {weight: weight.clone() for block in vit.blocks for part in (block.attention, block.norm)
+             for weight in part.parameters()}
+    for weight in drawn:                             # so that logits are about 1
+        draw = torch.randn(weight.shape, generator=rng)
+        weight.copy_(draw * weight[0].numel()**-0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
         read[norm] = vit.batch_first(y)
@@ -288,6 +269,8 @@ def require_formula(vit: Layout, images: Tensor, grid: tuple[int, int], rng: tor
     passed(vit, images, after={
         **{block.norm: partial(keep, block.norm) for block in vit.blocks},
         **{block.attention: partial(compare, block) for block in vit.blocks}})
+    for weight, value in drawn.items():
+        weight.copy_(value)
     for block in vit.blocks:
         if (times := calls[block.attention]) != 1:
             raise ValueError(f"the attention of a block, {type(block.attention).__name__}, is "
