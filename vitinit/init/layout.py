@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -186,21 +186,20 @@ def layout_of(model: nn.Module | Layout) -> Layout:
             positions.append(tensor)
         elif tensor.ndim and tensor.shape[-1] == dim and name in PREFIX_TOKENS:
             tokens.append(tensor.detach())
-    pos_embed = grid = None
-    missing, learned = "", False
+    layout = Layout(model, tuple(blocks), None, None, tokens=tuple(tokens))
     if len(lists) > 1:
-        missing = (f"the model has {len(lists)} lists of blocks: several grids of tokens, parallel "
-                   "blocks, or an encoder and a decoder")
-    elif len(positions) != 1:
-        missing = (f"the model has {len(positions) or 'no'} learned position embedding"
-                   f"{'s' * (len(positions) > 1)}, expected one, by which heads find their target")
-    else:
-        pos_embed = positions[0].detach().flatten(0, -2)
-        grid = _grid(modules.values(), len(pos_embed))
-        learned = isinstance(positions[0], nn.Parameter) and (
-            positions[0].requires_grad or not _of_waves(pos_embed))
-    return Layout(model, tuple(blocks), pos_embed, grid, missing=missing, tokens=tuple(tokens),
-                  learned=learned)
+        return replace(layout, missing=f"the model has {len(lists)} lists of blocks: several grids "
+                                       "of tokens, parallel blocks, or an encoder and a decoder")
+    if len(positions) != 1:
+        return replace(layout, missing=(
+            f"the model has {len(positions) or 'no'} learned position embedding"
+            f"{'s' * (len(positions) > 1)}, expected one, by which heads find their target"))
+    rows = positions[0].detach().flatten(0, -2)
+    # All rows but those of 0 may be sines and cosines, whose squares add up to 1 by pairs.
+    squares = rows.square().sum(1)
+    waves = torch.isclose(squares[squares > 0], squares.new_tensor(dim / 2), rtol=1e-3).all()
+    return replace(layout, pos_embed=rows, grid=_grid(modules.values(), len(rows)), learned=(
+        isinstance(positions[0], nn.Parameter) and (positions[0].requires_grad or not waves)))
 
 
 def block_paths(model: nn.Module) -> dict[str, str]:
@@ -208,8 +207,7 @@ def block_paths(model: nn.Module) -> dict[str, str]:
 
     A block is the largest module that holds one attention alone and lies in a list, an
     nn.ModuleList or nn.Sequential. Attentions outside lists, such as those that pool, are left out.
-    Raises ValueError if there are no others, or if the list of some holds more of their kind,
-    without a known attention.
+    Raises ValueError if there are no others, or if their list holds blocks without one.
     """
     modules, around, held = dict(model.named_modules()), {}, Counter()
     for path, module in modules.items():
@@ -257,8 +255,7 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
                 raise ValueError(f"{type(attention).__name__} has a {type(layer).__name__}"
                                  f"{f' of {library}' * (library != 'torch')} where nn.Linear is "
                                  "expected for Q, K, V or proj")
-        weights, biases = [[getattr(layer, name) for layer in layers] for name in
-                           ("weight", "bias")]
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     inner = getattr(attention, "attention", None)    # where transformers 4 keeps the number
     heads = next((getattr(owner, name) for owner in (attention, inner) for name in HEADS
                   if hasattr(owner, name)), None)
@@ -311,13 +308,6 @@ def _grid(modules: Iterable[nn.Module], rows: int) -> tuple[int, int] | None:
         if grid is not None:
             return grid if grid[0] * grid[1] <= rows else None
     return None
-
-
-def _of_waves(positions: Tensor) -> bool:
-    """Whether all rows but those of 0 are sines and cosines, whose squares add up to 1 by pairs."""
-    squares = positions.square().sum(1)
-    return bool(torch.isclose(squares[squares > 0], squares.new_tensor(positions.shape[1] / 2),
-                              rtol=1e-3).all())
 
 
 def stated(module: nn.Module, *names: str) -> tuple[int, int] | None:
