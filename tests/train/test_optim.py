@@ -43,6 +43,22 @@ def test_the_trace_of_deit_base_is_the_published_schedule(step_on):
                              ) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_trace_of_swin_tiny_is_that_of_timms_scheduler_as_swins_code_sets_it(prefix):
+    """With its WARMUP_PREFIX, which the recipe has, and without; all rates for 8 · 128 images."""
+    recipe, per_epoch = load_recipe(RECIPES / "swin_tiny.toml"), 1_281_167 // (8 * 128)
+    assert recipe.schedule.cosine_after_warmup and recipe.optim.global_batch == 8 * 128
+    peak, start, end = (rate * 8 * 128 / 512 for rate in (5e-4, 5e-7, 5e-6))
+    warmup, cycle = 20 * per_epoch, 300 * per_epoch - 20 * per_epoch * prefix
+    for step in {*range(0, 300 * per_epoch, 389), warmup - 1, warmup, 300 * per_epoch - 1}:
+        along = step - warmup * prefix
+        expected = (start + step * (peak - start) / warmup if step < warmup else
+                    end + 0.5 * (peak - end) * (1 + math.cos(math.pi * along / cycle)))
+        assert learning_rate(
+            step, replace(recipe.schedule, cosine_after_warmup=prefix), steps_per_epoch=per_epoch,
+            peak=recipe.optim.peak_lr) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("step_on", ["epoch", "update"])
 def test_one_cycle_is_conv_mixers_interpolation(step_on):
     """arXiv 2201.09792's code: numpy.interp over 0, ⅖, ⅘ and all of the epochs."""
