@@ -56,6 +56,19 @@ def test_a_simple_vits_products_are_the_best_low_rank_parts_of_the_matrices_draw
             torch.testing.assert_close(one @ other.T, best(matrix, head_dim), rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("reads, size, head_dim", [("content", 68, 71), ("free", 35, 41)])
+def test_a_simple_vits_noise_is_uniform_on_the_interval_of_the_papers_code(reads, size, head_dim):
+    """arXiv 2401.12511's: 0.7 √(1/n) (2 rand − 1) + 0.7 I, here in full, since d ≥ n."""
+    for attention in (block.attn for block in drawn(f"simple_vit, {reads}", head_dim=head_dim)[0]
+                      .blocks):
+        query, key = ((attention.query, attention.key) if reads == "free" else
+                      (attention.q_weight.mT, attention.k_weight.mT))
+        noise = (query @ key.mT).detach() - 0.7 * torch.eye(size, dtype=torch.float64)
+        bound = 0.7 * (1 / size) ** 0.5
+        assert 0.99 * bound < noise.abs().max() <= bound * (1 + 1e-8)
+        assert noise.square().mean().item() == pytest.approx(bound ** 2 / 3, rel=0.05)
+
+
 def test_untransposed_values_are_the_factors_as_the_released_code_stores_them():
     """qkv.weight's V rows are U√S and proj.weight √S Wᵀ: as numpy, not nn.Linear, reads them."""
     ours, papers = ([block.attn for block in drawn("vit", value_init=how)[0].blocks]

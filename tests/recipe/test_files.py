@@ -69,7 +69,8 @@ def test_every_shipped_recipe_is_read_as_it_is_written_and_written_as_it_is_read
     assert datasets.DATA_SETS[data.name].num_classes in (None, data.num_classes)
     own = {"shapes": ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
            "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-           "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))}
+           "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+           "svhn": ((0.4376821, 0.4437697, 0.47280442), (0.19803012, 0.20101562, 0.19703614))}
     imagenet, halves = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5, 0.5, 0.5),) * 2
     assert (data.mean, data.std) in [own.get(data.name, imagenet), imagenet, halves]
 
@@ -107,9 +108,15 @@ SIMPLE_VIT = [path for path in SHIPPED if path.stem.endswith("_simple_vit")]
 
 
 @pytest.mark.parametrize("path", SIMPLE_VIT, ids=lambda path: path.stem)
-def test_the_simple_vit_recipes_augment_as_torchvisions_randaugment(path):
+def test_the_simple_vit_recipes_augment_as_the_papers_code_by_torchvision(path):
+    """RandAugment(2, 14) and RandomResizedCrop of mytrain_vit.py; its baselines' logit scale."""
     recipe = load_recipe(path)
     ours, size = recipe.rand_augment, recipe.data.image_size
+    crop = torchvision.transforms.RandomResizedCrop(size)
+    assert (recipe.augment.crop_scale, recipe.augment.crop_ratio) == (crop.scale, crop.ratio)
+    assert (recipe.augment.crop_padding, recipe.augment.interpolation) == (
+        0, crop.interpolation.value)
+    assert recipe.model.options["logit_scale"] == 0              # head_dim^-½
     theirs = torchvision.transforms.RandAugment(num_ops=2, magnitude=14)
     space = theirs._augmentation_space(theirs.num_magnitude_bins, size)
     assert ours.layers == theirs.num_ops and ours.magnitude_std == 0

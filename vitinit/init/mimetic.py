@@ -57,7 +57,7 @@ def mimetic(model: nn.Module | Layout, *, generator: torch.Generator, base: Base
 
 @torch.no_grad()
 def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator, base: Base = "default",
-                       qk_alpha: float = 0.7, qk_beta: float = 0.7) -> None:
+                       qk_alpha: float = 0.7 / 3**0.5, qk_beta: float = 0.7) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.
 
     | tensor (every block)            | value                                                    |
@@ -67,6 +67,7 @@ def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator, base: Ba
     | everything else                 | as `base` drew it, including V and proj                  |
 
     model: a SimpleViT.
+    qk_alpha: as for `mimetic`. That code's is 0.7, but its Z has variance 1/(3D).
     """
     draw_base(model, base, generator)
     for attention in (block.attn for block in model.blocks):

@@ -141,8 +141,8 @@ class SimpleViT(Classifier):
     values: whether attention projects its values.
     train_qk: False freezes Q and K, which excludes them from the optimiser and from weight decay.
         (The paper's code freezes them only for "free".)
-    logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½. The paper's code uses 1 for "free" and
-        0.1 for the others.
+    logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½. The paper's code has that but for its
+        impulse init, with which it is 1 for "free" and 0.1 for the others, in training, too.
     head_dim: 0 stands for embed_dim / num_heads.
 
     P is the fixed 2-D sin-cos embedding with MoCo v3's frequencies, which the paper's code spaces
