@@ -132,17 +132,21 @@ def test_the_heads_of_every_block_attend_to_their_offsets(family):
 # What Q and K are solved on --------------------------------------------------------------------
 
 
-def test_noise_has_mean_0_and_variance_1_and_is_added_to_positions():
-    positions = torch.randn(101, 211, generator=seeded(1), dtype=torch.float64)
-    for kind, largest, fourth in (("uniform", 3**0.5, 9 / 5), ("normal", 6.0, 3.0)):
-        noise = draw_pseudo_input(positions, kind, seeded())
-        assert noise.mean().item() == pytest.approx(0.0, abs=0.03)
-        assert noise.square().mean().item() == pytest.approx(1.0, abs=0.03)
-        assert noise.pow(4).mean().item() == pytest.approx(fourth, abs=0.15)
+def test_noise_is_that_of_the_papers_code_and_the_sum_with_positions_is_normalised():
+    """arXiv 2404.01139's: U(−1, 1) or a normal of variance ½, added to P; then a LayerNorm."""
+    positions = 0.1 + torch.randn(101, 211, generator=seeded(1), dtype=torch.float64)
+    for kind, variance, largest, fourth in (("uniform", 1 / 3, 1.0, 1 / 5),
+                                            ("normal", 1 / 2, 4.3, 3 / 4)):
+        noise = draw_pseudo_input(positions, kind, None, seeded())
+        assert noise.mean().item() == pytest.approx(0.0, abs=0.02)
+        assert noise.square().mean().item() == pytest.approx(variance, abs=0.015)
+        assert noise.pow(4).mean().item() == pytest.approx(fourth, abs=0.04)
         assert noise.abs().max() <= largest
-        both = draw_pseudo_input(positions, f"pos_embed+{kind}", seeded())
-        torch.testing.assert_close(both - positions, noise)
-    assert torch.equal(draw_pseudo_input(positions, "pos_embed", seeded()), positions)
+        for name, tokens in ((kind, noise), (f"pos_embed+{kind}", positions + noise)):
+            centred = tokens - tokens.mean(dim=1, keepdim=True)
+            expected = centred / (centred.square().mean(dim=1, keepdim=True) + 1e-3).sqrt()
+            torch.testing.assert_close(draw_pseudo_input(positions, name, 1e-3, seeded()), expected)
+    assert torch.equal(draw_pseudo_input(positions, "pos_embed", None, seeded()), positions)
 
 
 def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch):

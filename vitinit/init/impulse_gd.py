@@ -39,9 +39,10 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: B
 
     kernel_size, offsets: as for `impulse`. Both papers draw one offset per head, with replacement;
         the kernel size is 5 in the first paper, 3 or 5 in the second.
-    pseudo_input: what X̃ is. "pos_embed": the position embedding, after LayerNorm for a ViT, as in
-        the second paper, and as it is for a SimpleViT, as in the first. "uniform" or "normal":
-        noise, uniform on ±√3 or standard normal. Or a sum of both. Free Q and K have no X̃.
+    pseudo_input: what X̃ is: the position embedding, or noise, uniform on ±1 or normal of variance
+        ½, or the sum of both; after LayerNorm for a ViT, as in the second paper's code, and as it
+        is for a SimpleViT, as in the first's, which knows "pos_embed" alone. Free Q and K have
+        no X̃.
     share_blocks: one solution for all blocks (second paper) or one per block (first paper).
     steps, step_size: of Adam, on the mean squared error of the maps. The papers take 10,000 steps.
     renorm_every: after every so many steps, each column of Q and of Kᵀ is scaled back to the mean
@@ -67,7 +68,8 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: B
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(model if simple else vit.model, base, generator)
 
-    positions = vit.pos_embed if simple else vit.normalised_positions()  # (N, C)
+    positions = vit.pos_embed if simple else vit.positions               # (N, C)
+    norm_eps = None if simple else vit.blocks[0].norm.eps
     solution = None
     for block in vit.blocks:
         query, key, scale, free = queries_keys(block)
@@ -75,7 +77,8 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: B
             heads = head_offsets(len(query), cells, offsets, generator)
             maps = torch.stack([shift_matrix(cell, vit.grid) for cell in heads])     # (h, N, N)
             maps = maps.to(positions.dtype)
-            tokens = None if free else draw_pseudo_input(positions, pseudo_input, generator)
+            tokens = None if free else draw_pseudo_input(positions, pseudo_input, norm_eps,
+                                                              generator)
             solution = solve(maps, tokens, rank=query.shape[1], logit_scale=scale, steps=steps,
                              step_size=step_size, renorm_every=renorm_every, generator=generator)
         query.copy_(solution[0])
@@ -95,14 +98,16 @@ def queries_keys(block: Block | nn.Module) -> tuple[Tensor, Tensor, float, bool]
     return attention.q_weight, attention.k_weight, attention.logit_scale, False
 
 
-def draw_pseudo_input(positions: Tensor, kind: PseudoInput, generator: torch.Generator) -> Tensor:
-    """X̃, (N, C): the tokens on which Q and K are solved."""
+def draw_pseudo_input(positions: Tensor, kind: PseudoInput, norm_eps: float | None,
+                      generator: torch.Generator) -> Tensor:
+    """X̃, (N, C): the tokens on which Q and K are solved; norm_eps: of their LayerNorm, if any."""
     noise = torch.zeros_like(positions)
     if "uniform" in kind:
-        noise.uniform_(-3.0 ** 0.5, 3.0 ** 0.5, generator=generator)
+        noise.uniform_(-1.0, 1.0, generator=generator)
     elif "normal" in kind:
-        noise.normal_(generator=generator)
-    return positions + noise if kind.startswith("pos_embed") else noise
+        noise.normal_(std=0.5 ** 0.5, generator=generator)
+    tokens = positions + noise if kind.startswith("pos_embed") else noise
+    return tokens if norm_eps is None else F.layer_norm(tokens, tokens.shape[-1:], eps=norm_eps)
 
 
 def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,
