@@ -137,6 +137,24 @@ def test_the_simple_vit_recipes_augment_as_the_papers_code_by_torchvision(path):
         assert found == pytest.approx(extent, **({"rel": 1e-6} if signed else {"abs": 1.0}))
 
 
+@pytest.mark.parametrize("name", ["cifar10_vit_tiny", "cifar100_vit_tiny", "cifar10_vit_256_8",
+                                  "cifar10_swin_tiny", "cifar10_mixer", "cifar10_convmixer"])
+def test_the_families_at_32_pixels_train_by_the_command_of_arxiv_2404_01139s_code(name):
+    """Its README's, "small dataset", and the defaults of the timm 0.9.16 that it contains."""
+    command = {
+        "optim.global_batch": 512, "optim.base_lr": 1e-3, "optim.lr_scaling": "none",
+        "optim.weight_decay": 0.01, "optim.eps": 1e-3, "optim.clip_norm": 3.0,
+        "schedule.epochs": 200, "schedule.warmup_epochs": 10, "schedule.cooldown_epochs": 0,
+        "schedule.warmup_lr": 1e-5, "schedule.min_lr": 1e-6, "schedule.step_on": "epoch",
+        "schedule.cosine_after_warmup": False, "augment.crop_scale": [1.0, 1.0],
+        "augment.crop_ratio": [1.0, 1.0], "augment.crop_padding": 0, "augment.flip": 0.5,
+        "augment.erase_probability": 0.0, "rand_augment.interpolation": "random",
+        "mix.mixup_alpha": 0.0, "mix.cutmix_alpha": 0.0, "mix.label_smoothing": 0.1,
+        "eval.crop_pct": 1.0}
+    keys = load_recipe(name).keys
+    assert {key: keys[key] for key in command} == command
+
+
 # What a recipe is -----------------------------------------------------------------------------
 
 
