@@ -65,6 +65,20 @@ def test_where_and_how_images_are_read_and_the_recipes_name_do_not_set_runs_apar
                    ) == {"default": [0, 1, 2, 3, 4, 5]}
 
 
+def test_a_record_from_before_a_key_is_of_the_experiment_that_was_meant_then(written_run):
+    """How a classifier is fitted matters with a checkpoint alone."""
+    for sets, expected in (
+            ((), {"default": [0, 1]}),
+            (("init.checkpoint=a",), {'default, init.checkpoint_head = "match"': [0],
+                                      'default, init.checkpoint_head = "keep"': [1]})):
+        new, old = (written_run(f"{len(sets)}{name}", [1.0], seed=seed, sets=sets)
+                    for seed, name in enumerate("ab"))
+        lines = (old / "recipe.toml").read_text().splitlines(keepends=True)
+        (old / "recipe.toml").write_text("".join(line for line in lines if not line.startswith(
+            ("checkpoint_head", "cosine_after_warmup"))))
+        assert grouped(new, old) == expected
+
+
 def test_a_model_with_batch_norm_is_told_apart_by_its_micro_batch(written_run):
     model = ("model.name=convmixer_256_8", "model.options={}")
     assert grouped(written_run("a", [1.0], sets=model),

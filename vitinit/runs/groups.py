@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..recipe.files import SINCE_12
 from ..recipe.sections import MACHINE_KEYS
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
@@ -22,7 +23,9 @@ CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": F
                 "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
                 "init.checkpoint_fit": "exact", "distill.teacher": "", "distill.weights": "",
                 "distill.kind": "hard", "distill.alpha": 0.5, "distill.tau": 1.0,
-                "optim.name": "adamw"}
+                "optim.name": "adamw",
+                **{f"{title}.{key}": value for title, values in SINCE_12.items()
+                   for key, value in values.items()}}
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ def experiment(run: Run) -> dict[str, Any]:
     # The BatchNorm of a ConvMixer sees the images of a micro-batch.
     convolves = run.keys["model.name"].startswith("convmixer_")
     matter = ("optim.max_batch_per_process",) * convolves
+    mute = ("init.checkpoint_head",) * (not run.keys["init.checkpoint"])
     return {key: value for key, value in (CAME_OR_WENT | run.keys).items()
-            if key not in FREE_KEYS or key in matter}
+            if (key not in FREE_KEYS or key in matter) and key not in mute}
 
 
 def commit(run: Run) -> str:
