@@ -183,7 +183,8 @@ def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: 
 
     As in timm and DeiT, the cosine starts at t = 0, not at the end of the warm-up, so that the
     learning rate drops slightly there. With cosine_after_warmup it starts at the end of the warm-up
-    w, as in Swin's code: π (t − w) / (T − w). DeiT's schedule lags by one epoch; this one does not.
+    w, as in Swin's code and big_vision's: π (t − w) / (T − w). DeiT's schedule lags by one epoch;
+    this one does not.
 
     With shape "one_cycle", the schedule of ConvMixer's code (arXiv 2201.09792), the learning rate
     is piecewise linear through warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at
