@@ -147,6 +147,32 @@ def test_the_numbers_of_quickstart_are_those_of_its_records():
     assert f"is {mean:.1f} ± {half:.1f} points" in " ".join(README.text.split())
 
 
+def test_the_numbers_of_cifar10_10k_are_those_of_its_records():
+    """On its card each init's and each difference, paired by seed; the inits' also in two tables."""
+    archive = REPOSITORY / "recipes" / "cifar10_10k.tar.xz"
+    top1: dict[str, list[float]] = {}
+    for run in read_archive(archive):
+        assert run.keys["data.root"] == "data/cifar10" and run.keys["engine.amp"] == "bf16"
+        name, _, seed = run.path.name.removeprefix("cifar10_10k-").rpartition("-s")
+        top1.setdefault(name, []).append(run.rows[-1]["val_top1"])
+        assert run.seed == int(seed) == len(top1[name]) - 1
+    card = archive.with_name("cifar10_10k.toml").read_text(encoding="utf-8").partition("Muon: ")[0]
+    card = " ".join(card.replace("#", " ").split())
+    assert archive.name in {part for page in PAGES for part in page.text.split("`")}
+    for name, values in top1.items():
+        assert (f" {name} {mean_and_std(values)} % ({', '.join(f'{v:.2f}' for v in values)})"
+                in card), name
+    differences = re.findall(r"(\S+) minus (\S+) (\S+ ± [\d.]+)", card)
+    assert len(differences) >= len(top1)
+    for one, other, shown in differences:
+        paired = [a - b for a, b in zip(top1[one], top1[other], strict=True)]
+        assert shown == "{:+.2f} ± {:.2f}".format(*t_interval(paired)), (one, other)
+    table = next(page for page in PAGES if page.name == "recipes/README.md").text
+    for name in ("default", "mimetic", "impulse"):
+        short = mean_and_std(top1[name], 1).replace("± 0.", "± .")
+        assert f"{name} {short}" in table and f"{short} (3) |" in README.text, name
+
+
 def test_the_two_processes_of_the_test_command_share_all_files_of_tests():
     """Also a file or folder that is added later belongs to one of the two patterns."""
     _, both = README.section("Run the tests").blocks("bash")[0].splitlines()[-2:]
