@@ -148,7 +148,7 @@ def test_the_numbers_of_quickstart_are_those_of_its_records():
 
 
 def test_the_numbers_of_cifar10_10k_are_those_of_its_records():
-    """On its card each init's and each difference, paired by seed; the inits' also in two tables."""
+    """Each init's and each difference, paired by seed, on its card; the inits' also in tables."""
     archive = REPOSITORY / "recipes" / "cifar10_10k.tar.xz"
     top1: dict[str, list[float]] = {}
     for run in read_archive(archive):

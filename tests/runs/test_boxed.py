@@ -28,8 +28,8 @@ def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
 def changed(run: Run, other: Run) -> set[str]:
     """The keys that differ, but for where the images are, and a key of runs with a checkpoint."""
     ours, theirs = CAME_OR_WENT | run.keys, CAME_OR_WENT | other.keys
-    return {key for key in ours | theirs
-            if ours.get(key) != theirs.get(key)} - {"data.name", "data.root", "init.checkpoint_head"}
+    return {key for key in ours | theirs if ours.get(key) != theirs.get(key)} - {
+        "data.name", "data.root", "init.checkpoint_head"}
 
 
 def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tmp_path):

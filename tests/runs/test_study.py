@@ -122,4 +122,5 @@ def test_a_recipe_is_that_of_its_records(recipe, name, count, repository):
         f"{name}{'-test' * (seed in SEEDS_OF_THE_TEST)}-s{seed}" for seed in range(count)]
     for run in runs:
         assert {key for key, value in load_recipe(f"cifar10_10k_{recipe}").keys.items()
-                if (CAME_OR_WENT | run.keys)[key] != plain(value)} <= {*FREE, "data.subset_seed", "distill.teacher"}
+                if (CAME_OR_WENT | run.keys)[key] != plain(value)
+                } <= {*FREE, "data.subset_seed", "distill.teacher"}

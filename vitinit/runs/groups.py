@@ -46,7 +46,7 @@ def experiment(run: Run) -> dict[str, Any]:
     # The BatchNorm of a ConvMixer sees the images of a micro-batch.
     convolves = run.keys["model.name"].startswith("convmixer_")
     matter = ("optim.max_batch_per_process",) * convolves
-    mute = ("init.checkpoint_head",) * (not run.keys["init.checkpoint"])
+    mute = ("init.checkpoint_head",) * (not run.keys["init.checkpoint"])     # nothing to fit
     return {key: value for key, value in (CAME_OR_WENT | run.keys).items()
             if (key not in FREE_KEYS or key in matter) and key not in mute}
 
