@@ -78,7 +78,7 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: B
             maps = torch.stack([shift_matrix(cell, vit.grid) for cell in heads])     # (h, N, N)
             maps = maps.to(positions.dtype)
             tokens = None if free else draw_pseudo_input(positions, pseudo_input, norm_eps,
-                                                              generator)
+                                                         generator)
             solution = solve(maps, tokens, rank=query.shape[1], logit_scale=scale, steps=steps,
                              step_size=step_size, renorm_every=renorm_every, generator=generator)
         query.copy_(solution[0])
