@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from same_run import TIMES, rows_of
 
 import vitinit
 from vitinit.figures.subjects import of_runs
@@ -49,6 +50,20 @@ def refused(train_program, capsys):
         assert words in error and error.count("\n") == 1 and contents(folder) == before
         return out
     return check
+
+
+def test_a_run_that_an_earlier_commit_stopped_ends_as_it_would_have_ended(
+        train_program, tmp_path, image_tree):
+    """Commit 88e7f50 stopped it after step 8, and went on with a copy to the rows of finished.jsonl.
+
+    They are equal to the bit on the machine that wrote them. Another may round otherwise.
+    """
+    folder = tmp_path / "run"
+    shutil.copytree(Path(__file__).parent / "data" / "stopped_at_88e7f50", folder)
+    assert train_program.main(["--resume", str(folder), "--data-dir", str(image_tree)]) == 0
+    for row, expected in zip(rows_of(folder), rows_of(folder, "finished"), strict=True):
+        for key in expected.keys() - set(TIMES):
+            assert row[key] == expected[key] or row[key] == pytest.approx(expected[key], rel=1e-6)
 
 
 def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, refused, capsys):
