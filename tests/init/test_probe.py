@@ -186,6 +186,9 @@ def test_a_stack_that_is_known_in_part_is_refused():
     narrow = OtherViT("timm")
     narrow.blocks[0].attn.qkv = nn.Linear(DIM, 2 * DIM)                  # keys and values
     assert "132 rows of Q, K and V for 3 heads of 66 channels" in describe(narrow).reason
+    adapted = OtherViT("timm")
+    adapted.blocks[0].attn.proj = type("Linear", (nn.Module,), {"__module__": "peft.tuners"})()
+    assert "has a Linear of peft where nn.Linear is expected" in describe(adapted).reason
     assert "a OtherViT is of no layout known here: KeyError: 'no such'" == describe(
         narrow, layout=lambda model: {}["no such"]).reason
 
