@@ -121,8 +121,8 @@ CANNOT_START = [
     (dict(optim__max_batch_per_process="1"), "optim.max_batch_per_process = 1, but images are "
      "mixed in pairs; expected at least 2, or mix.probability = 0"),
     (dict(optim__global_batch="14"), "optim.global_batch = 14 does not divide into groups of "
-     "mix.group = 4 images; the nearest batches that do are 12 and 16"),
-    (dict(mix__group="5"), "mix.group = 5 is odd, but images are mixed in pairs; the nearest"),
+     "mix.group = 4 images; expected a multiple of 4"),
+    (dict(mix__group="5"), "mix.group = 5 is odd, but images are mixed in pairs"),
     (dict(optim__global_batch="103", mix__probability="0"), "51 images in 2 views each, fewer"),
     (dict(model__options__patch_size="5"), "train.py: recipe quickstart: patches of 5×5 pixels do"),
     (dict(model__options__depth="-1"), "depth"),

@@ -42,8 +42,7 @@ class BatchPlan:
 
     @property
     def per_process(self) -> int:
-        """How many images of a global batch each process has."""
-        return self.global_batch // self.world_size
+        return self.global_batch // self.world_size      # images of a global batch
 
     @property
     def accumulation(self) -> int:
@@ -52,14 +51,12 @@ class BatchPlan:
 
     @property
     def groups(self) -> int:
-        """How many mixing groups a global batch has."""
         return self.global_batch // self.group
 
     def positions(self, rank: int, micro_step: int) -> np.ndarray:
         """The positions in the global batch of the images of one micro-batch, (B,) int64.
 
-        Of process `rank`, in micro-step `micro_step` of the step. The partner of image i of the
-        micro-batch is its image B − 1 − i.
+        The partner of image i of the micro-batch is its image B − 1 − i.
         """
         units = self.global_batch // min(self.group, 2)          # pairs, or single images
         first = np.arange(micro_step * self.world_size + rank, units,
@@ -90,26 +87,19 @@ class BatchPlan:
 
 def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int, *,
                  group: int) -> BatchPlan:
-    """Plan a global batch with the largest possible micro-batches.
+    """Plan a global batch with the largest micro-batches that divide a process's share evenly.
 
-    A micro-batch has at most `max_batch_per_process` images, divides the share of a process evenly,
-    and holds whole pairs. group: as in `BatchPlan`.
-
-    Raises ValueError if the global batch does not divide into groups, if its pairs do not divide
-    among the processes, or if a micro-batch may not hold a pair.
+    group: as in `BatchPlan`. Raises ValueError if the batch or its parts do not divide.
     """
     unit = min(group, 2)                             # images that must be in the same micro-batch
     if group % unit:
-        raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs; the nearest "
-                         f"that are even are {group - 1} and {group + 1}")
+        raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs")
     multiple = math.lcm(group, unit * world_size)
     if global_batch % multiple:
         what = (f"groups of mix.group = {group} images" if global_batch % group else
                 f"{'mixed pairs for each of ' * (unit - 1)}{world_size} processes")
-        below = max(global_batch // multiple, 1) * multiple
-        nearest = sorted({below, (global_batch // multiple + 1) * multiple})
-        raise ValueError(f"optim.global_batch = {global_batch} does not divide into {what}; the "
-                         f"nearest batches that do are {' and '.join(map(str, nearest))}")
+        raise ValueError(f"optim.global_batch = {global_batch} does not divide into {what}; "
+                         f"expected a multiple of {multiple}")
     if max_batch_per_process < unit:
         raise ValueError(f"optim.max_batch_per_process = {max_batch_per_process}, but images are "
                          "mixed in pairs; expected at least 2, or mix.probability = 0")
@@ -128,8 +118,6 @@ class TrainSampler:
     long as without repeats, and sees only about count / repeats different images, a new selection
     every epoch. Without repeats it leaves out the last, incomplete batch (drop_last). A set that is
     smaller than a global batch has epochs of one step, provided that its repeated views fill it.
-
-    Raises ValueError if the set cannot fill a single global batch.
     """
 
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
@@ -137,8 +125,8 @@ class TrainSampler:
             views = f" in {repeats} views each" if repeats > 1 else ""
             raise ValueError(f"the training set has {count} images{views}, fewer than "
                              f"optim.global_batch = {plan.global_batch}")
-        self.count, self.plan, self.rank, self.seed = count, plan, rank, seed
-        self.repeats = repeats
+        self.count, self.plan, self.rank = count, plan, rank
+        self.seed, self.repeats = seed, repeats
         self.steps_per_epoch = max(1, count // plan.global_batch)
         self.start(epoch=0, step=0)
 
