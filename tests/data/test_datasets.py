@@ -46,10 +46,11 @@ def noise(rng: np.random.Generator, height: int = 5, width: int = 7) -> np.ndarr
     return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def save(path: Path, pixels: np.ndarray) -> None:
+def save(path: Path, pixels: np.ndarray) -> np.ndarray:
     """Save as PNG, whatever the name of the file, so that exactly these pixels are read back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path, "PNG")
+    return pixels
 
 
 def some_labels(rng: np.random.Generator, count: int, num_classes: int) -> np.ndarray:
@@ -133,9 +134,8 @@ def write_food101(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
         for name, count in counts.items():
             listed[name] = [f"{name}/{rng.integers(10**6)}" for _ in range(count)]
         for label, name in enumerate(classes):
-            for image in listed[name]:
-                splits[split].append((noise(rng), label))
-                save(folder / "images" / f"{image}.jpg", splits[split][-1][0])
+            splits[split] += [(save(folder / "images" / f"{image}.jpg", noise(rng)), label)
+                              for image in listed[name]]
         (folder / "meta" / f"{part}.json").write_text(json.dumps(listed))
     save(folder / "images" / "waffles" / "unlisted.jpg", noise(rng))
     return Written(classes, splits)
@@ -174,8 +174,7 @@ def write_pets(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
         for number, label in enumerate(labels):
             name = f"{breeds[label]}_{number + (100 if split == 'train' else 200)}"
             lines.append(f"{name} {label + 1} {1 + label % 2} {label + 1}")
-            splits[split].append((noise(rng), label))
-            save(folder / "images" / f"{name}.jpg", splits[split][-1][0])
+            splits[split].append((save(folder / "images" / f"{name}.jpg", noise(rng)), label))
         (folder / "annotations" / f"{part}.txt").write_text("\n".join(lines) + "\n")
     return Written(breeds, splits)
 
@@ -185,11 +184,11 @@ def write_tiny_imagenet(root: Path, rng: np.random.Generator, monkeypatch) -> Wr
     classes = ["n01", "n02", "n03"]
     splits = {"train": [], "val": []}
     for label, wnid in enumerate(classes):
-        for number in range(2 + label):
-            splits["train"].append((noise(rng), label))
-            save(root / "train" / wnid / "images" / f"{wnid}_{number}.JPEG", splits["train"][-1][0])
+        images = root / "train" / wnid / "images"
+        splits["train"] += [(save(images / f"{wnid}_{number}.JPEG", noise(rng)), label)
+                            for number in range(2 + label)]
         (root / "train" / wnid / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t0\t4\t6\n")
-        (root / "train" / wnid / "images" / "._hidden.JPEG").write_text("")
+        (images / "._hidden.JPEG").write_text("")
     lines = []
     for number, label in enumerate((1, 0, 2, 1, 0)):
         pixels = noise(rng)[..., :1].repeat(3, axis=2) if number == 3 else noise(rng)
