@@ -13,21 +13,12 @@ from torch import Tensor
 
 from deit import MIX, as_drawn
 from vitinit.data.images import Box
-from vitinit.data import mix as data_mix
-from vitinit.data.mix import UNMIXED, MixDraw, smooth_one_hot
+from vitinit.data.mix import UNMIXED, MixDraw, mix_images, mix_targets, smooth_one_hot
 
 NO_BOX = UNMIXED.box
 MIXES = [UNMIXED, MixDraw(0.3137, NO_BOX), MixDraw(0.5, NO_BOX), MixDraw(0.0, NO_BOX),
          MixDraw(1.0 - 20 / 143, Box(3, 5, 4, 5)), MixDraw(0.0, Box(0, 0, 11, 13)),
          MixDraw(1.0, Box(7, 2, 0, 3))]
-
-
-def mix_images(images: Tensor, mixes: Sequence[MixDraw]) -> Tensor:
-    return data_mix.mix_images(images, as_drawn(mixes))
-
-
-def mix_targets(targets: Tensor, mixes: Sequence[MixDraw]) -> Tensor:
-    return data_mix.mix_targets(targets, as_drawn(mixes))
 
 
 def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
@@ -113,17 +104,18 @@ def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
 def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halves, dtype):
     mixes = [*halves, *reversed(halves)]
     images = random_images(len(mixes), dtype)
-    mixed = mix_images(images, mixes)
+    mixed = mix_images(images, as_drawn(mixes))
     assert mixed.dtype == dtype and torch.equal(images, random_images(len(mixes), dtype))
     np.testing.assert_array_equal(mixed.numpy(), mixed_one_by_one(images.numpy(), mixes))
-    alone = mix_images(images[:1], halves[:1])       # the middle of an odd batch is its own partner
+    # The middle of an odd batch is its own partner.
+    alone = mix_images(images[:1], as_drawn(halves[:1]))
     torch.testing.assert_close(alone, images[:1], rtol=1e-6, atol=0)
     targets = smooth_one_hot(torch.arange(len(mixes)), 19, 0.1)
-    mixed_targets = mix_targets(targets, mixes)
+    mixed_targets = mix_targets(targets, as_drawn(mixes))
     for place, mix in enumerate(halves):
-        pair = [place, len(mixes) - 1 - place]
-        assert torch.equal(mixed[pair], mix_images(images[pair], [mix] * 2))
-        assert torch.equal(mixed_targets[pair], mix_targets(targets[pair], [mix] * 2))
+        pair, drawn = [place, len(mixes) - 1 - place], as_drawn([mix] * 2)
+        assert torch.equal(mixed[pair], mix_images(images[pair], drawn))
+        assert torch.equal(mixed_targets[pair], mix_targets(targets[pair], drawn))
 
 
 # Targets --------------------------------------------------------------------------------------
@@ -136,6 +128,7 @@ def test_the_loss_of_mixed_targets_is_the_mix_of_pytorchs_with_label_smoothing()
     for smoothing in (0.0, 0.1, 1.0):
         own, partners = (F.cross_entropy(logits, wanted, label_smoothing=smoothing)
                          for wanted in (labels, labels.flip(0)))
-        targets = mix_targets(smooth_one_hot(labels, 17, smoothing), [MixDraw(0.3, NO_BOX)] * 23)
+        targets = mix_targets(smooth_one_hot(labels, 17, smoothing),
+                              as_drawn([MixDraw(0.3, NO_BOX)] * 23))
         ours = -(targets.double() * logits.log_softmax(1)).sum(1).mean()
         torch.testing.assert_close(ours, 0.3 * own + 0.7 * partners, rtol=1e-6, atol=0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from vitinit.data import shapes
 from vitinit.data.images import decode_image, resize_and_centre_crop
@@ -22,6 +24,10 @@ def run(straight, small_run, tmp_path, capsys):
     return folder, [value for option, value in zip(words, words[1:]) if option == "--set"]
 
 
+def assert_equal(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    torch.testing.assert_close(dict(model.state_dict()), dict(weights), rtol=0, atol=0)
+
+
 def test_models_of_runs_are_those_kept_and_fresh_models_equal_epoch_0(run, image_tree, capsys):
     """`deep_impulse` reads training images; where they lie is in the recipe's data.root."""
     folder, sets = run
@@ -29,15 +35,12 @@ def test_models_of_runs_are_those_kept_and_fresh_models_equal_epoch_0(run, image
     assert [subject.state for subject in kept] == ["deep_impulse, epoch 2", "deep_impulse, epoch 0"]
     for subject, epoch in zip(kept, (2, 0)):
         stored = torch.load(folder / f"epoch_{epoch:04}.pt", weights_only=True)["model"]
-        assert all(torch.equal(value, stored[name])
-                   for name, value in subject.model.state_dict().items())
+        assert_equal(subject.model, stored)
         assert not subject.model.training
     start, = fresh(["quickstart"], ["deep_impulse"], seed=None,
                    sets=[*sets, f"data.root={image_tree}"])
     assert start.state == "deep_impulse" and not start.model.training
-    expected = kept[1].model.state_dict()
-    assert all(torch.equal(value, expected[name])
-               for name, value in start.model.state_dict().items())
+    assert_equal(start.model, kept[1].model.state_dict())
     assert "noise" not in capsys.readouterr().out
     other, = fresh(["quickstart"], ["deep_impulse"], seed=None, sets=sets + ["data.root=unused"])
     assert "no folder unused: noise stands in for them" in capsys.readouterr().out
@@ -51,9 +54,7 @@ def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run)
                                     (folder / "last.pt", "ema", state["ema"])):
         subject, = of_runs([target], [], weights)
         assert subject.state == "deep_impulse, last.pt"
-        stored = stored.get("model", stored)
-        assert all(torch.equal(value, stored[name])
-                   for name, value in subject.model.state_dict().items())
+        assert_equal(subject.model, stored.get("model", stored))
     every = [subject.state for subject in of_runs([folder], "all", "model")]
     assert every == [f"deep_impulse, {state}" for state in ("epoch 0", "epoch 2", "last.pt")]
     (folder / "epoch_0002.pt").rename(folder / "last.pt")        # as where the last epoch is kept
