@@ -191,18 +191,12 @@ def draw_shapes(root: Path, split: str) -> ImagesInMemory:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What is known about a data set.
+    """What is known about a data set."""
 
-    open: opens the split "train" or "val" under a root folder; see `open_folder` for "whole".
-    holds: what the root folder has to hold, in words for error messages.
-    num_classes: how many classes the set has; None: any number.
-    downloads: each downloads into a root folder what is missing there of the set, or of a part of
-    it; none if the set cannot be downloaded.
-    """
-
-    open: Callable[[Path, str], Source]
-    holds: str
-    num_classes: int | None
+    open: Callable[[Path, str], Source]     # a split under a root folder; see `open_folder`
+    holds: str                              # what the root folder has to hold, for error messages
+    num_classes: int | None                 # how many classes the set has; None: any number
+    # Each downloads into a root folder what is missing there of the set, or of a part of it.
     downloads: Sequence[Callable[[Path], object]] = ()
 
 
