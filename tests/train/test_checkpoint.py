@@ -56,15 +56,6 @@ def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path):
         assert len(line) < len(str(path)) + 130
 
 
-def test_infinities_and_nans_are_named(tmp_path):
-    good = {"whole": torch.tensor([2**40]), "w": torch.ones(3)}
-    checkpoint.require_finite(good, "model", tmp_path / "a.pt")
-    for value in (float("nan"), float("inf")):
-        with pytest.raises(CheckpointError, match=r"a\.pt: model 'b' is not finite"):
-            checkpoint.require_finite(good | {"b": torch.tensor([1.0, value])}, "model",
-                                      tmp_path / "a.pt")
-
-
 def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, recwarn):
     path = tmp_path / "a.pt"
     for content, why in (
@@ -100,7 +91,7 @@ def test_shards_are_read_from_the_indexs_own_folder_alone(tmp_path):
     for files, problem in (
             ({"a": "1.safetensors", "b": "2.bin"}, ""),
             ({"a": "1.safetensors", "b": "3.bin"}, "3.bin: no such checkpoint"),
-            ({"a": "1.safetensors", "b": "1.safetensors"}, "names b in 1.safetensors, which does"),
+            ({"a": "1.safetensors", "b": "1.safetensors"}, "json: not a readable checkpoint ('b')"),
             *(({"a": file}, f"index.json: names {file}, expected a file of tensors in the same")
               for file in ("../out.safetensors", f"{tmp_path}/out.safetensors", index.name)),
             ([], "index.json: not a readable checkpoint")):
@@ -167,9 +158,9 @@ WEIGHT = torch.ones(3, 5)
     (WEIGHT.bool(), "torch.bool"), (WEIGHT.to(torch.complex64), "torch.complex64"),
     (WEIGHT.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"), (WEIGHT.to("meta"), "meta"),
     (WEIGHT.to_sparse(), "sparse"), (torch.ones(1).expand(2**20, 2**20), "by its stride (0, 0)"),
-    (WEIGHT / 0, "not finite")])
+    (torch.tensor([1.0, torch.inf]), "not finite"), (torch.tensor([1.0, torch.nan]), "not finite")])
 def test_a_weight_that_is_none_is_refused_by_its_name_and_counters_are_read(value, fault, tmp_path):
-    counters = {"bn.num_batches_tracked": torch.tensor(7), "position_ids": torch.arange(5),
+    counters = {"bn.num_batches_tracked": torch.tensor(2**40), "position_ids": torch.arange(5),
                 "attn.relative_position_index": torch.zeros(2, 3, dtype=torch.int32)}
     weights = {"half": WEIGHT.half(), "b.num_batches_tracked": WEIGHT}       # of an average, say
     torch.save(counters | weights, tmp_path / "a.pt")

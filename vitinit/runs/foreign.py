@@ -22,7 +22,6 @@ from ..bounds import PAIR
 from ..messages import in_brief
 from ..models.layers import hidden_width
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
-from ..recipe.files import Override
 from ..recipe.sections import Recipe
 from ..recipe.values import convert, flat, plain, to_toml
 from ..train.checkpoint import CheckpointError
@@ -48,9 +47,7 @@ ARCHITECTURES = {
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
 }
-# Keys of timm's pretrained_cfg, and arguments of its models → ours.
-TIMM_KEYS = {"mean": "data.mean", "std": "data.std", "crop_pct": "eval.crop_pct",
-             "interpolation": "eval.interpolation"}
+# Arguments of timm's models → ours.
 TIMM_ARGUMENTS = {"reg_tokens": "num_registers"} | {key: key for key in (
     "patch_size", "embed_dim", "depth", "depths", "num_heads", "qkv_bias", "window_size")}
 
@@ -62,11 +59,6 @@ class Description(NamedTuple):
     recipe: str                 # for all that they do not say; "": they do not say the model
     values: Mapping[str, Any]   # for keys of that recipe
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
-
-    @property
-    def changes(self) -> list[Override]:
-        """The values as changes of the recipe."""
-        return [Override(key, value, str(self.file)) for key, value in self.values.items()]
 
 
 def read_description(path: Path, architecture: str = "") -> Description | None:
@@ -89,9 +81,7 @@ def read_description(path: Path, architecture: str = "") -> Description | None:
             return _of_transformers(config, file)
         if "pretrained_cfg" in config:
             return _of_timm(config, file)
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
                               ) from None
     return None
@@ -110,7 +100,8 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
     for name in ("act_layer", "norm_layer"):
         if arguments.get(name) not in (None, "gelu"):
             raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
-    changes = {ours: stated[key] for key, ours in TIMM_KEYS.items() if key in stated}
+    changes = {key: stated[name] for key in PREPARATION      # whose last parts are timm's names
+               if (name := key.rpartition(".")[2]) in stated}
     changes |= {f"model.options.{ours}": arguments[name] for name, ours in TIMM_ARGUMENTS.items()
                 if arguments.get(name) is not None}
     if "input_size" in stated:

@@ -59,12 +59,11 @@ class Saved(NamedTuple):
     def model(self, weights: str, *, or_backbone: bool = False) -> nn.Module:
         """Build the model with the weights "model" or "ema", for images of `size`.
 
-        It is on the CPU, in float32. Learned position embeddings are resized if that is not the
-        recipe's size. Raises CheckpointError if the weights do not fit the recipe's model, are
-        infinite or NaN, or depend on the image size, and RecipeError if it cannot be built.
+        It is on the CPU, in float32. or_backbone: where the checkpoint has no classifier, build the
+        model without one, which returns the pooled features. Otherwise that is an error.
 
-        or_backbone: where the checkpoint has no classifier, build the model without one, which
-            returns the pooled features. Otherwise that is an error.
+        Raises CheckpointError if the weights do not fit the recipe's model, or depend on the image
+        size and it is another, and RecipeError if the model cannot be built.
         """
         recipe, tensors = self.recipe, self.tensors(weights)
         if or_backbone and not any(name.startswith("head") and not UNREAD.search(name)
@@ -147,7 +146,9 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         if not recipe:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
                               "of (recipe=… in Python)")
-        found = load_recipe(recipe, [*(description.changes if description else ()), *changes])
+        stated = [Override(key, value, str(description.file))
+                  for key, value in description.values.items()] if description else []
+        found = load_recipe(recipe, [*stated, *changes])
     if not found.data.num_classes:
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
@@ -162,11 +163,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
 def fine_tune(model: nn.Module, recipe: Recipe, classes: Sequence[str] = ()) -> list[str]:
     """Start a run from the weights of init.checkpoint: load them into `model`, as initialised.
 
-    The checkpoint is a file, a run folder, or a folder of transformers or timm. classes: the names
-    of the run's classes, if it has any.
-
-    Returns lines for the summary: what was loaded, which rows of the classifier, what is assumed of
-    another project's checkpoint, and what is otherwise there than in the recipe. Raises
+    classes: the names of the run's classes, if it has any. Returns lines for the summary. Raises
     CheckpointError if the checkpoint does not fit, or computes another function.
     """
     path, state, description = _open(Path(recipe.init.checkpoint))
@@ -190,8 +187,7 @@ def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Seque
                      ) -> tuple[list[int | None], str]:
     """For each of a run's classes the row of the classifiers that it starts from; and in words.
 
-    None: it stays as the init drew it. saved: with the run's recipe, whose init.checkpoint_head
-    says how rows are found.
+    None: it stays as the init drew it. saved: with the run's recipe.
     """
     choice, known, wanted = saved.recipe.init.checkpoint_head, saved.classes, len(classes)
     count = rows_of(tensors)

@@ -34,11 +34,7 @@ ImageLike = str | os.PathLike | bytes | Image.Image | Tensor
 
 
 def as_uint8(image: ImageLike) -> Tensor:
-    """Read an image into a tensor (3, H, W) uint8, in RGB, on the CPU.
-
-    image: see `Trained`. Raises DataError, a ValueError, for anything else and for files that
-    cannot be decoded.
-    """
+    """Read an image into a tensor (3, H, W) uint8, in RGB, on the CPU; DataError if it is none."""
     if isinstance(image, Image.Image):
         try:
             return from_pillow(image)
@@ -88,8 +84,7 @@ class Trained:
         """Turn one image, or several, into input of the model, as `eval.py` does, but upright.
 
         Returns (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device
-        and in its precision, with B = 1 for a single image. Raises ValueError if there is none, or,
-        naming the image, if one cannot be read.
+        and in its precision. Raises ValueError if there is no image, or one cannot be read.
         """
         if isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3:
             images = [images]
@@ -108,11 +103,10 @@ class Trained:
         return self.model(inputs).float().softmax(dim=1).cpu()
 
     def predict(self, image: ImageLike, top: int | None = 5) -> list[tuple[str, float]]:
-        """Classify one image.
+        """The `top` likeliest classes of one image as (name, probability), likeliest first.
 
-        Returns the `top` likeliest classes as (name, probability), likeliest first; all of them if
-        `top` is None or the model has fewer. Raises ValueError if the image cannot be read, and for
-        any other `top` below 1.
+        All of them if `top` is None or the model has fewer. Raises ValueError if the image cannot
+        be read, and for any other `top` below 1.
         """
         return self.predict_batch([image], top)[0]
 
@@ -153,8 +147,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
 
     Args:
         path: a run folder (its last.pt is read), a checkpoint file (.pt, .pth or .safetensors), a
-            folder that transformers' save_pretrained wrote, or the name of a model in
-            recipes/trained.
+            folder that transformers or timm wrote, or the name of a model in recipes/trained.
         weights: "model", or "ema" for the exponential moving average of the weights.
         image_size: of the input in pixels, if it is to differ from that of training: an integer for
             a square, or (height, width). Position embeddings are resized; a model whose weights
@@ -167,13 +160,10 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
             the checkpoint contains, only `VIEW_KEYS` can change: how images are prepared.
 
     For a checkpoint of another project, a line on standard error says what is assumed that tensors
-    do not show, such as the number of heads.
-
-    Returns a `Trained`, whose model is in evaluation mode and does not require gradients. Without
-    names in the checkpoint, the classes of a model of 1000 are ImageNet's synset ids (such as
-    "n01440764"), otherwise "0", "1", …. A checkpoint without a classifier has no classes, and its
-    model returns the pooled features. Raises ValueError, with a message of one line, for whatever
-    is wrong.
+    do not show. Returns a `Trained`, whose model is in evaluation mode and does not require
+    gradients. Without names in the checkpoint, the classes of a model of 1000 are ImageNet's synset
+    ids (such as "n01440764"), otherwise "0", "1", …. A checkpoint without a classifier has no
+    classes, and its model returns the pooled features. Raises ValueError for whatever is wrong.
     """
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
