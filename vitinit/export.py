@@ -77,16 +77,12 @@ def without_folders(recipe: Recipe) -> Recipe:
                                    weights=portable(distill.weights)))
 
 
-def taken_by(library: str, trained: Trained) -> tuple[dict[str, Any], Names]:
-    """The class of a library's model that takes the weights, its arguments, and our names → its.
-
-    Raises RecipeError if the library has none.
-    """
+def taken_by(library: str, trained: Trained) -> tuple[str, dict[str, Any], Names]:
+    """`counterpart` of the model in a library; RecipeError if there is none."""
     recipe = trained.recipe
     with building(f"recipe {recipe.name}", "model"):
-        name, arguments, names = counterpart(library, MODELS[recipe.model.name][0],
-                                             image_size=trained.image_size, **recipe.model.options)
-    return {"class": name, "arguments": arguments | {"num_classes": len(trained.classes)}}, names
+        return counterpart(library, MODELS[recipe.model.name][0], image_size=trained.image_size,
+                           **recipe.model.options)
 
 
 def export_weights(trained: Trained, out: Path, library: str | None) -> str:
@@ -97,7 +93,9 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     """
     notes, names = metadata(trained) | {"timm": None}, {}
     with suppress(RecipeError) if library is None else nullcontext():
-        notes[library or "timm"], names = taken_by(library or "timm", trained)
+        name, arguments, names = taken_by(library or "timm", trained)
+        notes[library or "timm"] = {"class": name, "arguments": arguments | {
+            "num_classes": len(trained.classes)}}
     tensors = trained.model.state_dict()
     if library == "torchvision":                     # its Swin's files hold these, which are fixed
         tensors |= {name: index.flatten() for name, index in trained.model.named_buffers()
@@ -107,8 +105,8 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
 
 def export_folder(trained: Trained, out: Path, library: str) -> str:
     """Write a folder `out` that timm or transformers loads; return what was checked."""
-    taken, names = taken_by(library.replace("timm", "timm.create_model"), trained)
-    name, arguments = taken["class"].rpartition(".")[2], taken["arguments"]
+    full_name, arguments, names = taken_by(library.replace("timm", "timm.create_model"), trained)
+    name = full_name.rpartition(".")[2]
     if library == "transformers":
         prefix, labels = f"{arguments['model_type']}.", dict(enumerate(trained.classes))
         files = {"config.json": arguments | {"architectures": [name], "id2label": labels,
@@ -118,7 +116,7 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     else:
         notes = metadata(trained)
         prefix, files = "", {"config.json": {
-            "architecture": name, "num_classes": arguments.pop("num_classes"),
+            "architecture": name, "num_classes": len(trained.classes),
             "label_names": trained.classes, "model_args": arguments, "pretrained_cfg": {
                 "input_size": [3, *trained.image_size], "fixed_input_size": "img_size" in arguments,
                 "classifier": [layer for layer, module in trained.model.named_modules()
@@ -194,8 +192,7 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
 def export_run(trained: Trained, out: Path) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
-    Its last.pt contains the plain values of the checkpoint, and the weights in float16. Recipe,
-    record and metrics are the run's, without absolute paths; its steps.jsonl, which grows with the
+    Its last.pt contains the weights in float16. The run's steps.jsonl, which grows with the
     training, stays behind. If the checkpoint is not from a run, there is only recipe.toml. Raises
     CheckpointError, and leaves no folder, if half precision changes logits by over NEAR_IN_HALF.
     """

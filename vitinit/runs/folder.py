@@ -224,8 +224,7 @@ class RunFolder:
     def forget_sizes(self) -> None:
         """Remove the sizes of files at this start from run.json: images have to be mended."""
         starts = self.starts()
-        for start in starts[-1:]:
-            start["data"].pop(SIZES, None)
+        starts[-1]["data"].pop(SIZES, None)
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
@@ -264,13 +263,11 @@ def by_name(path: Path) -> Path:
 
 def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
                     ) -> tuple[dict[str, Any], Path]:
-    """The contents of a checkpoint, and the file that they are from.
+    """The contents of a checkpoint, and the file that they are from; see `load` of train/checkpoint.
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
-    for its weights, and a name at which nothing exists for the model of that name in
-    recipes/trained. mmap, verify: see `load`, which raises CheckpointError. So does this, naming
-    both files, if both are damaged.
+    for its weights, and a name at which nothing exists for the model in recipes/trained.
     """
     path = by_name(path)
     files, problems = [path], []
