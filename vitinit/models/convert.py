@@ -11,8 +11,6 @@ three layers, they are stacked into one. LayerScale has an exact equivalent here
 and others multiply the output of attention and MLP by a vector γ. As γ ⊙ (W x + b) = (γ ⊙ W) x + γ
 ⊙ b, γ is multiplied into the rows of the last layer.
 
-Tensors that still do not fit are adapted, or reported on both sides, by the code that loads the
-checkpoint (train/transfer.py): so are position embeddings that some tokens lack.
 """
 
 from __future__ import annotations
@@ -128,16 +126,12 @@ SCALED_LAYER = {"1": "attn.proj", "2": "mlp.fc2"}
 
 
 def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under this package's names, with LayerScale multiplied into other weights.
-
-    The model that they make computes the same function. Tensors of an unknown layout are returned
-    unchanged.
-    """
+    """The tensors under this package's names, with LayerScale multiplied into other weights."""
     return fold_layer_scale(native_names(tensors))
 
 
 def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under this package's names.
+    """The same tensors under this package's names; of an unknown layout they keep theirs.
 
     A layer of ours that is several of theirs and of which one is missing becomes too narrow, so
     that loading it fails visibly.

@@ -19,9 +19,9 @@ from .swin import stage_grids
 
 Options = Mapping[str, Any]
 # How a library states an option of ours: as its argument of this name; by the arguments of each
-# value that it can have; or by arguments that follow from all our options, or else, in words, by
-# what it needs instead.
-Statement = str | list[tuple[Any, Options]] | Callable[[Options], Options | str]
+# value that it can have; by arguments that follow from all our options, or else, in words, by what
+# it needs instead; or not at all, as it makes no difference or another option states it, too.
+Statement = str | list[tuple[Any, Options]] | Callable[[Options], Options | str] | None
 
 
 class Counterpart(NamedTuple):
@@ -40,8 +40,10 @@ class Counterpart(NamedTuple):
             if isinstance(way, list):
                 stated = next((stated for choice, stated in way if value in (choice, [choice] * 2)),
                               f"{option} = {' or '.join(str(choice) for choice, _ in way)}")
+            elif isinstance(way, str):
+                stated = {way: value}
             else:
-                stated = {way: value} if isinstance(way, str) else way(options)
+                stated = way(options) if way else {}
             if isinstance(stated, str):
                 needs.append(stated)
             else:
@@ -57,11 +59,6 @@ def same(*names: str) -> dict[str, Statement]:
 def only(**values: Any) -> dict[str, Statement]:
     """Options of which the library has one value, which it does not state."""
     return {option: [(value, {})] for option, value in values.items()}
-
-
-def unstated(options: Options) -> Options:
-    """The statement of an option that makes no difference, or that another option states, too."""
-    return {}
 
 
 def square(name: str) -> Callable[[Options], Options | str]:
@@ -87,16 +84,16 @@ def mlp_width(key: str) -> Callable[[Options], Options]:
 
 
 # For all: what training alone reads, and what is seen in a tensor that every library has.
-UNSTATED = {"drop_path": unstated, "train_filters": unstated,
+UNSTATED = {"drop_path": None, "train_filters": None,
             "pos_embed": [(value, {}) for value in ("learned", "sincos", "none")]}
 SIDES = {name: square(name) for name in ("image_size", "patch_size")}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
 
 TIMM_VIT = same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size") | {
     "image_size": "img_size"} | only(norm_eps=1e-6)
-TIMM_MIXER = {"image_size": "img_size", "channels_ratio": unstated,
+TIMM_MIXER = {"image_size": "img_size", "channels_ratio": None,
               "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]}}
-TIMM_CONV_MIXER = {"image_size": unstated} | only(num_filters=0, activation="gelu")
+TIMM_CONV_MIXER = {"image_size": None} | only(num_filters=0, activation="gelu")
 # An activation is a class, which no plain value states; this function has ReLU.
 WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["convmixer_768_32"][1]))
 TIMM: dict[str, list[Counterpart]] = {

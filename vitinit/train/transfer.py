@@ -32,7 +32,7 @@ class Transfer:
     """What `start_from` did with each tensor; `str` of it is a summary of one line."""
 
     loaded: list[str]           # names of tensors copied unchanged
-    resized: list[str]          # such as "pos_embed 14×14 → 24×24"
+    resized: list[str]          # such as "pos_embed 14×14 without cls_token → 24×24"
     dropped: list[str]          # in the checkpoint, but not used
     kept: list[str]             # in the model, and left as its init drew them
 
@@ -163,7 +163,7 @@ def _fit_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
 
     own, wanted: the model's state dict and grid. Tokens before the patches to which the checkpoint
     adds no position get zeros; if it lacks such a token, the model's own entry for it stays. The
-    description is such as "14×14 without cls_token → 24×24", or "" if nothing was resized.
+    description is as in `Transfer.resized`, or "" if nothing was resized.
     """
     pos_embed, own_pos_embed = tensors["pos_embed"], own["pos_embed"]
     if pos_embed.ndim != 3 or pos_embed.shape[2] != own_pos_embed.shape[2]:
@@ -217,10 +217,7 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
 
 def _classifiers(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
                  rows: Sequence[int | None] | None) -> dict[str, Tensor]:
-    """The classifiers that a model gets, with `rows` of the checkpoint's as of `start_from`.
-
-    own: the model's state dict. Those of another width, and those that get no row, are left out.
-    """
+    """The classifiers that a model gets, but for those of another width or without any row."""
     heads = {name: value for name, value in tensors.items() if name in own and value.ndim
              and name.startswith("head") and value.shape[1:] == own[name].shape[1:]}
     if rows is None:
@@ -243,10 +240,7 @@ def _may_differ(name: str, others: Mapping[str, Tensor], new_head: bool) -> bool
 
 def _require_fit(own: Mapping[str, Tensor], path: Path | str, *, missing: list[str],
                  surplus: list[str], loaded: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError, listing names, for tensors on one side only and for other shapes.
-
-    own: the model's state dict. loaded: the tensors to be copied into the model.
-    """
+    """Raise CheckpointError, listing names, for tensors on one side only and for other shapes."""
     shapes = [f"{name} {tuple(value.shape)} where the model has {tuple(own[name].shape)}"
               for name, value in loaded.items() if name in own and value.shape != own[name].shape]
     problems = [f"; {title}: {shortened(names)}" for title, names in (
