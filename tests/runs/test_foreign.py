@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from refused import refused
+from same_run import assert_identical
 from torch import Tensor
+from written_vit import CLASSES, HEADS, REGISTERS, WIDTH, drawn_tensors, written_out
 
 import vitinit
 from vitinit import export
@@ -22,19 +23,41 @@ from vitinit.runs.start import as_input, build
 from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes
-WIDTH, HEADS, HIDDEN, PATCH, SIDE, CLASSES, REGISTERS = 21, 3, 29, 5, 15, 7, 2
+HIDDEN, PATCH, SIDE = 29, 5, 15
 EPS = 1e-3                                           # large, so that another one is seen
 
-# model_type, architecture, prefix of the names
+# model_type, architecture, prefix of the names, and the layout as in written_vit.py
+PLAIN = dict(positions="all", read="class")
+DINOV2 = dict(scale="ls{}.gamma", positions="class and patches", read="class", head=False)
 KINDS = {
-    "ViT": ("vit", "ViTForImageClassification", "vit."),
-    "ViT, backbone": ("vit", "ViTModel", ""),
-    "DeiT": ("deit", "DeiTForImageClassification", "deit."),
-    "DeiT with teacher": ("deit", "DeiTForImageClassificationWithTeacher", "deit."),
-    "I-JEPA": ("ijepa", "IJepaForImageClassification", "ijepa."),
-    "DINOv2": ("dinov2", "Dinov2Model", ""),
-    "DINOv2 with registers": ("dinov2_with_registers", "Dinov2WithRegistersModel", ""),
+    "ViT": ("vit", "ViTForImageClassification", "vit.", PLAIN),
+    "ViT, backbone": ("vit", "ViTModel", "", PLAIN | dict(head=False)),
+    "DeiT": ("deit", "DeiTForImageClassification", "deit.", PLAIN | dict(distilled=True)),
+    "DeiT with teacher": ("deit", "DeiTForImageClassificationWithTeacher", "deit.",
+                          dict(distilled=True, positions="all", read="both")),
+    "I-JEPA": ("ijepa", "IJepaForImageClassification", "ijepa.",
+               dict(class_token=False, positions="all", read="mean of norm")),
+    "DINOv2": ("dinov2", "Dinov2Model", "", DINOV2),
+    "DINOv2 with registers": ("dinov2_with_registers", "Dinov2WithRegistersModel", "",
+                              DINOV2 | dict(registers="reg_token")),
 }
+# What transformers calls otherwise in its files than written_vit.py: in all, and not in DINOv2.
+IN_FILES = {"blocks.": "encoder.layer.", "norm.": "layernorm.", "cls_token": "embeddings.cls_token",
+            "dist_token": "embeddings.distillation_token",
+            "reg_token": "embeddings.register_tokens",
+            "pos_embed": "embeddings.position_embeddings",
+            "patch_embed.proj": "embeddings.patch_embeddings.projection",
+            "ls1.gamma": "layer_scale1.lambda1", "ls2.gamma": "layer_scale2.lambda1",
+            "attn.proj": "attention.output.dense", "head_dist.": "distillation_classifier."}
+IN_VIT = {"norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
+          "mlp.fc2": "output.dense"}
+# What release 5 calls otherwise in memory than in its files; the last is not so of DINOv2.
+IN_MEMORY = {".attention.attention.": ".attention.", ".attention.self.": ".attention.",
+             "query.": "q_proj.", "key.": "k_proj.", "value.": "v_proj.",
+             "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
+             "output.dense": "mlp.fc2",
+             "relative_position_bias_table": "relative_position_bias.relative_position_bias_table",
+             "encoder.layer.": "layers."}
 CONFIG = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
           "intermediate_size": HIDDEN, "hidden_act": "gelu", "layer_norm_eps": EPS,
           "image_size": SIDE, "patch_size": PATCH, "num_channels": 3, "qkv_bias": True}
@@ -45,97 +68,40 @@ PREPROCESSOR = {"do_resize": True, "size": {"shortest_edge": 20}, "resample": 2,
 LABELS = {str(index): f"{index}, a label" for index in range(CLASSES)}
 
 
-def their_tensors(name: str) -> dict[str, Tensor]:
-    """Random tensors under the names that save_pretrained of transformers writes."""
-    kind, architecture, _ = KINDS[name]
-    dinov2, generator = kind.startswith("dinov2"), torch.Generator().manual_seed(5)
-    before = {"deit": 2, "ijepa": 0}.get(kind, 1)
-    shapes = {"embeddings.position_embeddings": (1, before + (SIDE // PATCH) ** 2, WIDTH),
-              "embeddings.patch_embeddings.projection": (WIDTH, 3, PATCH, PATCH),
-              "layernorm": (WIDTH,)}
-    if before:
-        shapes["embeddings.cls_token"] = (1, 1, WIDTH)
-    if kind == "deit":
-        shapes["embeddings.distillation_token"] = (1, 1, WIDTH)
-    if kind == "dinov2_with_registers":
-        shapes["embeddings.register_tokens"] = (1, REGISTERS, WIDTH)
-    if architecture == "ViTModel":
-        shapes["pooler.dense"] = (WIDTH, WIDTH)
-    for layer in (f"encoder.layer.{number}" for number in range(2)):
-        shapes |= {f"{layer}.attention.attention.{part}": (WIDTH, WIDTH)
-                   for part in ("query", "key", "value")}
-        shapes[f"{layer}.attention.output.dense"] = (WIDTH, WIDTH)
-        shapes |= ({f"{layer}.norm1": (WIDTH,), f"{layer}.norm2": (WIDTH,),
-                    f"{layer}.layer_scale1.lambda1": (WIDTH,), f"{layer}.mlp.fc1": (HIDDEN, WIDTH),
-                    f"{layer}.layer_scale2.lambda1": (WIDTH,), f"{layer}.mlp.fc2": (WIDTH, HIDDEN)}
-                   if dinov2 else
-                   {f"{layer}.layernorm_before": (WIDTH,), f"{layer}.layernorm_after": (WIDTH,),
-                    f"{layer}.intermediate.dense": (HIDDEN, WIDTH),
-                    f"{layer}.output.dense": (WIDTH, HIDDEN)})
-    heads = (["cls_classifier", "distillation_classifier"] if architecture.endswith("Teacher") else
-             ["classifier"] if architecture.endswith("Classification") else [])
-    shapes |= {head: (CLASSES, WIDTH) for head in heads}
-    tensors = {}
-    for place, shape in shapes.items():
-        def draw(shape: tuple[int, ...]) -> Tensor:
-            return torch.randn(shape, generator=generator) * 0.4
-        if place.endswith(("token", "tokens", "position_embeddings", "lambda1")):
-            tensors[place] = draw(shape)
-        else:
-            tensors |= {f"{place}.weight": draw(shape), f"{place}.bias": draw(shape[:1])}
+def drawn(name: str) -> dict[str, Tensor]:
+    """Random tensors of a kind under the names of written_vit.py."""
+    tensors = drawn_tensors(grid=(SIDE // PATCH,) * 2, patch=(PATCH, PATCH), hidden=HIDDEN,
+                            **KINDS[name][3])
+    return {place: value.float() for place, value in tensors.items()}
+
+
+def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    for before, after in names.items():
+        tensors = {name.replace(before, after): value for name, value in tensors.items()}
     return tensors
 
 
-def their_output(name: str, tensors: dict[str, Tensor], images: Tensor) -> Tensor:
-    """transformers' logits, or without a classifier its first token, written out in float64."""
-    kind, architecture, _ = KINDS[name]
-    dinov2 = kind.startswith("dinov2")
-    tensors = {place: value.double() for place, value in tensors.items()}
-
-    def linear(x: Tensor, place: str) -> Tensor:
-        return x @ tensors[f"{place}.weight"].T + tensors[f"{place}.bias"]
-
-    def norm(x: Tensor, place: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
-        return scaled * tensors[f"{place}.weight"] + tensors[f"{place}.bias"]
-
-    patches = F.conv2d(images, tensors["embeddings.patch_embeddings.projection.weight"],
-                       tensors["embeddings.patch_embeddings.projection.bias"], stride=PATCH)
-    tokens = [] if kind == "ijepa" else [tensors["embeddings.cls_token"]]
-    if kind == "deit":
-        tokens.append(tensors["embeddings.distillation_token"])
-    x = torch.cat([*(token.repeat(len(images), 1, 1) for token in tokens), patches.flatten(2).mT],
-                  1)
-    x = x + tensors["embeddings.position_embeddings"]
-    if kind == "dinov2_with_registers":              # inserted after positions were added
-        registers = tensors["embeddings.register_tokens"].repeat(len(images), 1, 1)
-        x = torch.cat([x[:, :1], registers, x[:, 1:]], dim=1)
-    for layer in ("encoder.layer.0", "encoder.layer.1"):
-        y = norm(x, f"{layer}.norm1" if dinov2 else f"{layer}.layernorm_before")
-        q, k, v = (linear(y, f"{layer}.attention.attention.{part}").chunk(HEADS, dim=-1)
-                   for part in ("query", "key", "value"))
-        y = torch.cat([(q[head] @ k[head].mT / (WIDTH // HEADS) ** 0.5).softmax(-1) @ v[head]
-                       for head in range(HEADS)], dim=-1)
-        y = linear(y, f"{layer}.attention.output.dense")
-        x = x + (tensors[f"{layer}.layer_scale1.lambda1"] * y if dinov2 else y)
-        y = linear(norm(x, f"{layer}.norm2" if dinov2 else f"{layer}.layernorm_after"),
-                   f"{layer}.mlp.fc1" if dinov2 else f"{layer}.intermediate.dense")
-        y = linear(y * (1 + torch.erf(y / 2**0.5)) / 2,
-                   f"{layer}.mlp.fc2" if dinov2 else f"{layer}.output.dense")
-        x = x + (tensors[f"{layer}.layer_scale2.lambda1"] * y if dinov2 else y)
-    x = norm(x, "layernorm")
-    if architecture.endswith("Teacher"):
-        return (linear(x[:, 0], "cls_classifier") + linear(x[:, 1], "distillation_classifier")) / 2
-    pooled = x.mean(1) if kind == "ijepa" else x[:, 0]
-    return linear(pooled, "classifier") if architecture.endswith("Classification") else pooled
+def their_tensors(name: str) -> dict[str, Tensor]:
+    """The same under the names that save_pretrained of transformers writes."""
+    kind, architecture, *_ = KINDS[name]
+    classifier = "cls_classifier." if architecture.endswith("Teacher") else "classifier."
+    tensors = {}
+    for place, value in drawn(name).items():
+        layer, qkv, part = place.partition("attn.qkv")
+        tensors |= dict(zip((f"{layer}attention.attention.{each}{part}"
+                             for each in ("query", "key", "value")), value.chunk(3))
+                        ) if qkv else {place: value}
+    if architecture == "ViTModel":
+        tensors |= {"pooler.dense.weight": torch.ones(3), "pooler.dense.bias": torch.ones(3)}
+    return renamed(tensors, IN_FILES | {"head.": classifier} | (
+        {} if kind.startswith("dinov2") else IN_VIT))
 
 
 @pytest.fixture
 def their_folder(tmp_path):
     """A function name → the folder that save_pretrained would have written; it takes changes."""
     def write(name: str, **changes: object) -> Path:
-        kind, architecture, prefix = KINDS[name]
+        kind, architecture, prefix, _ = KINDS[name]
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         labels = {"id2label": LABELS} if "Classification" in architecture else {}
@@ -156,7 +122,8 @@ def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsy
     trained = vitinit.load(their_folder(name))
     images = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(6),
                          dtype=torch.float64)
-    expected = their_output(name, their_tensors(name), images)
+    expected = written_out({place: value.double() for place, value in drawn(name).items()}, images,
+                           eps=EPS, **KINDS[name][3])
     assert expected.std() > 0.1
     torch.testing.assert_close(trained.model.double()(images), expected, rtol=0, atol=2e-6)
     has_classifier = "Classification" in KINDS[name][1]
@@ -175,31 +142,13 @@ def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsy
             trained.predict(torch.zeros(3, 17, 19, dtype=torch.uint8))
 
 
-# What transformers 5 calls otherwise in memory than in its files; the last is not so of DINOv2.
-IN_MEMORY = {".attention.attention.": ".attention.", ".attention.self.": ".attention.",
-             "query.": "q_proj.", "key.": "k_proj.", "value.": "v_proj.",
-             "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
-             "output.dense": "mlp.fc2",
-             "relative_position_bias_table": "relative_position_bias.relative_position_bias_table",
-             "encoder.layer.": "layers."}
-
-
-def in_memory(tensors: dict[str, Tensor], renamed: list[tuple[str, str]]) -> dict[str, Tensor]:
-    for file, memory in renamed:
-        tensors = {name.replace(file, memory): value for name, value in tensors.items()}
-    return tensors
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_the_names_that_transformers_5_has_in_memory_are_read_as_those_of_its_files(name):
-    tensors, (kind, _, prefix) = their_tensors(name), KINDS[name]
-    layers = "encoder.layer" if kind.startswith("dinov2") else "layers"
-    found = in_memory(tensors, [*IN_MEMORY.items()][:9 if kind.startswith("dinov2") else 10])
-    assert f"{layers}.1.attention.q_proj.bias" in found
-    found = native_names({prefix + place: value for place, value in found.items()})
-    read = native_names(tensors)
-    assert found.keys() == read.keys()
-    assert all(torch.equal(value, read[place]) for place, value in found.items())
+    tensors, dinov2 = their_tensors(name), name.startswith("DINOv2")
+    found = renamed(tensors, dict([*IN_MEMORY.items()][:-1 if dinov2 else None]))
+    assert f"{'encoder.layer' if dinov2 else 'layers'}.1.attention.q_proj.bias" in found
+    found = native_names({KINDS[name][2] + place: value for place, value in found.items()})
+    assert_identical(found, native_names(tensors))
 
 
 def test_swins_names_are_those_of_transformers_and_read_as_they_are_written():
@@ -207,12 +156,11 @@ def test_swins_names_are_those_of_transformers_and_read_as_they_are_written():
                                   embed_dim=6, depths=(1, 1), num_heads=(1, 2),
                                   window_size=3).state_dict()
     found = foreign_names(tensors, TRANSFORMERS_SWIN, "swin.")
-    read = native_names(found)
-    assert read.keys() == tensors.keys() and not found.keys() & tensors.keys()
-    memory = in_memory(found, [*IN_MEMORY.items()])
+    assert not found.keys() & tensors.keys()
+    memory = renamed(found, IN_MEMORY)
     assert "swin.encoder.layers.1.blocks.0.attention.q_proj.bias" in memory
-    for read in (read, native_names(memory)):
-        assert all(torch.equal(read[name], value) for name, value in tensors.items())
+    for names in (found, memory):
+        assert_identical(native_names(names), dict(tensors))
     block = "swin.encoder.layers.1.blocks.0"
     for name, ours in {
             "swin.embeddings.norm.bias": "patch_embed.norm.bias",
@@ -240,9 +188,7 @@ def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, 
     assert {key: ours[key] for key in theirs} == theirs
     for key in ("image_mean", "image_std", "size", "crop_size", "resample"):
         assert json.loads((out / "preprocessor_config.json").read_text())[key] == PREPROCESSOR[key]
-    again, first = vitinit.load(out), vitinit.load(source)
-    assert all(torch.equal(value, first.model.state_dict()[place])
-               for place, value in again.model.state_dict().items())
+    assert_identical(*(vitinit.load(folder).model.state_dict() for folder in (out, source)))
     capsys.readouterr()
     assert export.main([str(their_folder("DeiT")), "--to", "safetensors", "--names", "transformers",
                         "--out", str(tmp_path / "other")]) == 2
@@ -262,8 +208,7 @@ def test_a_folder_of_shards_is_that_of_one_file(their_folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     again = vitinit.load(folder)
     assert again.recipe == whole.recipe and again.classes == whole.classes
-    assert all(torch.equal(value, whole.model.state_dict()[name])
-               for name, value in again.model.state_dict().items())
+    assert_identical(again.model.state_dict(), whole.model.state_dict())
 
 
 def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder):

@@ -14,6 +14,7 @@ from redrawn import redraw, snapshot
 from refused import refused
 from same_run import assert_identical
 from torch import Tensor, nn
+from written_vit import CLASSES, DEPTH, HEADS, PATCH, REGISTERS, WIDTH, drawn_tensors, written_out
 
 import vitinit
 from vitinit.models.convert import native_tensors
@@ -21,12 +22,8 @@ from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.transfer import load_exactly, start_from
 
 PATH = Path("theirs.pth")
-WIDTH, HEADS, DEPTH, CLASSES, REGISTERS = 21, 3, 2, 7, 5
-HIDDEN = 4 * WIDTH
-PATCH = (2, 3)
 
-# Layout: which tokens there are, to which of them positions are added, the name of LayerScale, and
-# what the classifier reads.
+# Arguments of `drawn_tensors` and `written_out`.
 LAYOUTS = {
     "DINOv2": dict(scale="ls{}.gamma", positions="class and patches", read="class", head=False),
     "DINOv2 with registers": dict(scale="ls{}.gamma", registers="register_tokens",
@@ -50,81 +47,9 @@ def theirs(name: str, grid: tuple[int, int] = (5, 5)) -> dict[str, Tensor]:
     return drawn_tensors(grid=grid, **LAYOUTS[name])
 
 
-def drawn_tensors(*, positions: str, read: str, grid: tuple[int, int], scale: str = "",
-                  registers: str = "", class_token: bool = True, head: bool = True
-                  ) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    entries = {"all": class_token + REGISTERS * bool(registers), "class and patches": 1,
-               "patches": 0}[positions]
-    shapes = {"cls_token": (1, 1, WIDTH)} if class_token else {}
-    shapes |= {"pos_embed": (1, entries + grid[0] * grid[1], WIDTH),
-               "patch_embed.proj.weight": (WIDTH, 3, *PATCH), "patch_embed.proj.bias": (WIDTH,)}
-    shapes |= {registers: (1, REGISTERS, WIDTH)} if registers else {}
-    for block in range(DEPTH):
-        layers = {"norm1": (WIDTH,), "attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH),
-                  "norm2": (WIDTH,), "mlp.fc1": (HIDDEN, WIDTH), "mlp.fc2": (WIDTH, HIDDEN)}
-        for layer, shape in layers.items():
-            shapes[f"blocks.{block}.{layer}.weight"] = shape
-            shapes[f"blocks.{block}.{layer}.bias"] = shape[:1]
-        shapes |= {f"blocks.{block}.{scale.format(branch)}": (WIDTH,) for branch in "12" if scale}
-    norm = "norm" if read == "class" else "fc_norm"
-    shapes |= {f"{norm}.weight": (WIDTH,), f"{norm}.bias": (WIDTH,)}
-    shapes |= {"head.weight": (CLASSES, WIDTH), "head.bias": (CLASSES,)} if head else {}
-    return {key: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.4
-            for key, shape in shapes.items()}
-
-
 def images(grid: tuple[int, int] = (5, 5)) -> Tensor:
     return torch.randn(2, 3, PATCH[0] * grid[0], PATCH[1] * grid[1], dtype=torch.float64,
                        generator=torch.Generator().manual_seed(4))
-
-
-def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, read: str,
-                scale: str = "", registers: str = "", class_token: bool = True, head: bool = True,
-                after_blocks: list[Tensor] | None = None) -> Tensor:
-    """The original model's logits, or, without a classifier, what one would read.
-
-    after_blocks: a list to which the tokens (B, N, C) after each block are appended.
-    """
-    def norm(x: Tensor, layer: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        return scaled * tensors[f"{layer}.weight"] + tensors[f"{layer}.bias"]
-
-    def linear(x: Tensor, layer: str) -> Tensor:
-        return x @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"]
-
-    patches = F.conv2d(images, tensors["patch_embed.proj.weight"],
-                       tensors["patch_embed.proj.bias"], stride=PATCH).flatten(2).mT
-    one = [tensors["cls_token"].repeat(2, 1, 1)] if class_token else []
-    some = [tensors[registers].repeat(2, 1, 1)] if registers else []
-    if positions == "patches":                       # DeiT-III, timm's no_embed_class
-        x = torch.cat([*one, *some, patches + tensors["pos_embed"]], dim=1)
-    elif positions == "class and patches":           # DINOv2: registers are inserted afterwards
-        x = torch.cat([*one, patches], dim=1) + tensors["pos_embed"]
-        x = torch.cat([x[:, :1], *some, x[:, 1:]], dim=1)
-    else:
-        x = torch.cat([*one, *some, patches], dim=1) + tensors["pos_embed"]
-
-    for block in (f"blocks.{index}" for index in range(DEPTH)):
-        gammas = [tensors[f"{block}.{scale.format(branch)}"] if scale else 1.0 for branch in "12"]
-        q, k, v = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").split(WIDTH, dim=-1)
-        mixed = []
-        for part in torch.arange(WIDTH).chunk(HEADS):
-            logits = q[..., part] @ k[..., part].mT / len(part) ** 0.5
-            mixed.append(logits.softmax(-1) @ v[..., part])
-        x = x + gammas[0] * linear(torch.cat(mixed, dim=-1), f"{block}.attn.proj")
-        hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")
-        hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
-        x = x + gammas[1] * linear(hidden, f"{block}.mlp.fc2")
-        if after_blocks is not None:
-            after_blocks.append(x)
-
-    if read == "class":
-        x = norm(x, "norm")[:, 0]
-    else:                                            # tokens before the patches are not averaged
-        x = norm(x[:, x.shape[1] - patches.shape[1]:].mean(1), "fc_norm")
-    return linear(x, "head") if head else x
 
 
 def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
