@@ -86,10 +86,9 @@ def taken_by(library: str, trained: Trained) -> tuple[str, dict[str, Any], Names
 
 
 def export_weights(trained: Trained, out: Path, library: str | None) -> str:
-    """Write the weights to the file `out`; return what was checked, in words.
+    """Write the weights to the file `out`, under the names of `library`; return what was checked.
 
-    library: under whose names; None: under ours, and the file says which model of timm takes them,
-    or null.
+    None: under ours, and the file says which model of timm takes them, or null.
     """
     notes, names = metadata(trained) | {"timm": None}, {}
     with suppress(RecipeError) if library is None else nullcontext():

@@ -162,8 +162,7 @@ class RunFolder:
     def require_unused(self, *, starts_again: bool = False) -> None:
         """Raise CheckpointError if the folder already has files that a run writes.
 
-        starts_again: allow those that a run writes before its first checkpoint, recipe.toml and
-            run.json.
+        starts_again: allow recipe.toml and run.json, which are written before the first checkpoint.
         """
         before = () if starts_again else (self.recipe, self.info)
         if found := self.results() + [path.name for path in before if path.exists()]:
@@ -177,18 +176,14 @@ class RunFolder:
         return parse_starts(read_bytes(self.info, b"[]"), self.info)
 
     def data_of(self, start: int) -> dict[str, Any]:
-        """What `record_start` was given as `data` at this start of the run; {} if unknown.
-
-        start: 0 for the first, −1 for the last.
-        """
+        """What `record_start` was given as `data` at this start (0: the first); {} if unknown."""
         starts = self.starts()
         return starts[start].get("data", {}) if starts else {}
 
     def load_last(self, *, glance: bool = False) -> dict[str, Any]:
         """The contents of last.pt; of previous.pt, with a warning, if that is damaged or missing.
 
-        glance: read only plain values; the tensors stay on disk, and their checksums are not
-            verified.
+        glance: read only plain values; the tensors stay on disk, and no checksums are verified.
         """
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")

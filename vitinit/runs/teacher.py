@@ -58,10 +58,9 @@ class Chosen(nn.Module):
 
 
 def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -> Teacher:
-    """The recipe's teacher, frozen, on the device.
+    """The recipe's teacher, frozen, on the device. classes: the student's, in order.
 
-    classes: the names of the student's classes, in order. Raises a OneLineError if the teacher
-    cannot be opened, or does not know these classes.
+    Raises a OneLineError if the teacher cannot be opened, or does not know these classes.
     """
     name, weights = recipe.distill.teacher, recipe.distill.weights
     if name.startswith(TORCHVISION):
@@ -78,9 +77,8 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
                         len(trained.classes))
     digest = weights_digest(opened.model.state_dict())
     columns, order = columns_for(name, opened, classes)
-    model = opened.model
-    if columns != list(range(opened.outputs)):
-        model = Chosen(model, columns)
+    unchanged = columns == list(range(opened.outputs))
+    model = opened.model if unchanged else Chosen(opened.model, columns)
     model = model.requires_grad_(False).to(device)
     if recipe.engine.channels_last:
         model = model.to(memory_format=torch.channels_last)

@@ -132,8 +132,7 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
     mmap: leave the tensors on disk until they are used. verify: check the file's checksums first,
     which reads the whole file: torch.save stores them, and torch.load does not check them.
 
-    Raises CheckpointError, which names the file: NoCheckpoint if it does not exist, Damaged if it
-    is not a readable checkpoint.
+    Raises NoCheckpoint, Damaged or CheckpointError, which name the file.
     """
     try:
         if path.suffix == ".safetensors":
@@ -200,10 +199,9 @@ def _reason(error: Exception) -> str:
 
 def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model"
                    ) -> dict[str, Tensor]:
-    """The tensors of one model in a checkpoint, as they are called there.
+    """The tensors of the "model", or of its moving average "ema", as the checkpoint calls them.
 
-    name: "model", or "ema" for the moving average. Without any of these keys, or CONTAINERS, it is
-    taken for a bare state dict. Raises CheckpointError, which names `path`, if there is none.
+    Without CONTAINERS it is taken for a bare state dict. Raises CheckpointError if there is none.
     """
     found = state if name == "model" else next(
         (state[key] for key in AVERAGES if isinstance(state.get(key), Mapping)), {})
