@@ -14,6 +14,7 @@ import torch
 import torchvision
 from pages import read_page
 from safetensors import safe_open
+from same_run import assert_identical
 
 import vitinit
 from vitinit import export
@@ -73,12 +74,11 @@ def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_pa
     assert exported(checkpoint, "--to", "safetensors", "--out", out) == 0
     trained, (notes, weights) = vitinit.load(checkpoint), opened(out)
     own, data = trained.model.state_dict(), trained.recipe.data
-    assert weights.keys() == own.keys() and len(own) > 5
-    assert all(torch.equal(weights[name], value) for name, value in own.items())
-    assert (notes["classes"], notes["image_size"]) == (list(trained.classes),
-                                                       list(trained.image_size))
-    assert (notes["mean"], notes["std"]) == (list(data.mean), list(data.std))
-    assert notes["crop_pct"] == trained.recipe.eval.crop_pct
+    assert len(own) > 5
+    assert_identical(weights, dict(own))
+    assert plain([notes[key] for key in ("classes", "image_size", "mean", "std", "crop_pct")]
+                 ) == plain([trained.classes, trained.image_size, data.mean, data.std,
+                             trained.recipe.eval.crop_pct])
     assert (notes["timm"] is None) == (trained.recipe.model.name == "simple_vit")
     (tmp_path / "recipe.toml").write_text(notes["recipe"])
     assert load_recipe(tmp_path / "recipe.toml").model == trained.recipe.model
@@ -102,8 +102,7 @@ def test_torchvision_loads_its_names_strictly_and_gives_the_same_logits(checkpoi
     assert trained.model(images).std() > 1e-3
     (tmp_path / "recipe.toml").write_text(notes["recipe"])
     again = vitinit.load(out, recipe=str(tmp_path / "recipe.toml"))
-    assert all(torch.equal(value, trained.model.state_dict()[name])
-               for name, value in again.model.state_dict().items())
+    assert_identical(again.model.state_dict(), trained.model.state_dict())
 
 
 def test_a_folder_is_what_timm_opens_or_says_which_sizes_it_has(checkpoint, tmp_path, capsys):
@@ -203,6 +202,13 @@ def test_what_a_library_cannot_express_is_refused_with_what_it_expects():
             counterpart_of(recipe, f"model.options.{change}", library=library)
 
 
+def views_and_logits(trained: vitinit.Trained) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images, (11, 3, H, W) uint8, and what the model makes of them."""
+    views = torch.randint(256, (11, 3, *trained.image_size), dtype=torch.uint8,
+                          generator=torch.Generator().manual_seed(1))
+    return views, trained.model(normalise(views, trained.recipe.data.mean, trained.recipe.data.std))
+
+
 @pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)
 def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
     """That normalises inside. tests/models exports every family, tests/runs/test_teacher.py one
@@ -213,13 +219,9 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
     stored = torch.export.load(out, extra_files=notes)
     (example,), _ = stored.example_inputs            # as AOTInductor needs it; of no photograph
     assert torch.equal(example, export.noise(trained)[:2])
-    program = stored.module()
-    views = torch.randint(0, 256, (11, 3, *trained.image_size), dtype=torch.uint8,
-                          generator=torch.Generator().manual_seed(1))
-    images = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
+    program, (views, logits) = stored.module(), views_and_logits(trained)
     for batch in (1, 2, 5, 11):
-        torch.testing.assert_close(program(views[:batch]), trained.model(images[:batch]), rtol=0,
-                                   atol=1e-5)
+        torch.testing.assert_close(program(views[:batch]), logits[:batch], rtol=0, atol=1e-5)
     assert json.loads(notes["vitinit.json"])["classes"] == list(trained.classes)
     said = capsys.readouterr().out
     assert "run on 7 images: largest difference " in said and "uint8" in said
@@ -234,12 +236,9 @@ def test_the_page_makes_onnx_of_a_program(checkpoint, tmp_path, monkeypatch):
     assert exported(checkpoint, "--to", "torch", "--out", "model.pt2", "--normalise") == 0
     lines, = [code for code in PAGE.blocks("python") if "torch.onnx" in code]
     exec(lines, {"torch": torch})
-    trained = vitinit.load(checkpoint)
-    views = torch.randint(256, (5, 3, *trained.image_size), dtype=torch.uint8)
-    graph = onnx.load("model.onnx")
+    (views, expected), graph = views_and_logits(vitinit.load(checkpoint)), onnx.load("model.onnx")
     logits, = ReferenceEvaluator(graph).run(None, {graph.graph.input[0].name: views.numpy()})
-    images = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
-    torch.testing.assert_close(torch.from_numpy(logits), trained.model(images), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "run"])
@@ -298,9 +297,9 @@ def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, cap
     assert (ours.classes, ours.recipe, ours.image_size) == (theirs.classes, theirs.recipe,
                                                             theirs.image_size)
     kept = torch.load(out / "last.pt")["model"]
-    for name, value in theirs.model.state_dict().items():
-        assert torch.equal(ours.model.state_dict()[name], value.half().float()), name
-        assert kept[name].dtype == torch.float16
+    assert {value.dtype for value in kept.values()} == {torch.float16}
+    assert_identical(kept, dict(theirs.model.half().state_dict()))
+    assert_identical(ours.model.state_dict(), theirs.model.float().state_dict())
     # It can be evaluated like any run, but not resumed.
     assert eval_program.main([str(out), "--data-dir", str(image_tree)]) == 0
     assert train_program.main(["--resume", str(out)]) == 2
@@ -321,9 +320,9 @@ def test_integers_such_as_batch_norms_count_are_not_rounded(checkpoint, tmp_path
     torch.save(bare, checkpoint)                     # a name that we invent is no name to keep
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "bare") == 0
     assert torch.load(tmp_path / "bare" / "last.pt")["classes"] is None
-    for name, value in theirs.items():
-        rounded = value.half().float() if value.is_floating_point() else value
-        assert torch.equal(ours[name], rounded), name
+    assert_identical(dict(ours), {
+        name: value.half().float() if value.is_floating_point() else value
+        for name, value in theirs.items()})
 
 
 def test_a_run_that_half_precision_spoils_leaves_no_folder(tmp_path, capsys):
