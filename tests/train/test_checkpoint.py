@@ -73,19 +73,13 @@ def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, re
     assert refused(CheckpointError, load, tmp_path / "b.pt").endswith("b.pt: no such checkpoint")
 
 
-def test_safetensors_are_read(tmp_path):
-    from safetensors.torch import save_file
-    save_file({"w": torch.arange(3.0)}, tmp_path / "a.safetensors")
-    state = load(tmp_path / "a.safetensors")
-    assert torch.equal(model_state(state, tmp_path)["w"], torch.arange(3.0))
-
-
-def test_shards_are_read_from_the_indexs_own_folder_alone(tmp_path):
+def test_safetensors_are_read_and_shards_from_the_indexs_own_folder_alone(tmp_path):
     from safetensors.torch import save_file
     folder = tmp_path / "theirs"
     folder.mkdir()
     for place in (folder / "1.safetensors", tmp_path / "out.safetensors"):
         save_file({"a": torch.arange(3.0), "not named": torch.ones(1)}, place)
+        assert torch.equal(model_state(load(place), place)["a"], torch.arange(3.0))
     torch.save({"b": torch.arange(5.0)}, folder / "2.bin")
     index = folder / "model.safetensors.index.json"
     for files, problem in (

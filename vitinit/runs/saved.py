@@ -20,7 +20,7 @@ from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..recipe.values import convert, nearest
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
-from ..train.transfer import UNREAD, load_exactly, start_from
+from ..train.transfer import load_exactly, start_from
 from . import foreign
 from .folder import BOXED, RunFolder, read_checkpoint
 from .start import build
@@ -66,8 +66,7 @@ class Saved(NamedTuple):
         size and it is another, and RecipeError if the model cannot be built.
         """
         recipe, tensors = self.recipe, self.tensors(weights)
-        if or_backbone and not any(name.startswith("head") and not UNREAD.search(name)
-                                   for name in tensors):
+        if or_backbone and not rows_of(tensors):
             recipe = recipe.with_data(num_classes=0)
         model = build(recipe)
         load_exactly(model, tensors, self.path)

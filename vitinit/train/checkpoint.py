@@ -170,7 +170,7 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
 def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
     """The tensors that an index names, each from the file beside it that it names."""
     files, shards = json.loads(index.read_bytes())["weight_map"], {}
-    for file in {*files.values()}:
+    for file in sorted({*files.values()}):
         if Path(file).name != file or file.endswith(".json"):
             raise Damaged(f"{index}: names {file}, expected a file of tensors in the same folder")
         shards[file] = load(index.with_name(file), mmap=mmap, verify=verify)
