@@ -258,7 +258,7 @@ def by_name(path: Path) -> Path:
 
 def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
                     ) -> tuple[dict[str, Any], Path]:
-    """The contents of a checkpoint, and the file that they are from; see `load` of train/checkpoint.
+    """The contents of a checkpoint, as `load` reads them, and the file that they are from.
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
