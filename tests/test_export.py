@@ -150,9 +150,9 @@ def test_the_timm_model_that_takes_the_weights_is_named():
                 class_token=True, reg_tokens=0, global_pool="token", fc_norm=False)),
             ("deit_tiny", ["model.name=vit_tiny_distilled"], "deit.VisionTransformerDistilled",
              TIMM_VIT), ("convmixer_768_32", [], "convmixer.convmixer_768_32", {}),
-            ("mixer_b16", [], "mlp_mixer.MlpMixer", dict(
+            ("mixer_b16", ["model.options.channels_ratio=3.0"], "mlp_mixer.MlpMixer", dict(
                 img_size=[224, 224], patch_size=16, embed_dim=768, num_blocks=12,
-                mlp_ratio=[0.5, 4.0]))):
+                mlp_ratio=[0.5, 3.0]))):
         assert counterpart_of(recipe, *sets, library="timm")[:2] == (f"timm.models.{name}",
                                                                      arguments)
 
