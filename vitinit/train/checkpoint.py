@@ -174,6 +174,9 @@ def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
         if Path(file).name != file or file.endswith(".json"):
             raise Damaged(f"{index}: names {file}, expected a file of tensors in the same folder")
         shards[file] = load(index.with_name(file), mmap=mmap, verify=verify)
+    for name, file in files.items():
+        if name not in shards[file]:
+            raise Damaged(f"{index}: names {name} in {file}, which does not hold it")
     return {name: shards[file][name] for name, file in files.items()}
 
 
