@@ -195,7 +195,7 @@ def test_dark_images_of_16_bits_are_a_warning_at_the_start(train_program, small_
     for path in image_tree.glob("train/*/*"):
         Image.fromarray(np.full((10, 14), 4095, np.uint16)).save(path)
     assert train_program.main(small_run(tmp_path / "run", "--dry-run")) == 0
-    assert "\nwarning 51 images of 16 bits were looked at, and their highest value is 6.2 % of " in (
+    assert "\nwarning 51 images of 16 bits were looked at, and their highest value is 6.2 %" in (
         capsys.readouterr().out)
 
 

@@ -271,7 +271,8 @@ def test_an_image_folder_is_train_and_val_or_test_or_one_folder(tmp_path, monkey
         assert refusal(open_split, "image_folder", f"~/{root}", "val", 0) == (
             f"{tmp_path}/{root}: no val/ or test/ in it; train.py needs none with --set "
             "data.held_out_per_class=N, which validates on N images of each class, and eval.py "
-            f"evaluates all images of a folder of classes by --data image_folder={tmp_path}/{whole}")
+            "evaluates all images of a folder of classes by "
+            f"--data image_folder={tmp_path}/{whole}")
 
 
 @pytest.mark.parametrize("train, val, unused", [
@@ -293,13 +294,13 @@ def test_splits_go_by_any_of_their_names_and_what_is_beside_them_is_said(tmp_pat
 
 # Folders in the root, each with images in ant/ and bee/, or, where it ends in a dot, of its own.
 @pytest.mark.parametrize("split, folders, line", [
-    ("val", "train val validation", "val/ and validation/ are the same split, and in it are train/, "
-     "val/, validation/; expected one"),
+    ("val", "train val validation", "val/ and validation/ are the same split, and in it are train/"
+     ", val/, validation/; expected one"),
     ("train", "Training train val", "Training/ and train/ are the same split, and in it are "),
     ("train", "a b", "a/, b/ look like splits, not classes: each holds ant/, bee/; expected the "
      "names train/, and val/ or test/; if they are classes, they belong into {}/train/"),
-    ("train", "seg_test. seg_train x.", "seg_test/, seg_train/, x/ look like splits, not classes; "),
-    ("train", "train2017. val2017.", "train2017/, val2017/ look like splits, not classes; expected"),
+    ("train", "seg_test. seg_train x.", "seg_test/, seg_train/, x/ look like splits, not classes;"),
+    ("train", "train2017. val2017.", "train2017/, val2017/ look like splits, not classes; expecte"),
     ("train", "test val", "no train/ in it, but test/, val/; expected train/<class>/<image>"),
     ("train", "car. train. van.", "no class folders in train/, but car/, train/, van/; expected "
      "train/<class>/<image>; if all are classes, they belong into {}/train/ or {}/val/"),

@@ -54,7 +54,7 @@ def refused(train_program, capsys):
 
 def test_a_run_that_an_earlier_commit_stopped_ends_as_it_would_have_ended(
         train_program, tmp_path, image_tree):
-    """Commit 88e7f50 stopped it after step 8, and went on with a copy to the rows of finished.jsonl.
+    """Commit 88e7f50 stopped it after step 8, and then went on to the rows of finished.jsonl.
 
     They are equal to the bit on the machine that wrote them. Another may round otherwise.
     """

@@ -246,8 +246,8 @@ def require_formula(vit: Layout, images: Tensor, grid: tuple[int, int], rng: tor
     read: dict[nn.Module, Tensor] = {}
     calls: Counter[nn.Module] = Counter()
     others: list[Block] = []                         # which compute something else
-    drawn = {weight: weight.clone() for block in vit.blocks for part in (block.attention, block.norm)
-             for weight in part.parameters()}
+    drawn = {weight: weight.clone() for block in vit.blocks
+             for part in (block.attention, block.norm) for weight in part.parameters()}
     for weight in drawn:                             # so that logits are about 1
         draw = torch.randn(weight.shape, generator=rng)
         weight.copy_(draw * weight[0].numel()**-0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)

@@ -93,8 +93,8 @@ def require_same_images(one: EvaluatedSet, source: Source, run: Path) -> None:
     began = one.data and image_digests(RunFolder(run).data_of(0))[held_out]
     if began and fingerprint(source, one.root) != began:
         raise DataError(f"{one}: files have changed since the run in {run} began: these are not "
-                        f"the images that it {'held out' if held_out else 'was trained on'}; expected "
-                        f"the same files{', or others by --data NAME=DIR' * held_out}")
+                        f"the images that it {'held out' if held_out else 'was trained on'}; "
+                        f"expected the same files{', or others by --data NAME=DIR' * held_out}")
 
 
 def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,
