@@ -259,14 +259,17 @@ def test_names_of_other_functions_are_traps_as_whole_words(tmp_path):
 def test_timms_hub_states_the_preparation_and_arguments(tmp_path):
     config = {
         "architecture": "vit", "num_classes": 3, "label_names": {"0": "ant", "2": "eel"},
-        "model_args": {"num_heads": 3, "reg_tokens": 2, "depth": None, "in_chans": 3},
+        "model_args": {"num_heads": 3, "reg_tokens": 2, "depth": None, "in_chans": 3,
+                       "mlp_ratio": 3.5, "global_pool": "avg", "fc_norm": False},
         "pretrained_cfg": {"input_size": [3, 15, 20], "mean": [0.5] * 3, "std": [0.25] * 3,
                            "crop_pct": 0.9, "interpolation": "bilinear"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = read_description(tmp_path / "model.safetensors")
     assert found.classes == ("ant", "1", "eel") and found.values == {
         "data.image_size": (15, 20), "data.num_classes": 3, "model.options.num_heads": 3,
-        "model.options.num_registers": 2, "data.mean": [0.5] * 3, "data.std": [0.25] * 3,
+        "model.options.num_registers": 2, "model.options.mlp_ratio": 3.5,
+        "model.options.pool": "mean", "model.options.fc_norm": False,
+        "data.mean": [0.5] * 3, "data.std": [0.25] * 3,
         "eval.crop_pct": 0.9, "eval.interpolation": "bilinear"}
     assert read_description(tmp_path / "other.pth") is None     # the file is of the other one
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"crop_pct": 0.9}}))
@@ -285,9 +288,10 @@ SAME_EPS = f"model.options.norm_eps={EPS}"
 
 def test_fine_tuning_reads_the_same_files_and_refuses_or_tells_what_is_otherwise(
         train_program, their_folder, image_tree, capsys):
+    folder = their_folder("ViT")
     sets = [*OPTIONS, "data.num_classes=3", "optim.global_batch=2", "optim.base_lr=0.5",
             "mix.group=2", "engine.compile=false", "engine.amp=off", "data.workers=0",
-            "eval.batch_size=3", f"init.checkpoint={their_folder('ViT')}"]
+            "eval.batch_size=3", f"init.checkpoint={folder}"]
 
     def start(status: int, *changes: str) -> str:
         assert train_program.main([
@@ -304,6 +308,8 @@ def test_fine_tuning_reads_the_same_files_and_refuses_or_tells_what_is_otherwise
     assert warning.endswith(
         "config.json: images were prepared otherwise than by the recipe; as they were: --set data."
         'std=[0.3,0.4,0.7] --set eval.crop_pct=0.75 --set eval.interpolation="bilinear"')
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | {"resample": 1}))
+    assert "=0.75 (eval.interpolation has no lanczos)\n" in start(0, SAME_EPS)
 
 
 def test_a_runs_own_recipe_is_compared_too_and_what_it_says_of_itself_is_checked(tmp_path):

@@ -48,8 +48,10 @@ ARCHITECTURES = {
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
 }
 # Arguments of timm's models → ours.
-TIMM_ARGUMENTS = {"reg_tokens": "num_registers"} | {key: key for key in (
-    "patch_size", "embed_dim", "depth", "depths", "num_heads", "qkv_bias", "window_size")}
+TIMM_ARGUMENTS = {"reg_tokens": "num_registers", "global_pool": "pool"} | {key: key for key in (
+    "patch_size", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio", "qkv_bias", "fc_norm",
+    "window_size")}
+POOLS = {"token": "class", "avg": "mean"}               # timm's words → ours
 
 
 class Description(NamedTuple):
@@ -102,8 +104,10 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
             raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
     changes = {key: stated[name] for key in PREPARATION      # whose last parts are timm's names
                if (name := key.rpartition(".")[2]) in stated}
-    changes |= {f"model.options.{ours}": arguments[name] for name, ours in TIMM_ARGUMENTS.items()
-                if arguments.get(name) is not None}
+    for name, ours in TIMM_ARGUMENTS.items():
+        # A Mixer's mlp_ratio is two numbers, which its tensors show.
+        if (value := arguments.get(name)) is not None and (name, type(value)) != ("mlp_ratio", list):
+            changes[f"model.options.{ours}"] = POOLS.get(value, value) if ours == "pool" else value
     if "input_size" in stated:
         changes["data.image_size"] = convert(stated["input_size"][1:], PAIR, {"minimum": 1})
     if classes := config.get("num_classes"):         # 0: a backbone
@@ -204,6 +208,9 @@ def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list
             raise CheckpointError(f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
                                   f"recipe {recipe.keys[key]}, and no tensor would show it; "
                                   f"expected {equal[key]}")
+    way = stated.get("eval.interpolation")
+    if way in RESAMPLE.values() and way not in ("bilinear", "bicubic"):
+        equal["eval.interpolation"] = f"(eval.interpolation has no {way})"
     return [f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
             f"{' '.join(equal.values())}"] if equal else []
 
