@@ -56,14 +56,17 @@ def test_a_run_that_an_earlier_commit_stopped_ends_as_it_would_have_ended(
         train_program, tmp_path, image_tree):
     """Commit 88e7f50 stopped it after step 8, and then went on to the rows of finished.jsonl.
 
-    They are equal to the bit on the machine that wrote them. Another may round otherwise.
+    They are equal to the bit on the machine that wrote them. Another rounds otherwise, so that an
+    image may be taken for another class there.
     """
     folder = tmp_path / "run"
     shutil.copytree(Path(__file__).parent / "data" / "stopped_at_88e7f50", folder)
     assert train_program.main(["--resume", str(folder), "--data-dir", str(image_tree)]) == 0
     for row, expected in zip(rows_of(folder), rows_of(folder, "finished"), strict=True):
+        assert row.keys() == expected.keys()
         for key in expected.keys() - set(TIMES):
-            assert row[key] == expected[key] or row[key] == pytest.approx(expected[key], rel=1e-6)
+            near = dict(abs=100 / 21) if key.endswith("top1") else dict(rel=1e-5)
+            assert row[key] == expected[key] or row[key] == pytest.approx(expected[key], **near)
 
 
 def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, refused, capsys):
