@@ -105,8 +105,8 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
     changes = {key: stated[name] for key in PREPARATION      # whose last parts are timm's names
                if (name := key.rpartition(".")[2]) in stated}
     for name, ours in TIMM_ARGUMENTS.items():
-        # A Mixer's mlp_ratio is two numbers, which its tensors show.
-        if (value := arguments.get(name)) is not None and (name, type(value)) != ("mlp_ratio", list):
+        value = arguments.get(name)
+        if value is not None and (name, type(value)) != ("mlp_ratio", list):     # two of a Mixer
             changes[f"model.options.{ours}"] = POOLS.get(value, value) if ours == "pool" else value
     if "input_size" in stated:
         changes["data.image_size"] = convert(stated["input_size"][1:], PAIR, {"minimum": 1})
