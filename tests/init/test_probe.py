@@ -207,9 +207,9 @@ def test_frozen_sines_and_cosines_stay_and_other_frozen_positions_do_not():
 class Clip(nn.Module):
     """The names of CLIP's image towers, a norm before PyTorch's own blocks, the sequence first."""
 
-    def __init__(self, ln_pre: bool = True, batch_first: bool = False) -> None:
+    def __init__(self, ln_pre: bool = True, batch_first: bool = False, back: bool = False) -> None:
         super().__init__()
-        self.batch_first = batch_first
+        self.batch_first, self.back = batch_first, back
         self.conv1, self.image_size = nn.Conv2d(3, DIM, 4, 4, bias=False), (20, 28)
         self.class_embedding = nn.Parameter(torch.randn(DIM))
         self.positional_embedding = nn.Parameter(torch.randn(36, DIM))
@@ -225,7 +225,10 @@ class Clip(nn.Module):
         x = self.ln_pre(x + self.positional_embedding)                   # (n, T, D)
         if not self.batch_first:
             x = x.transpose(0, 1)
-        return self.norm(self.transformer(x)).mean(int(self.batch_first))
+        x = self.transformer(x)
+        if self.back:                                # (n, T, D) before the last norm
+            x = x.transpose(0, 1)
+        return self.norm(x).mean(int(self.batch_first or self.back))
 
 
 def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
@@ -250,11 +253,12 @@ def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
 
 
 def test_deep_impulse_writes_the_same_whichever_dimension_is_first():
-    models = [Clip(ln_pre=False, batch_first=first) for first in (False, True)]
+    models = [Clip(ln_pre=False), Clip(ln_pre=False, batch_first=True),
+              Clip(ln_pre=False, back=True)]
     for model in models:
         deep_impulse_(model, generator=seeded(), images=IMAGES, base="lecun")
-    for weight, other in zip(*(model.parameters() for model in models)):
-        assert torch.allclose(weight, other, atol=1e-5)
+    for weight, *others in zip(*(model.parameters() for model in models)):
+        assert all(torch.allclose(weight, other, atol=1e-5) for other in others)
 
 
 class LightningModule(nn.Module):

@@ -19,6 +19,7 @@ frozen. No paper describes this initialisation.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -164,13 +165,11 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         return x[:, -len(cells):] if x.ndim == 3 else x
 
     def scale(norm: nn.LayerNorm, x: Tensor) -> None:
-        x = vit.batch_first(x)
         others = torch.cat([x[..., :code], x[..., first:]], dim=-1)
         norm.weight.fill_(math.sqrt(variance(patches(x)) / variance(patches(others))))
         norm.weight[code:first] = 0.0                # else they would be large inputs of all layers
 
     def before_attention(number: int, x: Tensor) -> None:
-        raw, x = x, vit.batch_first(x)
         if number == 0:
             ratio = constant_variance / (1.0 - constant_variance)        # to that of the others
             size = (ratio * variance(patches(x)) * x.shape[2] / 2)**0.5
@@ -181,7 +180,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
                 patches(x)[..., :first]), rtol=1e-4, atol=1e-4):
             raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
                              f"position embedding, and before block {number} something did")
-        scale(vit.blocks[number].norm, raw)
+        scale(vit.blocks[number].norm, x)
 
     def write_attention(number: int, _: tuple, y: Tensor) -> None:
         block = vit.blocks[number]
@@ -202,10 +201,15 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
             state["ended"] = True
             scale(norm, x)
 
-    run(vit.model, images[:MOST_IMAGES].to(vit.pos_embed),
-        before={**{block.norm: partial(before_attention, number)
+    images = images[:MOST_IMAGES].to(vit.pos_embed)
+
+    def by_image(call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """Give (n, P + N, D) to a function, though the blocks may have the tokens first."""
+        return lambda x: call(vit.batch_first(x) if x.shape[1] == len(images) else x)
+    run(vit.model, images,
+        before={**{block.norm: by_image(partial(before_attention, number))
                    for number, block in enumerate(vit.blocks)},
-                **{norm: partial(scale, norm) for norm in stream.norms},
-                **{norm: partial(after_blocks, norm) for norm in stream.ends}},
+                **{norm: by_image(partial(scale, norm)) for norm in stream.norms},
+                **{norm: by_image(partial(after_blocks, norm)) for norm in stream.ends}},
         after={block.norm: partial(write_attention, number)
                for number, block in enumerate(vit.blocks)})

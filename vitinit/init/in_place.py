@@ -3,8 +3,8 @@
     report = impulse_(model, generator=torch.Generator().manual_seed(0))
     print(report)                                   # the receipt: what was written, and the mass
 
-A copy of the model is probed first, whether it is what it seems (`probe.py`). The init is applied
-to another, on the CPU and in float32 (or float64), and the tensors that it changed are copied back
+A copy of the model, on the CPU and in float32 (or float64), is probed first, whether it is what it
+seems (`probe.py`). Then the init is applied to it, and the tensors that it changed are copied back
 when all is well. So after an error no tensor has changed, and the model may be on any device and in
 half precision. The inits are those of this package: a ViT of timm and ours of the same size get the
 same bits from the same generator.
@@ -29,7 +29,7 @@ from .layout import Layout, layout_of
 from .mass import measured, with_defaults
 from .probe import one_reason, probe
 from .report import Description, Report, patterns
-from .stream import noise_images, stream_of
+from .stream import noise_images
 
 DRAWS_POSITIONS = ("impulse", "norm_matched")    # scale pos_embed, so that it has to be drawn
 
@@ -200,11 +200,9 @@ def write(vit: Layout, name: str, generator: torch.Generator, base: str | None,
           images: Tensor | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
     function, words = init_function(name, "swin" if vit.in_windows else "vit"), dict(options)
-    if name == "deep_impulse":
-        stream_of(vit)
-        if vit.image_shape is None:
-            raise ValueError("init 'deep_impulse' passes images through the model, whose size is "
-                             "not known; describe the model by a Layout")
+    if name == "deep_impulse" and vit.image_shape is None:
+        raise ValueError("init 'deep_impulse' passes images through the model, whose size is not "
+                         "known; describe the model by a Layout")
     whole = name in (*BASES, "whitened")             # which write beside what a layout lists
     given, parameters = {}, inspect.signature(function).parameters
     if "images" in parameters:
