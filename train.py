@@ -40,8 +40,8 @@ from vitinit.runs.start import (build, cautions, initialise, measure_mass, read_
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for, peak_gib
 from vitinit.train.distributed import Processes
-from vitinit.train.engine import (cross_entropy, evaluate, read_losses, set_precision,
-                                  train_epochs, tune_convolutions)
+from vitinit.train.engine import (cross_entropy, evaluate, read_losses, set_precision, train_epochs,
+                                  tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import (Diverged, Progress, ProgressBar, StepRow, epoch_line,
                                    metrics_row, training_flops)

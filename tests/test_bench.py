@@ -11,8 +11,7 @@ import torchvision
 from launches import launches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitinit.bench import __main__ as bench
-from vitinit.bench import loader, report, step
+from vitinit.bench import __main__ as bench, loader, report, step
 from vitinit.bench.memory import saved_bytes
 from vitinit.bench.timing import interleave, times_as_fast
 from vitinit.bench.training import recipe_of

@@ -16,22 +16,22 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from deit import OnHost
 from launches import Launches
+from optimisers import adamw, muon, state_of
+from small_models import SMALL
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
                                            unset_fake_temporarily)
-from deit import OnHost
-from optimisers import adamw, muon, state_of
-from small_models import SMALL
 
 from vitinit import models
 from vitinit.bench.training import given_step
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
-from vitinit.data.sources import ImagesInMemory
 from vitinit.data.draw import Augmentation, SampleKey, Samples
 from vitinit.data.loader import Batch
 from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
+from vitinit.data.sources import ImagesInMemory
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train import engine

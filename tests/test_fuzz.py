@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 from small_models import SMALL
+
 from vitinit import compare, sweep
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import run_program

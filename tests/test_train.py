@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from same_run import (FAMILIES, assert_identical, assert_same_run, checkpoint, family_run, rows_of)
+from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, family_run, rows_of
 
 from vitinit.data import sources
 from vitinit.init.mass import mass_on_images

@@ -21,7 +21,6 @@ from .train.device import ran_out_of_memory
 from .train.distributed import LostProcess, environment_rank
 from .train.interruption import Interrupted
 
-
 # Arguments ------------------------------------------------------------------------------------
 
 

@@ -163,7 +163,7 @@ def _read_attention(attention: nn.Module, heads: Any, x: Tensor, *pos_embed: Ten
 
 def _read_windows(block: nn.Module, heads: Any, x: Tensor, mask: Tensor | None) -> Tensor:
     """The matrices of all windows as one (N, N), by token number on the unshifted map."""
-    from einops import rearrange     # which a trainer that only calls an init need not import
+    from einops import rearrange  # which a trainer that only calls an init need not import
     height, width = block.window
     weights = block.attn.mixing_weights(x, mask)[:, heads]               # (B·M, h, w², w²)
     # The token numbers, on the unshifted map, of each window: (M, w²).

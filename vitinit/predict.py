@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .command_line import Parser, file_to_write, integer, run_program
-from .data.images import DataError, dark_in_16_bits
 from .data.folders import images_in
+from .data.images import DataError, dark_in_16_bits
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .messages import one_line
 from .runs.trained import BATCH, Trained, add_run, load_run

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import NormalDist
 
+import deit
 import numpy as np
 import pytest
 import torch
+from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, UNMIXED_ALWAYS, OnHost, erase, noisy_batch
 from launches import Launches, launches_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
-import deit
-from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, UNMIXED_ALWAYS, OnHost, erase, noisy_batch
 from vitinit.data.augment import ToDevice, TrainToDevice, hashed, normal_quantiles, normalise
 from vitinit.data.draw import Augmentation, SampleKey, unpack
 from vitinit.data.images import NOWHERE, Box

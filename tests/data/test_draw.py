@@ -9,10 +9,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples, view_of
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
-from deit import (AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples,
-                  view_of)
 from vitinit.data.draw import (Augmentation, SampleKey, View, draw_crop, draw_erasing, draw_view,
                                epoch_order, unpack)
 from vitinit.data.images import NOWHERE, Box, crop_and_flip

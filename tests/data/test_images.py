@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from broken_files import SIZES, broken_files, encoded, noise, png_of_16_bits, valid_files
 from PIL import Image, ImageOps
 from refused import refused
 from torchvision.transforms import InterpolationMode, v2
 
-from broken_files import SIZES, broken_files, encoded, noise, png_of_16_bits, valid_files
 from vitinit.data import images
-from vitinit.data.images import (Box, DataError, crop, crop_and_flip, dark_in_16_bits,
-                                 decode_bytes, decode_image, from_pillow, resize_and_centre_crop)
+from vitinit.data.images import (Box, DataError, crop, crop_and_flip, dark_in_16_bits, decode_bytes,
+                                 decode_image, from_pillow, resize_and_centre_crop)
 
 CIFAR10 = Path(__file__).parent / "cifar10"         # 50 JPEG files
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}

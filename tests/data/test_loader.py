@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, write_images
 from torch.utils.data import DataLoader
 
-from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, write_images
 from vitinit.data.draw import Augmentation
 from vitinit.data.images import DataError
 from vitinit.data.loader import Batch, Loader, TrainViews

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from deit import MIX, as_drawn
 from torch import Tensor
 
-from deit import MIX, as_drawn
 from vitinit.data.images import Box
 from vitinit.data.mix import UNMIXED, MixDraw, mix_images, mix_targets, smooth_one_hot
 

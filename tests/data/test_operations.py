@@ -12,10 +12,10 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from deit import RAND_AUGMENT, augmented, noisy_batch, random_operations
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from deit import RAND_AUGMENT, augmented, noisy_batch, random_operations
 from vitinit.data import rand_augment, shapes
 from vitinit.data.images import from_pillow
 from vitinit.data.rand_augment import ALL_OPERATIONS, Operation

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-from refused import refused
 from deit import (AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT, as_drawn, augmented, cropped, draws_of,
                   erase, write_images)
+from refused import refused
+from torch import Tensor
+
 from vitinit.data.augment import ToDevice, TrainToDevice, normalise
 from vitinit.data.draw import Augmentation, SampleKey, epoch_order
 from vitinit.data.images import NOWHERE, Box, DataError, crop_and_flip, resize_and_centre_crop

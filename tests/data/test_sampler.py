@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
 from refused import refused
+
 from vitinit.data.draw import epoch_order
 from vitinit.data.sampler import BatchPlan, TrainSampler, plan_batches
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitinit.figures import __main__ as figures
-from vitinit.figures import augmentation, curves, plot
+from vitinit.figures import __main__ as figures, augmentation, curves, plot
 from vitinit.figures.plot import LOOKS
 
 

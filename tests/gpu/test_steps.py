@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from optimisers import adamw, muon, state_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
-from optimisers import adamw, muon, state_of
 
 from vitinit import build_model
 from vitinit.bench.memory import saved_bytes
@@ -21,9 +21,9 @@ from vitinit.bench.timing import clock_of
 from vitinit.bench.training import alone, given_step, train_on
 from vitinit.models.attention import attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
-from vitinit.train.state import Ema
 from vitinit.train.engine import autocast, evaluate, set_precision
 from vitinit.train.interruption import StopRequest
+from vitinit.train.state import Ema
 
 OF_ADAMW = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
 OPTIMISERS = {"adamw": partial(adamw, **OF_ADAMW),

@@ -10,6 +10,7 @@ import vitinit
 from vitinit.init.mimetic import noisy_identity
 from vitinit.models.attention import Attention
 
+
 def drawn(family: str, **options) -> tuple[torch.nn.Module, torch.Generator]:
     """The model after the init; the generator that drew it, after the base's draws alone."""
     sizes = {"head_dim": options.pop("head_dim")} if "head_dim" in options else {}

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit.lessons import FOLDER, IMAGES, lesson_paths
-from vitinit.lessons import __main__ as command
+from vitinit.lessons import FOLDER, IMAGES, __main__ as command, lesson_paths
 from vitinit.lessons.__main__ import main
 from vitinit.lessons.notebook import notebook
 from vitinit.lessons.page import PICTURE, difference, read_page

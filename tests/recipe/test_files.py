@@ -16,8 +16,8 @@ from refused import refused
 
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe import sections
-from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict,
-                                  load_recipe, parse_override)
+from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict, load_recipe,
+                                  parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.recipe.values import plain, to_toml
 from vitinit.train.optim import NO_TEACHER

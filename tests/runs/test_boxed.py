@@ -6,10 +6,10 @@ import torch
 
 import vitinit
 from vitinit.recipe.files import fresh_recipe
-from vitinit.runs.saved import fine_tune
 from vitinit.runs.folder import BOXED
 from vitinit.runs.groups import CAME_OR_WENT
 from vitinit.runs.records import Run, read_archive, read_run
+from vitinit.runs.saved import fine_tune
 from vitinit.runs.start import build
 
 BOX = BOXED / "cifar10_small"

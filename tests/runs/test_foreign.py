@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from refused import refused
+from safetensors.torch import load_file, save_file
 from same_run import assert_identical
 from torch import Tensor
 from written_vit import CLASSES, HEADS, REGISTERS, WIDTH, drawn_tensors, written_out

@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 from launches import launches_of
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from optimisers import adamw, muon
 from same_run import assert_identical
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitinit import models
 from vitinit.train.muon import COEFFICIENTS, orthogonalised

@@ -185,7 +185,7 @@ def list_pets(root: Path, split: str) -> ImageFiles:
 
 def draw_shapes(root: Path, split: str) -> ImagesInMemory:
     """The embedded data set, which needs no folder."""
-    from . import shapes                             # which only its own runs need
+    from . import shapes  # which only its own runs need
     return ImagesInMemory(*shapes.make_split(split), shapes.CLASSES)
 
 
@@ -249,7 +249,7 @@ def download(name: str, root: str) -> None:
     data_set, folder = DATA_SETS[name], folder_of(root)
     if not data_set.downloads:
         return
-    import fcntl                                     # which Windows has not
+    import fcntl  # which Windows has not
     try:
         with ExitStack() as stack:
             with suppress(OSError):                  # for a folder that cannot be written

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, TrainToDevice
-from ..data.sources import LooseImages
 from ..data.draw import Augmentation, SampleKey, Samples, unpack
 from ..data.images import decode_image, resize_and_centre_crop
 from ..data.loader import TrainViews
 from ..data.rand_augment import Operation, describe, rand_augment
+from ..data.sources import LooseImages
 from ..recipe.files import RECIPES, load_recipe
 from .plot import pyplot, save
 

@@ -69,5 +69,5 @@ def as_png(view: Tensor, side: int | None = None) -> str:
 
 def colours(name: str) -> list[list[int]]:
     """A colour map of matplotlib as COLOURS triples of red, green and blue from 0 to 255."""
-    import matplotlib                                # the caller has checked that it is there
+    import matplotlib  # the caller has checked that it is there
     return matplotlib.colormaps[name](np.linspace(0, 1, COLOURS), bytes=True)[:, :3].tolist()

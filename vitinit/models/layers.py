@@ -15,7 +15,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-
 MOST_BLOCKS = 1000
 
 

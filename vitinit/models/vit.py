@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch,
-                     block_numbers, drop_path_rates, hidden_width, make_head, require_choice,
-                     scales_by_block, sincos_position_embedding, to_pair)
+from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, block_numbers,
+                     drop_path_rates, hidden_width, make_head, require_choice, scales_by_block,
+                     sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 

@@ -32,9 +32,9 @@ from typing import Any
 from ..messages import in_brief
 from ..recipe.values import flat
 from ..train.checkpoint import CheckpointError, shortened, written_atomically
-from ..train.optim import NO_TEACHER
 from ..train.distributed import warn
 from ..train.metrics import METRICS
+from ..train.optim import NO_TEACHER
 from .folder import by_name, image_digests, parse_lines, parse_starts, read_bytes
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")

@@ -58,7 +58,7 @@ class RunLock(ExitStack):
 
         If the file system has no locks, a warning says so and the folder stays unlocked.
         """
-        import fcntl                                 # which Windows has not
+        import fcntl  # which Windows has not
         if self.taken:
             return
         with in_one_line(folder):
@@ -134,7 +134,7 @@ def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
                               "that started it, with --resume auto, starts it again")
     if not results and not folder.recipe.exists():
         return NEW
-    from .records import read_run                    # only where there is no checkpoint any more
+    from .records import read_run  # only where there is no checkpoint any more
     run = read_run(folder.path)
     if recipe is not None:
         require_same_recipe(folder.path, run.keys, recipe.keys)

@@ -48,7 +48,7 @@ def peak_gib(device: torch.device) -> float:
     """The most memory so far in GiB: torch's on the GPU; on a CPU, the process's resident one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource                                  # which Windows has not
+    import resource  # which Windows has not
     unit = 1 if sys.platform == "darwin" else 1024   # of ru_maxrss, in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

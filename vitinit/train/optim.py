@@ -160,7 +160,7 @@ def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
                               muon=optim.name == "muon")
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
-    from .muon import MuonWithAdamW      # which not every run needs
+    from .muon import MuonWithAdamW  # which not every run needs
     return MuonWithAdamW(groups, factor=optim.muon_factor, momentum=optim.muon_momentum, lr=0.0,
                          betas=optim.betas, eps=optim.eps)
 
