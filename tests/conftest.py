@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import inspect
 import json
 import os
@@ -27,6 +26,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitinit import evaluate, run
 from vitinit.data import shapes
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.records import METRICS
@@ -34,15 +34,6 @@ from vitinit.train.distributed import Processes
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-def load_program(name: str) -> ModuleType:
-    """Import train.py or eval.py, which belong to no package, as a module."""
-    spec = importlib.util.spec_from_file_location(f"program_{name}", REPOSITORY / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -66,7 +57,7 @@ def repository() -> Path:
 
 @pytest.fixture
 def train_program() -> ModuleType:
-    return load_program("train")
+    return run
 
 
 class StopBefore(StopRequest):
@@ -135,7 +126,7 @@ def in_two_processes(tmp_path: Path) -> Callable[[Callable[[Processes], Any]], l
 
 @pytest.fixture
 def eval_program() -> ModuleType:
-    return load_program("eval")
+    return evaluate
 
 
 @pytest.fixture

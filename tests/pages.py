@@ -6,7 +6,6 @@ import importlib
 import inspect
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import tomllib
@@ -180,8 +179,8 @@ def bad_commands(page: Page) -> Iterator[str]:
 @cache
 def parser_of(program: str):
     """The function `parse_arguments` of a program such as "train.py" or "vitinit.figures"."""
-    if program.endswith(".py"):                      # it belongs to no package
-        return runpy.run_path(str(REPOSITORY / program))["parse_arguments"]
+    program = {"train.py": "vitinit.run", "vitinit.train": "vitinit.run",
+               "eval.py": "vitinit.evaluate"}.get(program, program)
     module = importlib.import_module(program)
     return (importlib.import_module(f"{program}.__main__") if hasattr(module, "__path__") else
             module).parse_arguments

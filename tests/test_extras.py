@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -70,13 +71,16 @@ assert not loaded & {{"torchvision", "PIL", "matplotlib"}}, loaded
 assert not ours & {{"vitinit.data", "vitinit.runs", "vitinit.train", "vitinit.recipe"}}, ours
 assert callable(vitinit.load) and "vitinit.runs.trained" in sys.modules
 assert {{*vitinit.__all__}} <= {{*dir(vitinit)}} and not hasattr(vitinit, "laod")
-from vitinit import predict, sweep
+from vitinit import evaluate, predict, sweep
 from vitinit.lessons.__main__ import main
 from vitinit.recipe.files import RECIPES
 assert all(str(path).startswith({str(tmp_path)!r}) for path in (vitinit.__file__, RECIPES))
 assert predict.main(["cifar10_small", {str(photograph)!r}]) == 0
 assert main(["3"]) == 0
-assert sweep.main(["--recipe", "quickstart", "--seeds", "0", "--dry-run"]) == 2
+small = "data.images_per_class=5 model.options.depth=1 schedule.epochs=1 schedule.warmup_epochs=0"
+assert sweep.main(["--recipe", "quickstart", "--seeds", "0,1", *(
+    word for text in small.split() for word in ("--set", text))]) == 0
+assert evaluate.main(["runs/quickstart-default-s1"]) == 0
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, text=True, timeout=240,
                             env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
@@ -84,8 +88,10 @@ assert sweep.main(["--recipe", "quickstart", "--seeds", "0", "--dry-run"]) == 2
     assert result.returncode == 0, result.stderr
     assert "1 of 1 images are classified as their folder says" in result.stdout
     assert "blocks of code print what the page shows" in result.stdout
-    line, = result.stderr.splitlines()
-    assert line.startswith("vitinit.sweep: ") and "a sweep needs the repository" in line
+    assert "\n| default | 2 | " in result.stdout      # compared
+    start, = json.loads((elsewhere / "runs/quickstart-default-s1/run.json").read_bytes())
+    assert start["recipe"] == "quickstart" and start["git_commit"] == "unknown"
+    assert start["arguments"]["changes"]["model.options.depth"] == 1
 
 
 def test_every_extra_that_is_named_exists(setup, repository):

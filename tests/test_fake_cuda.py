@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTen
                                            unset_fake_temporarily)
 
 from vitinit import models
-from vitinit.bench.training import given_step
+from vitinit.bench.training import GivenSteps, given_step
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
 from vitinit.data.draw import Augmentation, SampleKey, Samples
 from vitinit.data.loader import Batch
@@ -124,9 +124,9 @@ def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
         rates = state.model.drop_path_rates
         rng = np.random.default_rng(step)
         return draw_drop_path(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
-    train_epochs(state, state.model, lambda epoch, done: steps, epochs=1, global_batch=12,
-                 lr_at=lambda step: 1e-3, drop_path_at=drop_path_at, amp=amp, clip_norm=clip_norm,
-                 stop=StopRequest(), processes=Processes(0, 0, 1, device))
+    train_epochs(GivenSteps(state, state.model, steps, learning_rate=lambda step: 1e-3, amp=amp,
+                            drop_path=drop_path_at, clip_norm=clip_norm, global_batch=12),
+                 Processes(0, 0, 1, device), StopRequest())
 
 
 @pytest.mark.parametrize("name, amp, clip_norm, optimiser", [

@@ -19,8 +19,8 @@ from vitinit import export, predict
 from vitinit.compare import mean_and_std, t_interval
 from vitinit.data import shapes
 from vitinit.recipe.files import load_recipe, overrides
+from vitinit.runs.model import build
 from vitinit.runs.records import read_archive
-from vitinit.runs.start import build
 
 
 def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, train_program,

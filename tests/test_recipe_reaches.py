@@ -11,7 +11,7 @@ from same_run import assert_same_run, checkpoint, rows_of
 import vitinit
 from vitinit.recipe import sections
 from vitinit.recipe.values import plain, to_toml
-from vitinit.runs import data
+from vitinit.runs import data, model
 from vitinit.runs.folder import RunFolder
 from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
 
@@ -46,7 +46,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     for name in ("Augmentation", "TrainSampler", "ToDevice", "TrainToDevice", "EvalViews",
                  "EvaluationBatches", "optimizer_for", "plan_batches", "learning_rate", "Ema",
                  "set_precision", "train_epochs", "evaluate"):
-        place = train_program if hasattr(train_program, name) else data
+        place = next(place for place in (train_program, model, data) if hasattr(place, name))
 
         def recorded(*arguments, name=name, real=getattr(place, name), **options):
             seen.setdefault(name, []).append((arguments, options))
@@ -78,9 +78,9 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     for name, keys in {"EvalViews": ["crop_pct", "interpolation"],
                        "EvaluationBatches": ["batch_size", "cache_gib"]}.items():
         assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
-    assert options("train_epochs")["epochs"] == 5    # with the cool-down
-    assert [options("train_epochs")[key] for key in ("amp", "clip_norm", "save_every")] == [
-        "bf16", 0.61, 3]
+    run, *_ = seen["train_epochs"][0][0]
+    assert run.epochs == 5                           # with the cool-down
+    assert (run.amp, run.clip_norm, run.save_every) == ("bf16", 0.61, 3)
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
 
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.

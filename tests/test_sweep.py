@@ -35,10 +35,10 @@ def started(monkeypatch, train_program) -> list[Path]:
 
     class InProcess:
         def __init__(self, command: list[str], **options: object) -> None:
-            arguments = command[command.index(str(sweep.TRAIN)) + 1:]
+            arguments = command[command.index(sweep.TRAIN[-1]) + 1:]
             folders.append(Path(arguments[arguments.index("--out-dir") + 1]))
             monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-            self.returncode = train_program.main(arguments)
+            self.returncode = train_program.main(arguments, "vitinit.train")
 
         def poll(self) -> int:
             return self.returncode
@@ -206,7 +206,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
     assert printed.endswith("stopped by signal 2; the same command goes on\n")
     assert "recipe  quickstart" not in printed and "Traceback" not in error
     line, = error.splitlines()                       # to be stopped is not to fail
-    assert line.startswith(f"vitinit.sweep: {torn} failed: train.py: recipe quickstart: patches")
+    assert line.startswith(f"vitinit.sweep: {torn} failed: vitinit.train: recipe quickstart: patch")
     assert log.read_text(encoding="utf-8").startswith("recipe  quickstart, seed")
     states = {run.folder: run.state for run in planned(*arguments)}
     assert states[whole].startswith("to go on after ") and states[torn] == "new"
@@ -219,8 +219,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
 def programs(monkeypatch, tmp_path):
     """Does runs of which each is a program of its own instead of train.py, several at a time."""
     monkeypatch.setattr(sweep, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(sweep, "TRAIN", tmp_path / "program.py")
-    sweep.TRAIN.write_text("import os, signal, sys\nexec(sys.argv[1])\n")
+    monkeypatch.setattr(sweep, "TRAIN", ["-c", "import os, signal, sys\nexec(sys.argv[1])\n"])
 
     def run(codes: dict[str, str], *environments: dict[str, str]) -> tuple[dict[str, str], int]:
         runs = [sweep.PlannedRun(tmp_path / name, [code], "new") for name, code in codes.items()]
@@ -235,22 +234,22 @@ def test_a_program_has_its_share_its_session_and_its_log(programs, tmp_path, cap
     code = ("print(os.getsid(0) == os.getpid(), os.environ['SHARE'], "
             "os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'], '×', flush=True)\n"
             "print('epoch 2/3  train loss 9.900', flush=True)\n"
-            "sys.exit('train.py: why\\ntorchrun: so')")
+            "sys.exit('vitinit.train: why\\ntorchrun: so')")
     log = tmp_path / "logs" / "a.log"
     log.parent.mkdir()
-    log.with_name("b.log").write_text("train.py: what was wrong last time\n")
+    log.with_name("b.log").write_text("vitinit.train: what was wrong last time\n")
     assert programs({"a": code, "b": "sys.exit(3)",
                      "c": "print('epoch 3/3')"}, {"SHARE": "1"}, {"SHARE": "2"}) == (
-        {"a": "train.py: why", "b": f"ended with status 3, see {log.with_name('b.log')}"}, 0)
+        {"a": "vitinit.train: why", "b": f"ended with status 3, see {log.with_name('b.log')}"}, 0)
     assert log.read_text(encoding="utf-8") == (
-        "True 1 600 ×\nepoch 2/3  train loss 9.900\ntrain.py: why\ntorchrun: so\n")
+        "True 1 600 ×\nepoch 2/3  train loss 9.900\nvitinit.train: why\ntorchrun: so\n")
     printed = capfd.readouterr()
     assert "\nc  epoch 3/3\n" in printed.out and "True" not in printed.out and printed.err == ""
     assert "\na  epoch 2/3  train loss 9.900\n" in printed.out
     # One at a time: the output is passed through.
     assert programs({"a": code}, {"SHARE": "3"}) == ({"a": "ended with status 1"}, 0)
     printed = capfd.readouterr()
-    assert "True 3 600" in printed.out and printed.err == "train.py: why\ntorchrun: so\n"
+    assert "True 3 600" in printed.out and printed.err == "vitinit.train: why\ntorchrun: so\n"
 
 
 def test_as_many_run_at_the_same_time_as_there_are_shares_and_each_once(programs, tmp_path):
@@ -302,9 +301,9 @@ def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):
     run, = planned(*GOOD, "--out-dir", tmp_path)
     for processes in (1, 3):
         sweep.start(run, processes, {}, None)
-    assert commands[0] == [sys.executable, str(sweep.TRAIN), *run.arguments]
+    assert commands[0] == [sys.executable, *sweep.TRAIN, *run.arguments]
     assert commands[1] == [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                           "--nproc_per_node=3", str(sweep.TRAIN), *run.arguments]
+                           "--nproc_per_node=3", *sweep.TRAIN, *run.arguments]
 
 
 def test_threads_and_gpus_are_divided_or_as_given(monkeypatch):

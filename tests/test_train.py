@@ -19,7 +19,7 @@ from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, fa
 from vitinit.data import sources
 from vitinit.init.mass import mass_on_images
 from vitinit.recipe.files import fresh_recipe, load_recipe
-from vitinit.runs import start
+from vitinit.runs import model
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import require_same_recipe
 from vitinit.train.metrics import METRICS, StepRow
@@ -52,7 +52,8 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert last["step"] == 12
     assert max(row["val_top1"] for row in rows) == checkpoint(folder, "best.pt")["progress"]["best"]
     start, = json.loads((folder / "run.json").read_text())
-    assert {"command", "git_commit", "torch", "python", "device", "processes"} <= start.keys()
+    assert {"recipe", "arguments", "command", "git_commit", "torch", "python", "device",
+            "processes"} <= start.keys()
     printed = capsys.readouterr().out
     assert "12 = 1 process(es) × 3 micro-batch(es) × 4 images" in printed
     assert "init    impulse: {base = \"default\", kernel_size = 3" in printed
@@ -89,7 +90,7 @@ def test_lines_after_the_checkpoint_are_cut_back_and_those_that_cannot_be_read_s
 
 
 def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, straight,
-                                                tmp_path, capsys):
+                                                tmp_path, monkeypatch, capsys):
     """At another resolution, from the moving average, with two heads, and the first as teacher.
 
     When resumed, it does not read the weights again.
@@ -99,7 +100,7 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
     how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",
                checkpoint__keep_epochs="[0]", model__name="vit_tiny_distilled",
                model__options__pool="class", distill__teacher=str(teacher))
-    train_program.StopRequest = stop_before(5)
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
     assert train_program.main(small_run(second, **how)) == 128 + signal.SIGTERM
     printed = capsys.readouterr().out
     assert "tensors loaded; pos_embed 2×2 → 3×3 resized" in printed
@@ -109,7 +110,7 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
     for name, value in before.items():
         assert name == "pos_embed" or torch.equal(after[name], value)
     (first / "last.pt").unlink()
-    train_program.StopRequest = stop_before(10**6)
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
     assert train_program.main(["--resume", str(second)]) == 0
 
 
@@ -207,7 +208,7 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
     def measured(model, name, options, images):
         found.append((mass_on_images(model, name, options, images), images))
         return found[-1][0]
-    monkeypatch.setattr(start, "mass_on_images", measured)
+    monkeypatch.setattr(model, "mass_on_images", measured)
     arguments = small_run(tmp_path / "run", "--dry-run", init="deep_impulse",
                           model__options__patch_size="2", model__options__embed_dim="48")
     assert train_program.main(arguments) == 0
@@ -346,14 +347,16 @@ def test_a_broken_image_in_a_worker_ends_the_program_at_once(small_run, reposito
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, eval_program,
-                                                   tmp_path, image_tree, capsys, family):
+                                                   tmp_path, image_tree, capsys, monkeypatch,
+                                                   family):
     """With all augmentation. BatchNorm's statistics are saved and restored, too, and it goes on
     with its micro-batches of 4 alone, which are also the largest of at most 5 that fit."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(family_run(family, image_tree, straight)) == 0
-    train_program.StopRequest = stop_before(2)
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(2))
     assert train_program.main(family_run(family, image_tree, stopped)) == 128 + signal.SIGTERM
-    train_program.StopRequest, more = stop_before(10**6), []
+    more = []
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
     capsys.readouterr()
     if family == "cifar10_convmixer":
         more = ["--set", "optim.max_batch_per_process=5"]

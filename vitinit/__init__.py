@@ -3,24 +3,25 @@
     model = vitinit.build_model("vit_tiny", num_classes=10, image_size=32, patch_size=4)
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0))   # in place
 
-    trained = vitinit.load("runs/quickstart-impulse-s0")
+    vitinit.Run("quickstart", init="impulse", out_dir="runs/mine").train()
+    trained = vitinit.load("runs/mine")
     trained.predict("photo.jpg")                        # [(class, probability), …]
 
 `build_model` makes a model of one of the families in `vitinit.models`, `init_weights` initialises
-it by one of the methods in `vitinit.init`, and `load` reads what `train.py` has trained, as a
-`Trained`.
+it by one of the methods in `vitinit.init`, a `Run` trains one as a recipe describes, as `train.py`
+does, and `load` reads what was trained, as a `Trained`.
 """
 
 import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Trained", "build_model", "init_weights", "load"]
+__all__ = ["Run", "Trained", "build_model", "init_weights", "load"]
 
 # Where each name is from. They are imported when they are first asked for: `import vitinit.init`
 # in another project's trainer then needs neither torchvision nor the data pipeline.
-HOMES = {"Trained": ".runs.trained", "build_model": ".models", "init_weights": ".init",
-         "load": ".runs.trained"}
+HOMES = {"Run": ".run", "Trained": ".runs.trained", "build_model": ".models",
+         "init_weights": ".init", "load": ".runs.trained"}
 
 
 def __getattr__(name: str) -> Any:

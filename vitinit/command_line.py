@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,39 @@ def file_to_write(text: str) -> Path:
     if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
         raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that exists")
     return Path(text)
+
+
+def parse_sides(text: str) -> int | list[int]:
+    """The argument of --image-size: "288" → 288, "192,256" → [192, 256]."""
+    try:
+        sides = [int(side) for side in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
+                                         "height and width, such as 192,256") from None
+    return sides if len(sides) > 1 else sides[0]
+
+
+def add_run(parser: Parser, changeable: Sequence[str]) -> None:
+    """Add the arguments for one run, and for how to open it. changeable: see `open_saved`."""
+    parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
+    parser.add_argument("--weights", choices=("model", "ema"), default="model")
+    add_options(parser, changeable)
+
+
+def run_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What `vitinit.load` takes, of the arguments that `add_run` has added."""
+    return {"path": args.run, "weights": args.weights, "image_size": args.image_size,
+            "recipe": args.recipe, "overrides": args.set}
+
+
+def add_options(parser: Parser, changeable: Sequence[str]) -> None:
+    """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
+    parser.add_argument("--image-size", type=parse_sides, metavar="N or H,W",
+                        help="in pixels, if it is to differ from the recipe's")
+    parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override any key of the recipe given by --recipe, and of any recipe "
+                             f"{', '.join(changeable)}")
 
 
 # Errors ---------------------------------------------------------------------------------------

@@ -39,18 +39,18 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .command_line import Parser, building, run_program
+from .command_line import Parser, add_run, building, run_arguments, run_program
 from .data.augment import normalise
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
 from .models.libraries import counterpart
 from .recipe.files import RecipeError, from_dict
 from .recipe.sections import Recipe
+from .runs.data import as_input
 from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config
 from .runs.records import portable, without_paths
-from .runs.start import as_input
-from .runs.trained import Trained, add_run, load, load_run
+from .runs.trained import VIEW_KEYS, Trained, load
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
                                write_text_atomically, written_atomically)
 
@@ -247,7 +247,7 @@ def noise(trained: Trained) -> Tensor:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; RecipeError for options that do not fit the kind of export."""
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
-    add_run(parser)
+    add_run(parser, VIEW_KEYS)
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
     parser.add_argument("--names", choices=("timm", "torchvision", "transformers"),
                         help="the library that is to load the weights (--to safetensors)")
@@ -271,7 +271,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def export(args: argparse.Namespace) -> None:
     """Write the export that the arguments ask for, and print what was written and checked."""
-    trained, out = load_run(args), args.out
+    trained, out = load(**run_arguments(args)), args.out
+    trained.require_classifier()
     if args.to == "safetensors" and args.folder:
         found = export_folder(trained, out, args.names or "timm")
     elif args.to == "safetensors":

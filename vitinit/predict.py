@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .command_line import Parser, file_to_write, integer, run_program
+from .command_line import Parser, add_run, file_to_write, integer, run_arguments, run_program
 from .data.folders import images_in
 from .data.images import DataError, dark_in_16_bits
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .messages import one_line
-from .runs.trained import BATCH, Trained, add_run, load_run
+from .runs.trained import BATCH, VIEW_KEYS, Trained, load
 from .train.checkpoint import write_text_atomically
 from .train.device import this_device
 from .train.metrics import ProgressBar
@@ -154,7 +154,7 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; RecipeError for options that do not go together."""
     parser = Parser(prog="python -m vitinit.predict", description=__doc__)
-    add_run(parser)
+    add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
     parser.add_argument("--json", type=file_to_write, metavar="FILE",
@@ -173,7 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> int:
         args = parse_arguments(arguments)
-        trained = load_run(args, device=this_device())
+        trained = load(**run_arguments(args), device=this_device())
+        trained.require_classifier()
         if args.attention:
             require_attention(trained)
         paths = images_of(args.images)

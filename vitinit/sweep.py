@@ -1,4 +1,4 @@
-"""Run train.py many times: for every init, every variant and every seed.
+"""Train many times: for every init, every variant and every seed.
 
     python -m vitinit.sweep --recipe quickstart --init default,mimetic,impulse --seeds 0-4
     python -m vitinit.sweep --recipe quickstart --init impulse --seeds 0,1,2 \\
@@ -42,7 +42,7 @@ from .runs.resume import DONE, require_same_recipe, task_in
 from .train.device import cores
 from .train.interruption import StopRequest
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+TRAIN = ["-m", "vitinit.train"]        # the words that start a run
 LOOK_EVERY = 0.2                # seconds between two looks at the runs and at signals
 # By default torchrun kills processes 30 s after a signal, perhaps too soon for a checkpoint.
 PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
@@ -50,7 +50,7 @@ PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 class PlannedRun(NamedTuple):
     folder: Path
-    arguments: list[str]        # of train.py
+    arguments: list[str]        # of the training program
     state: str                  # how much of it is done already, in words
 
 
@@ -58,8 +58,8 @@ def parse_seeds(text: str) -> list[int]:
     """Parse seeds and ranges of seeds: "0-2,7" → [0, 1, 2, 7]."""
     seeds: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), flags=re.ASCII)
-        span = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+        ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), flags=re.ASCII)
+        span = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
         if not span:
             raise argparse.ArgumentTypeError(f"'{part}' is no seed; expected such as 0-4 or 0,2,5")
         seeds += span
@@ -157,9 +157,9 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
 
 def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
           ) -> subprocess.Popen:
-    """Start train.py, which prints to the file `log`, or to the terminal if that is None."""
+    """Start a run, which prints to the file `log`, or to the terminal if that is None."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command = [sys.executable, *(torchrun if nproc > 1 else []), str(TRAIN), *run.arguments]
+    command = [sys.executable, *(torchrun if nproc > 1 else []), *TRAIN, *run.arguments]
     # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
     options: dict[str, Any] = dict(start_new_session=True, env=PATIENCE | os.environ | share)
     if log is None:
@@ -181,7 +181,7 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
 
     Returns folder → error of each run that failed by itself, and the signal that stopped all, or 0.
     """
-    waiting, free, told = list(runs), list(shares), False
+    waiting, free, passed_on = list(runs), list(shares), False
     running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None]] = {}
     failures: dict[Path, str] = {}
 
@@ -198,18 +198,18 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
                         log = run.folder.parent / "logs" / f"{run.folder.name}.log"
                     print(f"\nrun     {run.folder}, {len(waiting)} to follow", flush=True)
                     running[start(run, nproc, share, log)] = run, share, log
-                if stop.number and not told:
+                if stop.number and not passed_on:
                     pass_on(stop.number)
-                    told = True
+                    passed_on = True
                 time.sleep(LOOK_EVERY)
-                for process in [one for one in running if one.poll() is not None]:
+                for process in [job for job in running if job.poll() is not None]:
                     run, share, log = running.pop(process)
                     free.append(share)
                     if line := last_line(log, "epoch "):
                         print(f"{run.folder.name}  {line}", flush=True)
                     if process.returncode and not stop.number:
                         place = f", see {log}" if log else ""
-                        failures[run.folder] = last_line(log, "train.py: ") or (
+                        failures[run.folder] = last_line(log, "vitinit.train: ") or (
                             f"ended with status {process.returncode}{place}")
         finally:
             for process in running:                  # after an error of this program's own
@@ -219,8 +219,6 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
 
 def sweep(args: argparse.Namespace) -> int:
     """Print the plan, do its runs, compare them; return the exit status."""
-    if not TRAIN.is_file():
-        raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository, which has it")
     shares = share_machine(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)[args.only]
     print(f"plan    {len(runs)} runs, {sum(run.state == 'done' for run in runs)} of them done"

@@ -9,7 +9,7 @@ from vitinit.data.images import decode_image
 from vitinit.figures import attention
 from vitinit.figures.subjects import fresh
 from vitinit.mixing import mixing_matrices
-from vitinit.runs.start import as_input, evaluation_view
+from vitinit.runs.data import as_input, evaluation_view
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])

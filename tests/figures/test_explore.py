@@ -14,7 +14,7 @@ from vitinit.data.images import decode_image
 from vitinit.figures.__main__ import main
 from vitinit.figures.subjects import fresh
 from vitinit.mixing import mixing_matrices
-from vitinit.runs.start import as_input, evaluation_view
+from vitinit.runs.data import as_input, evaluation_view
 
 VIT = ["model.options.embed_dim=48", "model.options.depth=2", "model.options.num_heads=3",
        "model.options.pool=class", "data.num_classes=7"]

@@ -131,12 +131,12 @@ def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, train_
             "data.workers=4", "rand_augment.layers=2", "model.options.embed_dim=768",
             "model.options.num_heads=12", "optim.global_batch=500",
             "optim.max_batch_per_process=500", "mix.group=500")
-    profiler, run_epochs = torch.profiler.profile(acc_events=True), train_program.run_epochs
+    profiler, train_epochs = torch.profiler.profile(acc_events=True), train_program.train_epochs
 
-    def profiled(*given, **options) -> int:          # without what is copied before: the model
+    def profiled(*given) -> None:                    # without what is copied before: the model
         with profiler:
-            return run_epochs(*given, **options)
-    monkeypatch.setattr(train_program, "run_epochs", profiled)
+            train_epochs(*given)
+    monkeypatch.setattr(train_program, "train_epochs", profiled)
     assert train_program.main([
         "--recipe", "quickstart", "--init", "default", "--out-dir", str(tmp_path / "run"),
         *(word for text in sets for word in ("--set", text))]) == 0

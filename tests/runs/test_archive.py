@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import lzma
 import os
-import sys
 import tarfile
 from pathlib import Path
 
@@ -30,17 +29,22 @@ def packed(written_run, tmp_path) -> Path:
     return tmp_path / "runs.tar.xz"
 
 
-def test_paths_of_the_machine_stay_out(written_run, tmp_path, monkeypatch):
+def test_paths_of_the_machine_stay_out(written_run, tmp_path):
     """Those of the data and of the program. What else the run records of both is packed."""
-    monkeypatch.setattr(sys, "argv", ["/home/somebody/train.py", "--set", "data.root=/home/data"])
     run = written_run("a-s1", [1.0])
     images = {"training images": 3, "root": r'/home/somebody/"my" images'}
-    RunFolder(run).record_start(tmp_path, processes=1, device="CPU", data=images)
+    command = ["/home/somebody/train.py", "--set", "data.root=/home/data"]
+    asked = {"recipe": "/home/mine.toml", "changes": {"data.root": "/home/data", "run.seed": 1}}
+    for words in (command, None):                    # from a command line, and in Python
+        RunFolder(run).record_start("mine", asked, words, processes=1, device="CPU", data=images)
     write_archive(read_runs([run]), tmp_path / "runs.tar.xz")
     found, = read_runs([tmp_path / "runs.tar.xz"])
     expected = RunFolder(run).starts()
-    assert expected[-1]["data"].pop("root") == images["root"]
-    expected[-1]["command"] = ["train.py", "--set", "data.root=data"]
+    for start in expected[-2:]:
+        assert start["data"].pop("root") == images["root"]
+        start["arguments"] = {"recipe": "mine.toml",
+                              "changes": {"data.root": "data", "run.seed": 1}}
+    expected[-2]["command"] = ["train.py", "--set", "data.root=data"]
     assert found.starts == expected
 
 

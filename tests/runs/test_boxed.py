@@ -8,9 +8,9 @@ import vitinit
 from vitinit.recipe.files import fresh_recipe
 from vitinit.runs.folder import BOXED
 from vitinit.runs.groups import CAME_OR_WENT
+from vitinit.runs.model import build
 from vitinit.runs.records import Run, read_archive, read_run
 from vitinit.runs.saved import fine_tune
-from vitinit.runs.start import build
 
 BOX = BOXED / "cifar10_small"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

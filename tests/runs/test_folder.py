@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,20 +28,22 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_every_start_is_recorded(tmp_path, monkeypatch):
+def test_every_start_is_recorded(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "a")
     folder.make()
     for count in (1, 2):
-        monkeypatch.setattr(sys, "argv", ["train.py", f"--start={count}"])
-        folder.record_start(tmp_path, processes=3, device="CPU", data={"training images": count})
+        folder.record_start("quickstart", {"resume": str(count)}, ["train.py", f"--start={count}"],
+                            processes=3, device="CPU", data={"training images": count})
         starts = json.loads(folder.info.read_text())
         assert len(starts) == count and starts == folder.starts()
         assert starts[-1]["command"] == ["train.py", f"--start={count}"]
+        assert (starts[-1]["recipe"], starts[-1]["arguments"]) == (
+            "quickstart", {"resume": str(count)})
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
     assert folder.data_of(0) == {"training images": 1}
     folder.info.write_text('[{"comm')
     with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes"):
-        folder.record_start(tmp_path, processes=1, device="", data={})
+        folder.record_start("quickstart", {}, None, processes=1, device="", data={})
     assert folder.info.read_text() == '[{"comm'
 
 
@@ -170,3 +171,6 @@ def test_the_commit_counts_changes_of_tracked_files_alone(tmp_path, monkeypatch)
     assert len(commit) == 40 and set(commit) <= set("0123456789abcdef")
     code.write_text("2")
     assert git_commit(tmp_path) == f"{commit}+changes"
+    (site := tmp_path / ".venv" / "vitinit").mkdir(parents=True)
+    (site / "run.py").write_text("")
+    assert git_commit(site) == "unknown"             # installed into somebody's repository

@@ -17,9 +17,10 @@ import vitinit
 from vitinit import export
 from vitinit.models.convert import TRANSFORMERS_SWIN, foreign_names, native_names
 from vitinit.recipe.files import load_recipe, overrides
+from vitinit.runs.data import as_input
 from vitinit.runs.foreign import read_description
+from vitinit.runs.model import build
 from vitinit.runs.saved import fine_tune
-from vitinit.runs.start import as_input, build
 from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes

@@ -186,8 +186,8 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(
     assert eval_program.main([str(folder)]) == 2
     assert str(image_tree) in capsys.readouterr().err
     assert eval_program.main([str(folder), "--data-dir", str(moved)]) == 0
-    typed = train_program.parse_arguments(["--resume", str(folder), "--data-dir", "images"])
-    assert resumed_run(typed, RunFolder(folder), None)[2].data.root == "images"      # here
+    typed = train_program.Run(resume=folder, data_dir="images").request
+    assert resumed_run(typed, RunFolder(folder), None).recipe.data.root == "images"      # here
     assert 'root = "images"' in (folder / "recipe.toml").read_text()
     assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [
         str(image_tree)] * 3

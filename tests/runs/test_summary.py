@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.start import cautions, faster_amp
+from vitinit.runs.summary import cautions, faster_amp
 
 
 def test_few_updates_from_scratch_are_a_warning():
@@ -26,7 +26,7 @@ def test_few_updates_from_scratch_are_a_warning():
 
 def test_the_faster_precision_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("vitinit.runs.start.CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("vitinit.runs.summary.CPU_INFO", tmp_path / "cpuinfo")
     for computes, amp, words in ((True, "off", "engine.amp=bf16 is faster"), (True, "bf16", None),
                                  (False, "bf16", "engine.amp=off is faster"), (False, "off", None)):
         (tmp_path / "cpuinfo").write_text("flags: avx512f avx512_" + ["vnni", "bf16"][computes])

@@ -7,20 +7,18 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import load_recipe, parse_override
-from vitinit.runs import data, start
+from vitinit.runs import data, model as start
 from vitinit.train import distributed
 from vitinit.train.device import OutOfMemory
 from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
 from vitinit.train.interruption import Interrupted, StopRequest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
@@ -90,9 +88,6 @@ def what_is_agreed(processes: Processes) -> list[str]:
 
 def started(processes: Processes) -> dict:
     """Run in each of two processes: what it starts with. On rank 1 the init draws other weights."""
-    sys.path.insert(0, str(REPOSITORY))
-    import train
-
     drawn = {}
 
     def init_weights(model, name, *, generator, **options):
@@ -108,7 +103,7 @@ def started(processes: Processes) -> dict:
     with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
         data.open_data((recipe, fewer)[processes.rank], processes, dry_run=True)
     _, images = data.open_training_set(recipe.data, recipe.run.seed)
-    state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
+    state, notes = start.initial_state(recipe, processes, images)
     return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
             "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from optimisers import adamw, state_of
 
 import vitinit
+from vitinit.bench.training import GivenSteps
 from vitinit.data.mix import smooth_one_hot
 from vitinit.data.sampler import BatchPlan
 from vitinit.train import metrics
@@ -76,9 +77,9 @@ def train(state: TrainState, steps, *, size: int = GLOBAL_BATCH, lr_at=lambda st
           clip_norm: float = 0.0, stop: StopRequest | None = None, cut=cut, **options) -> None:
     """Train the state on these global batches, in micro-batches of `size`, as one epoch."""
     steps = ((number, cut(batch, size)) for number, batch in enumerate(steps, state.progress.step))
-    train_epochs(state, state.model, lambda epoch, done: steps, epochs=state.progress.epochs + 1,
-                 global_batch=GLOBAL_BATCH, lr_at=lr_at, drop_path_at=lambda step: None, amp="off",
-                 clip_norm=clip_norm, processes=ALONE, stop=stop or StopRequest(), **options)
+    train_epochs(GivenSteps(state, state.model, steps, global_batch=GLOBAL_BATCH,
+                            learning_rate=lr_at, clip_norm=clip_norm, **options),
+                 ALONE, stop or StopRequest())
 
 
 def trained(steps=None, *, scaler=None, ema_decay: float = 0.0, progress=None, **options

@@ -16,10 +16,11 @@ from torchvision.transforms import InterpolationMode
 
 from ..data.sources import LooseImages
 from ..recipe.sections import Recipe
+from ..runs.data import open_data
 from .report import Row
 from .step import synthetic_batch
 from .timing import clock_of, interleave, times_as_fast
-from .training import alone, given_step, recipe_of, set_up, train_on, train_program
+from .training import alone, given_step, recipe_of, set_up, train_on
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
 BATCH = 50                      # images that are augmented together
@@ -65,7 +66,7 @@ def in_batches(batch: int) -> list[str]:
 
 def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
     """The recipe's training steps on one process, epoch after epoch."""
-    data = train_program().open_data(recipe, alone(device), dry_run=False)
+    data = open_data(recipe, alone(device), dry_run=False)
     for epoch in itertools.count():
         yield from data.train_batches.steps(epoch)
 
@@ -89,7 +90,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     paths = sorted((root / "train").rglob("*.*"))[:BATCH]
     recipe = recipe_of(name, [*sets, *batches]).with_data(root=str(root))
     pipeline = torchvisions_pipeline(recipe.data.image_size)
-    source = train_program().open_data(recipe, alone(device), dry_run=False).train_set
+    source = open_data(recipe, alone(device), dry_run=False).train_set
 
     def prepared(*more: str) -> Callable[[], object]:
         steps = steps_of(recipe_of(name, [*sets, *batches, *more]), device)

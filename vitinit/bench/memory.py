@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..command_line import building
 from ..recipe.sections import Recipe
-from ..runs.start import build, without_data
+from ..runs.model import build, without_data
 from ..train.engine import autocast
 from ..train.optim import hidden_matrices
 from .report import Row

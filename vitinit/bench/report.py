@@ -23,7 +23,7 @@ import torchvision
 from ..messages import OneLineError
 from ..runs.folder import git_commit
 from ..runs.report import table
-from ..runs.start import CPU_INFO
+from ..runs.summary import CPU_INFO
 from ..train.device import cores, describe_device
 
 Row = dict[str, Any]            # a row of results: column → number or short text, None for no value

@@ -17,7 +17,7 @@ from ..models import MODELS
 from ..models.layers import draw_drop_path
 from ..models.libraries import counterpart
 from ..recipe.sections import Recipe
-from ..runs.start import without_data
+from ..runs.model import without_data
 from ..runs.teacher import learn_from_teacher
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy

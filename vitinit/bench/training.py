@@ -1,13 +1,10 @@
-"""What train.py trains with, set up by its own functions; no other module of bench calls them."""
+"""What a run trains with, set up by the run's own functions, and steps of given tensors."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +12,14 @@ from torch import Tensor
 
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
+from ..runs.model import initial_state, wrap_models
 from ..train.distributed import Processes
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
+from ..train.metrics import StepRow
 from ..train.state import TrainState
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the device
-
-
-def train_program() -> ModuleType:
-    """train.py as a module, from the repository around the package."""
-    spec = importlib.util.spec_from_file_location("measured_train_program", REPOSITORY / "train.py")
-    program = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = program
-    spec.loader.exec_module(program)
-    return program
 
 
 def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
@@ -47,15 +36,14 @@ def alone(device: torch.device) -> Processes:
 
 
 def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[..., Tensor]]:
-    """The state that train.py starts a run of the recipe from, and the (compiled) model to call.
+    """The state that a run of the recipe starts from, and the (compiled) model to call.
 
     The init must be one that reads no images.
     """
-    program = train_program()
     set_precision(recipe.engine.tf32)
-    state, _ = program.initial_state(recipe, alone(device), None, Path(), None)
+    state, _ = initial_state(recipe, alone(device))
     tune_convolutions(state.model)
-    return state, program.wrap_models(state, recipe, alone(device))[0]
+    return state, wrap_models(state, recipe, alone(device))[0]
 
 
 class GivenPart(NamedTuple):
@@ -75,17 +63,40 @@ def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[GivenPart]
                     for part, end in zip(parts, ends)]
 
 
+@dataclass
+class GivenSteps:
+    """One epoch of given steps; what the engine's `Training` says of each field holds here."""
+
+    state: TrainState
+    forward: Callable[..., Tensor]
+    given: Iterable[tuple[int, Sequence[Any]]]
+    objective: Callable[..., Tensor] = cross_entropy
+    learning_rate: Callable[[int], float] = lambda step: 1e-4
+    drop_path: Callable[[int], Tensor | None] = lambda step: None
+    amp: str = "off"
+    clip_norm: float = 0.0
+    global_batch: int = 1
+    steps_per_epoch: int = 0
+    save_every: int = 0
+    save: Callable[[], object] = lambda: None
+    record: Callable[[StepRow], object] = lambda row: None
+    finish_epoch: Callable[[int], object] = lambda epoch: None
+
+    @property
+    def epochs(self) -> int:
+        return self.state.progress.epochs + 1
+
+    def steps(self, epoch: int, done: int) -> Iterable[tuple[int, Sequence[Any]]]:
+        return self.given
+
+
 def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tensor] | None = None,
-             lr: float = 1e-4, drop_path: Tensor | None = None, amp: str = "off",
-             clip_norm: float = 0.0, objective: Callable[..., Tensor] = cross_entropy) -> None:
+             lr: float = 1e-4, drop_path: Tensor | None = None, **options: Any) -> None:
     """Train on `steps` as one epoch of the engine.
 
-    forward: what computes the logits, such as a compiled model; None: the model itself.
-    drop_path: drop-path scales (branches, B) for every step. amp, clip_norm, objective: as in
-        `train_epochs`.
+    forward: what computes the logits, such as a compiled model; None: the model itself. lr: of
+    every step. drop_path: scales (branches, B) of every step. options: fields of `GivenSteps`.
     """
-    train_epochs(state, state.model if forward is None else forward, lambda epoch, done: steps,
-                 epochs=state.progress.epochs + 1, global_batch=1, lr_at=lambda step: lr,
-                 drop_path_at=lambda step: drop_path, amp=amp, clip_norm=clip_norm,
-                 objective=objective, stop=StopRequest(),
-                 processes=alone(next(state.model.parameters()).device))
+    given = GivenSteps(state, state.model if forward is None else forward, steps,
+                       learning_rate=lambda step: lr, drop_path=lambda step: drop_path, **options)
+    train_epochs(given, alone(next(state.model.parameters()).device), StopRequest())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
-from ..runs.start import as_input, evaluation_view
+from ..runs.data import as_input, evaluation_view
 from .plot import FigureError, draw_heat, pyplot, save
 from .subjects import Subject, require_family, require_indices
 

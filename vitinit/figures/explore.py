@@ -27,7 +27,7 @@ from ..init.mass import has_targets, mass_on_images
 from ..messages import one_line
 from ..mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
 from ..models import ConvMixer, MlpMixer
-from ..runs.start import as_input, evaluation_view
+from ..runs.data import as_input, evaluation_view
 from .page import as_png, colours, packed, rounded, write_page
 from .plot import DIVERGING, OVERLAY, FigureError
 from .subjects import Subject

@@ -128,7 +128,8 @@ def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weigh
         changes = str(error)
     starts = [{key: str(start.get(key, "unknown")) for key in (
         "time", "device", "processes", "torch", "python", "git_commit")} |
-        {"command": " ".join(map(str, start.get("command", [])))} for start in run.starts]
+        {"command": " ".join(map(str, start.get("command") or ["in Python:", to_toml(
+            start.get("arguments", {}))]))} for start in run.starts]
     return {"name": run.path.name, "group": group.label, "seed": run.seed, "facts": facts(run),
             "recipe": run.recipe, "toml": run.files["recipe.toml"].decode(), "changes": changes,
             "starts": starts, "judged": judged, "note": note}

@@ -19,10 +19,10 @@ from ..init import reads_images
 from ..models import FAMILIES, MODELS
 from ..recipe.files import RecipeError, fresh_recipe
 from ..recipe.sections import Recipe
-from ..runs.data import open_training_set
+from ..runs.data import as_input, evaluation_view, open_training_set
 from ..runs.folder import RunFolder
+from ..runs.model import build, initialise, without_data
 from ..runs.saved import open_saved
-from ..runs.start import as_input, build, evaluation_view, initialise, without_data
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
 

@@ -67,15 +67,18 @@ def parse_override(text: str) -> Override:
 
 
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
-              sets: Sequence[str] = ()) -> list[Override]:
-    """All changes that the command line makes to a recipe, in the order in which they apply.
+              sets: Sequence[str] | Mapping[str, Any] = ()) -> list[Override]:
+    """All changes that a command line, or a caller in Python, makes to a recipe, in order.
 
-    init, seed, data_dir, sets: the values of --init, --seed, --data-dir and of each --set.
+    init, seed, data_dir, sets: the values of --init, --seed, --data-dir and of each --set, in
+    place of which there may be a table of "section.key" → value.
     """
     flags = (("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
              ("run.seed", "--seed", seed))
+    named = ((Override(key, plain(value), f"{key}={value!r}") for key, value in sets.items())
+             if isinstance(sets, Mapping) else map(parse_override, sets))
     return [*(Override(key, value, f"{flag} {value}") for key, flag, value in flags
-              if value is not None), *map(parse_override, sets)]
+              if value is not None), *named]
 
 
 def fresh_recipe(name: str | None, **flags: Any) -> Recipe:
@@ -83,17 +86,17 @@ def fresh_recipe(name: str | None, **flags: Any) -> Recipe:
 
     name: as `load_recipe` takes it. flags: as `overrides` takes them. Raises RecipeError.
     """
-    if name is None:
-        raise RecipeError("--recipe is missing; for example --recipe quickstart")
     return load_recipe(name, overrides(**flags))
 
 
-def load_recipe(name: str | Path, changes: Sequence[Override] = ()) -> Recipe:
+def load_recipe(name: str | Path | None, changes: Sequence[Override] = ()) -> Recipe:
     """Read a recipe, apply `changes` in order, and check everything.
 
     name: that of a recipe in recipes/, or the path of a .toml file. If a change names another init,
     it keeps only those of the file's init options that it has, such as `base`. Raises RecipeError.
     """
+    if name is None:
+        raise RecipeError("--recipe is missing; for example --recipe quickstart")
     path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,21 +1,26 @@
-"""The data of a run: which images it reads, and the batches that this process makes of them."""
+"""The data of a run: which images it reads, the batches that this process makes of them, and images
+as the model takes them.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..command_line import building
-from ..data.augment import ToDevice, TrainToDevice
+from ..data.augment import ToDevice, TrainToDevice, normalise
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
 from ..data.draw import Augmentation
-from ..data.images import DataError
+from ..data.images import DataError, resize_and_centre_crop
 from ..data.loader import EvalViews, start_fork_server
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
+from ..keys import Stream, keyed_generator
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import Processes
 from ..train.metrics import ProgressBar
@@ -151,3 +156,58 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     val_batches = evaluation_batches(recipe, val_set, data.image_size, processes.device,
                                      rank=processes.rank, world_size=processes.world_size)
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
+
+
+# Images as the model sees them ----------------------------------------------------------------
+
+
+def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
+    """Resize and centre-crop an image as the recipe's evaluation does.
+
+    image: (3, H, W) uint8. size: (height, width); None: the recipe's image size. Returns
+    (3, height, width) uint8.
+    """
+    return resize_and_centre_crop(image, size or recipe.data.image_size, recipe.eval.crop_pct,
+                                  recipe.eval.interpolation)
+
+
+def as_input(views: Tensor, recipe: Recipe) -> Tensor:
+    """Normalise views (B, 3, H, W) uint8 by the recipe's mean and std → (B, 3, H, W) float32."""
+    return normalise(views, recipe.data.mean, recipe.data.std)
+
+
+def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
+    """`count` training images, or all if there are fewer: normalised evaluation views (n, 3, H, W).
+
+    Which ones is keyed by the run's seed.
+    """
+    order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
+    return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
+                                 for index in order[:count]]), recipe)
+
+
+def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
+    """Decode each image of the run once, print a line for each that cannot be, and count these.
+
+    Each process decodes its share, in data.workers threads: decoders do not hold Python's lock.
+    """
+    def problem(image: tuple[Source, int]) -> str:
+        source, index = image
+        try:
+            source.image(index)
+        except DataError as error:
+            return str(error)
+        return ""
+    images = [(source, index) for source in (data.train_set, data.val_set)
+              for index in range(processes.rank, len(source), processes.world_size)]
+    broken = 0
+    with (ProgressBar("read", len(images), shown=processes.is_main) as bar,
+          ThreadPoolExecutor(recipe.data.workers or 1) as pool):
+        for start in range(0, len(images), 1_024):   # all at once, they would take gigabytes
+            for line in filter(None, bar.over(pool.map(problem, images[start:start + 1_024]))):
+                print(line, flush=True)
+                broken += 1
+    total, broken = processes.sum(torch.tensor([len(images), broken])).tolist()
+    processes.say(f"images  {broken:,} of {total:,} cannot be read; nothing was written" if broken
+                  else f"images  all {total:,} can be read")
+    return broken

@@ -19,17 +19,18 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..data.sources import SIZES
-from ..recipe.files import RECIPES
+from ..recipe.files import PACKAGE, RECIPES
+from ..recipe.sections import Recipe
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
                                 sync_folder, write_text_atomically)
 from ..train.distributed import warn
@@ -203,15 +204,21 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             sync_folder(self.path.parent)
 
-    def record_start(self, repository: Path, *, processes: int, device: str,
-                     data: Mapping[str, Any]) -> None:
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Write recipe.toml."""
+        write_text_atomically(recipe.as_toml(), self.recipe)
+
+    def record_start(self, recipe: str, arguments: Mapping[str, Any], command: list[str] | None, *,
+                     processes: int, device: str, data: Mapping[str, Any]) -> None:
         """Append to run.json how the run was started or resumed this time.
 
+        recipe: its name. arguments: what was asked for. command: None if it was started in Python.
         data: what the run trains on: the absolute path of its folder as "root", and whatever else
             `require_same_data` is to compare on resume.
         """
-        start = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": sys.argv,
-                 "git_commit": git_commit(repository), "python": platform.python_version(),
+        start = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "recipe": recipe,
+                 "arguments": dict(arguments), **({"command": command} if command else {}),
+                 "git_commit": git_commit(PACKAGE), "python": platform.python_version(),
                  "torch": torch.__version__, "processes": processes, "device": device,
                  "data": dict(data)}
         write_text_atomically(json.dumps([*self.starts(), start], indent=2) + "\n", self.info)
@@ -287,12 +294,17 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
     raise CheckpointError("; and ".join(map(str, problems)))
 
 
-def git_commit(repository: Path) -> str:
-    """The commit of the code, "+changes" if a tracked file differs; "unknown" outside of git."""
-    command = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*",
-               "--dirty=+changes"]
+def git_commit(folder: Path) -> str:
+    """The commit of the code in a folder, "+changes" if a tracked file of the repository differs.
+
+    "unknown" outside of git, and where git does not track the folder, as that of a virtual
+    environment in somebody's repository.
+    """
+    run = partial(subprocess.run, check=True, text=True, capture_output=True, timeout=10,
+                  cwd=folder)
     try:
-        return subprocess.run(command, check=True, text=True, capture_output=True,
-                              timeout=10).stdout.strip()
+        run(["git", "ls-files", "--error-unmatch", "."])
+        return run(["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+                   ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"

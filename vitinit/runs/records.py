@@ -46,10 +46,10 @@ class Run:
     """A run, as the text files in its folder describe it."""
 
     path: Path                  # of the folder; in an archive, runs.tar.xz/<name>
-    source: str                 # its recipe, as --recipe gave it: a name or a path
+    source: str                 # its recipe, as it was asked for: a name or a path
     keys: dict[str, Any]        # "section.key" → value, every option written out
     rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
-    starts: list[dict[str, Any]]  # run.json: per start, its command, commit, versions, hardware
+    starts: list[dict[str, Any]]  # run.json: per start, what was asked for, commit, versions, …
     files: Mapping[str, bytes]  # the contents of those of FILES that there are
 
     @property
@@ -98,11 +98,18 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
     keys.pop("version", None)
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
-    # recipe.toml does not state its source, but the command of the first start does.
-    command = "\0".join(starts[0].get("command", [])) if starts else ""
-    source = re.search(r"--recipe[=\0]([^\0]+)", command)
-    return Run(path, source[1] if source else "recipe", keys,
+    return Run(path, recipe_of(starts[0]) if starts else "recipe", keys,
                [dict.fromkeys(METRICS) | row for row in rows], starts, files)
+
+
+def recipe_of(start: Mapping[str, Any]) -> str:
+    """The recipe that a run was started by: a name or a path."""
+    if "arguments" in start:
+        return str(start["arguments"].get("recipe", start["recipe"]))
+    # A run of before these were recorded has the words of its command alone.
+    words = "\0".join(map(str, start.get("command", [])))
+    source = re.search(r"--recipe[=\0]([^\0]+)", words)
+    return source[1] if source else "recipe"
 
 
 # Reading --------------------------------------------------------------------------------------
@@ -198,8 +205,18 @@ def without_paths(run_json: bytes) -> bytes:
     for start in starts:
         if isinstance(start.get("data"), dict):
             start["data"].pop("root", None)
-        start["command"] = [portable(str(word)) for word in start.get("command", [])]
+        if "command" in start:
+            start["command"] = [portable(str(word)) for word in start["command"]]
+        if "arguments" in start:
+            start["arguments"] = without_folders(start["arguments"])
     return (json.dumps(starts, indent=2) + "\n").encode()
+
+
+def without_folders(value: Any) -> Any:
+    """A value of JSON, of whose absolute paths only the last part remains."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    return portable(value) if isinstance(value, str) else value
 
 
 def portable(word: str) -> str:

@@ -1,4 +1,4 @@
-"""Decide which run train.py does, a new one or one to go on with, and lock its folder.
+"""Decide which run is done, a new one or one to go on with, and lock its folder.
 
     --out-dir F                 a new run; F may hold nothing that a run writes
     --out-dir F --resume auto   goes on with F's run; a new one if F holds none
@@ -10,7 +10,6 @@ the machine may change, and with the same images. Results are never overwritten.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import socket
@@ -18,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..data.sources import SIZES
-from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides
+from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
-from ..recipe.values import to_toml
+from ..recipe.values import plain, to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes, warn
 from .folder import RunFolder, in_one_line
@@ -34,9 +33,28 @@ NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes 
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 
 
-# The folder of a run, the checkpoint to resume from (None for a new run), its recipe, and data.root
-# as it is written, which is what checkpoints keep.
-Chosen = tuple[RunFolder, dict[str, Any] | None, Recipe, str]
+class Request(NamedTuple):
+    """Which run is asked for, by a command line or in Python."""
+
+    recipe: str | None          # name or path; not needed with the folder of a run to resume
+    changes: Sequence[Override]  # of the recipe's keys, in the order in which they apply
+    out_dir: Path | None        # None: runs/<recipe>-<init>-s<seed>
+    resume: str | None          # None: a new run; "auto": the one in out_dir, if any; or a folder
+
+    def as_dict(self) -> dict[str, Any]:
+        """The request as run.json states it; what was not given is left out."""
+        given = {"recipe": self.recipe, "out_dir": self.out_dir and str(self.out_dir),
+                 "resume": self.resume}
+        return {key: value for key, value in given.items() if value is not None} | {
+            "changes": {change.key: plain(change.value) for change in self.changes}}
+
+
+class Choice(NamedTuple):
+    """The run to train."""
+
+    recipe: Recipe
+    saved: dict[str, Any] | None    # the checkpoint to go on from; None for a new run
+    written_root: str           # data.root as it was written, which checkpoints keep
 
 
 # One writer -----------------------------------------------------------------------------------
@@ -84,40 +102,35 @@ class RunLock(ExitStack):
 # Which run ------------------------------------------------------------------------------------
 
 
-def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock) -> Chosen | None:
-    """The run to train; None, after a line about it, if it is finished already.
+def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run: bool = False
+               ) -> tuple[RunFolder, Choice | None]:
+    """The folder of the run to train, and the run; None if it is finished already.
 
-    Raises the same OneLineError on all processes.
+    A dry run is a new one, and looks at no folder. Raises the same OneLineError on all processes.
     """
-    if args.dry_run and args.resume not in (None, "auto"):
-        raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
-    if args.read_images and not args.dry_run:
-        raise RecipeError("--read-images is what a dry run may do; give --dry-run, too")
-    recipe, decided = None, NEW
+    recipe, task = None, NEW
     with processes.together():
-        if args.resume in (None, "auto"):
-            recipe = fresh_recipe(args.recipe, init=args.init, seed=args.seed,
-                                  data_dir=args.data_dir, sets=args.set)
-            folder = RunFolder(args.out_dir or Path("runs") /
+        if request.resume in (None, "auto"):
+            recipe = load_recipe(request.recipe, request.changes)
+            folder = RunFolder(request.out_dir or Path("runs") /
                                f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
         else:
-            folder = RunFolder(Path(args.resume))
+            folder = RunFolder(Path(request.resume))
         # The main process's view of the disk decides for all processes.
-        if processes.is_main and args.resume is None and not args.dry_run:
-            folder.require_unused()
-        elif processes.is_main and not args.dry_run:
-            if folder.path.is_dir():
-                lock.take(folder.path)
-            decided = task_in(folder, recipe)
-    decided = processes.maximum(decided)
-    if decided == DONE:
-        processes.say(f"done    {folder.path}: all epochs, by its metrics.jsonl; "
-                      "no last.pt is left")
-        return None
-    if decided == NEW:
-        return folder, None, recipe, recipe.data.root
+        if processes.is_main and not dry_run:
+            if request.resume is None:
+                folder.require_unused()
+            else:
+                if folder.path.is_dir():
+                    lock.take(folder.path)
+                task = task_in(folder, recipe)
+    task = processes.maximum(task)
+    if task == DONE:
+        return folder, None
+    if recipe is not None and task == NEW:
+        return folder, Choice(recipe, None, recipe.data.root)
     with processes.together():
-        return resumed_run(args, folder, recipe)
+        return folder, resumed_run(request, folder, recipe)
 
 
 def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
@@ -147,15 +160,15 @@ def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
     return DONE
 
 
-def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None) -> Chosen:
+def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> Choice:
     """Read the run's last checkpoint and its recipe, of which hardly anything may change.
 
-    recipe: the one that the command line asks for; None: the run's own, with the overrides of the
-    command line. Raises RecipeError if that is another one, and CheckpointError if one of the run's
-    files cannot be read.
+    recipe: the one that is asked for; None: the run's own, with the changes that are. Raises
+    RecipeError if that is another one, and CheckpointError if one of the run's files cannot be
+    read.
     """
-    if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
-        raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
+    if request.out_dir is not None and request.out_dir.resolve() != folder.path.resolve():
+        raise RecipeError(f"--out-dir {request.out_dir} differs from --resume {folder.path}; a run "
                           "goes on in its own folder")
     for lines in (folder.metrics, folder.steps):
         lines.rows()                                 # a damaged file is an error now, not later
@@ -163,17 +176,17 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
     source = str(folder.read_from)
     stored = from_dict(state["recipe"], source)
     if recipe is None:
-        if args.recipe is not None and Path(args.recipe).stem != stored.name:
-            raise RecipeError(f"--recipe {args.recipe} differs from the run's recipe {stored.name}")
-        recipe = from_dict(stored.as_dict(), source, overrides(
-            init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir))
+        if request.recipe is not None and Path(request.recipe).stem != stored.name:
+            raise RecipeError(f"--recipe {request.recipe} differs from the run's recipe "
+                              f"{stored.name}")
+        recipe = from_dict(stored.as_dict(), source, request.changes)
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     written = recipe.data.root
-    typed = any(one.key == "data.root" for one in overrides(sets=args.set, data_dir=args.data_dir))
+    typed = any(change.key == "data.root" for change in request.changes)
     # A relative path of the run's was relative to elsewhere; one that is typed now is meant here.
-    if written == stored.data.root and not (typed and args.resume != "auto"):
+    if written == stored.data.root and not (typed and request.resume != "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
-    return folder, state, recipe, written
+    return Choice(recipe, state, written)
 
 
 # A run goes on as it began --------------------------------------------------------------------

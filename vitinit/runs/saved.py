@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..bounds import PAIR
-from ..command_line import Parser
 from ..data.sources import are_names, indices_by_name
 from ..models.convert import native_tensors
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
@@ -23,7 +21,7 @@ from ..train.checkpoint import CheckpointError, model_state, stored_tensors, wit
 from ..train.transfer import load_exactly, start_from
 from . import foreign
 from .folder import BOXED, RunFolder, read_checkpoint
-from .start import build
+from .model import build
 
 
 class Saved(NamedTuple):
@@ -206,23 +204,3 @@ def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Seque
     else:
         return [*range(count)], f"all {count} rows, taken for the same classes"
     return [None] * wanted, f"as drawn: {why}"
-
-
-def parse_sides(text: str) -> int | list[int]:
-    """The argument of --image-size: "288" → 288, "192,256" → [192, 256]."""
-    try:
-        sides = [int(side) for side in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
-                                         "height and width, such as 192,256") from None
-    return sides if len(sides) > 1 else sides[0]
-
-
-def add_options(parser: Parser, changeable: Sequence[str]) -> None:
-    """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
-    parser.add_argument("--image-size", type=parse_sides, metavar="N or H,W",
-                        help="in pixels, if it is to differ from the recipe's")
-    parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override any key of the recipe given by --recipe, and of any recipe "
-                             f"{', '.join(changeable)}")

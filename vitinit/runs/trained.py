@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,16 +14,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..command_line import Parser
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow
 from ..messages import in_brief
-from ..recipe.files import Override, overrides as parse_overrides
+from ..recipe.files import overrides as recipe_changes
 from ..recipe.sections import Recipe
-from ..recipe.values import plain
 from ..train.checkpoint import CheckpointError
-from .saved import add_options, open_saved
-from .start import as_input, evaluation_view
+from .data import as_input, evaluation_view
+from .saved import open_saved
 
 VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a run's own recipe, `load` can change
 BATCH = 64                                           # images per forward pass in `predict_batch`
@@ -142,7 +139,7 @@ class Trained:
 def load(path: str | os.PathLike, *, weights: Weights = "model",
          image_size: int | tuple[int, int] | None = None,
          device: str | torch.device | None = None, recipe: str | None = None,
-         overrides: Mapping[str, Any] | None = None) -> Trained:
+         overrides: Mapping[str, Any] | Sequence[str] = ()) -> Trained:
     """Load a trained model with its class names and preprocessing.
 
     Args:
@@ -156,8 +153,9 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
         recipe: describes a checkpoint that contains no recipe: a recipe's name, or the path of a
             .toml file. Official DeiT-B weights are loaded with recipe="deit_base". A folder of
             transformers describes itself.
-        overrides: values for keys of the recipe, such as {"eval.crop_pct": 1.0}. Of a recipe that
-            the checkpoint contains, only `VIEW_KEYS` can change: how images are prepared.
+        overrides: values for keys of the recipe, such as {"eval.crop_pct": 1.0}, or texts such as
+            "eval.crop_pct=1.0". Of a recipe that the checkpoint contains, only `VIEW_KEYS` can
+            change: how images are prepared.
 
     For a checkpoint of another project, a line on standard error says what is assumed that tensors
     do not show. Returns a `Trained`, whose model is in evaluation mode and does not require
@@ -168,10 +166,8 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
     device = usable_device(device or "cpu")
-    changes = [Override(key, plain(value), f"{key}={value!r}")
-               for key, value in (overrides or {}).items()]
-    saved = open_saved(Path(path), recipe=recipe, changes=changes, changeable=VIEW_KEYS,
-                       image_size=image_size)
+    saved = open_saved(Path(path), recipe=recipe, changes=recipe_changes(sets=overrides),
+                       changeable=VIEW_KEYS, image_size=image_size)
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
         print(f"{saved.path}: {saved.assumptions(weights)}", file=sys.stderr, flush=True)
@@ -190,19 +186,3 @@ def usable_device(device: str | torch.device) -> torch.device:
         valid = ["cpu", *(f"{kind.type}:{n}" for n in range(torch.accelerator.device_count()))]
         raise ValueError(f"device is {str(device)!r}, expected one that this machine has: "
                          f"{', '.join(valid)}") from None
-
-
-def add_run(parser: Parser) -> None:
-    """Add all arguments that `load_run` takes: one run, and how to open it."""
-    parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
-    parser.add_argument("--weights", choices=("model", "ema"), default="model")
-    add_options(parser, VIEW_KEYS)
-
-
-def load_run(args: argparse.Namespace, device: torch.device | None = None) -> Trained:
-    """`load` what the arguments of `add_run` say; CheckpointError if it has no classifier."""
-    changes = {change.key: change.value for change in parse_overrides(sets=args.set)}
-    trained = load(args.run, weights=args.weights, image_size=args.image_size, device=device,
-                   recipe=args.recipe, overrides=changes)
-    trained.require_classifier()
-    return trained

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -72,57 +72,68 @@ def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequen
     return F.cross_entropy(forward(images, *scales).float(), targets)
 
 
-def train_epochs(
-        state: TrainState, forward: Callable[..., Tensor],
-        steps_of: Callable[[int, int], Iterable[tuple[int, Sequence[Any]]]], *, epochs: int,
-        global_batch: int, lr_at: Callable[[int], float],
-        drop_path_at: Callable[[int], Tensor | None], amp: str, clip_norm: float,
-        processes: Processes, stop: StopRequest, objective: Callable[..., Tensor] = cross_entropy,
-        record: Callable[[StepRow], object] = lambda row: None,
-        save_every: int = 0, save: Callable[[], object] = lambda: None,
-        finish_epoch: Callable[[int], object] = lambda epoch: None,
-        bar_total: int = 0) -> None:
-    """Train from where `state` is to the end of epoch number `epochs`.
+class Training(Protocol):
+    """What `train_epochs` trains, what it is told, and what it calls on the way: a `Run`, say."""
 
-    The loss is the mean of `objective` over the micro-batches of the global batch.
+    state: TrainState           # changed in place; consistent between two steps
+    forward: Callable[..., Tensor]      # the state's model, perhaps compiled, perhaps wrapped in
+                                        # DistributedDataParallel
+    objective: Callable[..., Tensor]    # the loss of a micro-batch, called as `cross_entropy`
+    epochs: int                 # at the end of which training ends
+    steps_per_epoch: int        # of the progress bar; 0: none is shown
+    global_batch: int           # images of a step, over all processes
+    amp: str                    # "off", "bf16" or "fp16"
+    clip_norm: float            # the largest allowed norm of the gradients; 0: no clipping
+    save_every: int             # steps of the run from one `save` to the next; 0: never
 
-    Args:
-        state: what is trained; it is changed in place, and consistent between two steps.
-        forward: the state's model, possibly compiled or wrapped in DistributedDataParallel.
-        steps_of: (epoch from 0, steps of it already done) → the number of each further step within
-            the run, from 0, and this process's micro-batches of it, which have been loaded. Each
-            has `positions`, (B,), of its images in the global batch, and `prepare()` → images (B,
-            3, H, W) and targets (B, K), class probabilities, on the device.
-        global_batch: images of a step, over all processes.
-        lr_at: step number → learning rate.
-        drop_path_at: step number → drop-path scales (branches, global batch), or None.
-        amp: "off", "bf16" or "fp16".
-        clip_norm: the largest allowed norm of the gradients; 0 for no clipping.
-        objective: the loss of a micro-batch; called as `cross_entropy`, within autocast.
-        record: called on every process with a row after every tenth step of the run.
-        save: called after each step whose number, from 1, is a multiple of `save_every` (0: never).
-        finish_epoch: called with the number of each epoch, from 1, after its last step.
-        bar_total: steps per epoch, for a progress bar; 0 for none.
+    def steps(self, epoch: int, done: int) -> Iterable[tuple[int, Sequence[Any]]]:
+        """The steps of an epoch, from 0, of which some are done: numbers within the run, from 0,
+        each with this process's micro-batches, which have been loaded.
 
-    Raises Diverged if a loss or a weight is infinite or NaN, and, between two steps, Interrupted
-    after a signal and the OneLineErrors of `steps_of`; each on all processes together.
+        A micro-batch has `positions`, (B,), of its images in the global batch, and `prepare()` →
+        images (B, 3, H, W) and targets (B, K), class probabilities, on the device.
+        """
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step."""
+
+    def drop_path(self, step: int) -> Tensor | None:
+        """The drop-path scales (branches, global batch) of a step; None without drop path."""
+
+    def record(self, row: StepRow) -> None:
+        """Called on every process after every tenth step of the run."""
+
+    def save(self) -> None:
+        """Called after each step whose number, from 1, is a multiple of `save_every`."""
+
+    def finish_epoch(self, epoch: int) -> None:
+        """Called with the number of each epoch, from 1, after its last step."""
+
+
+def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None:
+    """Train from where the run's state is to the end of its last epoch.
+
+    The loss is the mean of the objective over the micro-batches of the global batch. Raises
+    Diverged if a loss or a weight is infinite or NaN, and, between two steps, Interrupted after a
+    signal and the OneLineErrors of `run.steps`; each on all processes together.
     """
-    progress, device = state.progress, processes.device
+    state, progress, device = run.state, run.state.progress, processes.device
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
     # pass stay local. Those of the last micro-batch are averaged, with all accumulated before.
-    keep_local = getattr(forward, "no_sync", contextlib.nullcontext)
-    for epoch in range(progress.epochs, epochs):
-        forward.train()
+    keep_local = getattr(run.forward, "no_sync", contextlib.nullcontext)
+    for epoch in range(progress.epochs, run.epochs):
+        run.forward.train()
         idle_since = progress.clock = time.perf_counter()
         note = ""                                                    # beside the progress bar
-        with ProgressBar(f"epoch {epoch + 1}/{epochs}", bar_total, initial=progress.epoch_steps,
-                         shown=bar_total > 0) as bar:
-            steps = steps_of(epoch, progress.epoch_steps)
+        with ProgressBar(f"epoch {epoch + 1}/{run.epochs}", run.steps_per_epoch,
+                         initial=progress.epoch_steps,
+                         shown=processes.is_main and run.steps_per_epoch > 0) as bar:
+            steps = run.steps(epoch, progress.epoch_steps)
             for step, micro_batches in agreed(steps, processes, stop):
                 progress.waiting_seconds += time.perf_counter() - idle_since
-                lr = lr_at(step)
+                lr = run.learning_rate(step)
                 set_learning_rate(state.optimizer, lr)
-                drop_path = drop_path_at(step)                       # (branches, global batch)
+                drop_path = run.drop_path(step)                      # (branches, global batch)
                 step_loss = torch.zeros((), device=device)
                 for number, micro_batch in enumerate(micro_batches, 1):
                     images, targets = micro_batch.prepare()          # (B, 3, H, W), (B, K)
@@ -130,27 +141,27 @@ def train_epochs(
                         copy_to(drop_path[:, micro_batch.positions], device),)   # (branches, B)
                     last = number == len(micro_batches)
                     with contextlib.nullcontext() if last else keep_local():
-                        with autocast(device, amp):
-                            loss = objective(forward, images, scales, targets)
+                        with autocast(device, run.amp):
+                            loss = run.objective(run.forward, images, scales, targets)
                         loss = loss / len(micro_batches)
                         state.scaler.scale(loss).backward()
                     step_loss += loss.detach()
                 row_due = (step + 1) % STEPS_PER_ROW == 0
-                grad_norm, scale, skipped = update(state, clip_norm, measure=row_due)
+                grad_norm, scale, skipped = update(state, run.clip_norm, measure=row_due)
                 progress.add(step_loss, skipped)
                 if row_due:
                     progress.read_losses(processes)
-                    row = progress.step_row(lr, grad_norm, scale, global_batch)
-                    record(row)
+                    row = progress.step_row(lr, grad_norm, scale, run.global_batch)
+                    run.record(row)
                     note = f"loss {row.loss:.3f}"
-                if save_every and (step + 1) % save_every == 0:
-                    save()
+                if run.save_every and (step + 1) % run.save_every == 0:
+                    run.save()
                     progress.clock = time.perf_counter()             # saving is not training
                 bar.advance(note)
                 idle_since = time.perf_counter()
         read_losses(state, processes)
         progress.clock = None                                        # nor is evaluating
-        finish_epoch(epoch + 1)
+        run.finish_epoch(epoch + 1)
 
 
 def update(state: TrainState, clip_norm: float, *, measure: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,8 @@ class StopRequest:
 
     The program looks at `number` between two steps and two batches, never within one. A second
     Ctrl-C ends the program immediately, wherever Python is. Signals that were ignored when the
-    program started, as under nohup, stay ignored. At the end the old handlers return.
+    program started, as under nohup, stay ignored. At the end the old handlers return. Outside of
+    the main thread there are no handlers, and nothing is remembered.
 
     second: called in place of that at a second Ctrl-C.
     """
@@ -43,8 +45,9 @@ class StopRequest:
         self.since = 0.0                             # when that was
 
     def __enter__(self) -> StopRequest:
+        hears = threading.current_thread() is threading.main_thread()
         self.handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS
-                         if signal.getsignal(number) is not signal.SIG_IGN}
+                         if hears and signal.getsignal(number) is not signal.SIG_IGN}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,0 +1,89 @@
+"""A run in Python: what it does, what it records, and the page that names its parts."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from same_run import assert_same_run, rows_of
+
+import vitinit
+from vitinit.recipe.files import RecipeError
+from vitinit.runs.records import read_run
+
+SMALL = {"data.images_per_class": 3, "model.options.depth": 1, "model.options.embed_dim": 24,
+         "schedule.epochs": 2, "schedule.warmup_epochs": 0, "optim.global_batch": 13,
+         "optim.max_batch_per_process": 13}
+
+
+def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_program, tmp_path,
+                                                                      monkeypatch):
+    """To the bit; only its record differs. Outside of the main thread it takes no signals."""
+    typed, called, runs = tmp_path / "typed", tmp_path / "called", []
+    assert train_program.main(["--recipe", "quickstart", "--seed", "7", "--out-dir", str(typed), *(
+        word for key, value in SMALL.items() for word in ("--set", f"{key}={value}"))]) == 0
+    monkeypatch.setattr(sys, "argv", ["notebook", "--recipe", "deit_base"])
+    thread = threading.Thread(target=lambda: runs.append(vitinit.Run(
+        "quickstart", seed=7, out_dir=called, overrides=SMALL).train()))
+    thread.start()
+    thread.join()
+    run, = runs
+    assert_same_run(typed, called)
+    assert run.rows == rows_of(called) and run.folder.path == called and run.recipe.run.seed == 7
+    last = torch.load(called / "last.pt")["model"]
+    assert torch.equal(run.state.model.head.bias, last["head.bias"])
+    first, second = (json.loads((folder / "run.json").read_text())[0] for folder in (typed, called))
+    assert first["command"][:3] == ["train.py", "--recipe", "quickstart"]
+    assert "command" not in second and second["arguments"] == first["arguments"] | {
+        "out_dir": str(called)} and second["arguments"]["changes"] == {"run.seed": 7} | SMALL
+    assert read_run(called).recipe == first["recipe"] == "quickstart"
+
+
+def test_a_run_in_python_goes_on_where_a_signal_has_stopped_it(train_program, stop_before, tmp_path,
+                                                               monkeypatch):
+    whole = vitinit.Run("quickstart", out_dir=tmp_path / "whole", overrides=SMALL).train()
+    with monkeypatch.context() as patch:
+        patch.setattr(train_program, "StopRequest", stop_before(1))
+        with pytest.raises(BaseException, match="stopped by SIGTERM"):
+            vitinit.Run("quickstart", out_dir=tmp_path / "cut", overrides=SMALL).train()
+    run = vitinit.Run(resume=tmp_path / "cut").train()
+    assert run.rows[-1]["val_loss"] == whole.rows[-1]["val_loss"]
+    assert_same_run(whole.folder.path, run.folder.path)
+    with pytest.raises(RecipeError, match="^optim.lr=1: .optim. has no key 'lr'"):
+        vitinit.Run("quickstart", overrides={"optim.lr": 1}).train()
+
+
+@pytest.mark.parametrize("program, skipped", [("train", {"learn_from_teacher"}), ("eval", set())])
+def test_the_page_of_a_program_names_its_parts_in_order(program, skipped, repository, tmp_path,
+                                                        monkeypatch):
+    """A small run enters the functions that train.py and eval.py name, one after the other."""
+    page = (repository / f"{program}.py").read_text()
+    assert page.count("\n") <= 90
+    parts = re.findall(r"^    \w[\w ]*  +(vitinit/\S+\.py) +(\w+)  ", page, flags=re.MULTILINE)
+    entered, run = [], vitinit.Run("quickstart", out_dir=tmp_path / "run", overrides=SMALL)
+    if program == "eval":
+        run.train()
+
+    def note(frame, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        part = (f"vitinit/{path.relative_to(repository / 'vitinit')}"
+                if path.is_relative_to(repository / "vitinit") else "", frame.f_code.co_name)
+        if event == "call" and part in parts and part not in entered:
+            entered.append(part)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", str(tmp_path / "run")] if program == "eval"
+                        else [f"{program}.py", "--recipe", "quickstart", "--out-dir",
+                              str(tmp_path / "run"), *(word for key, value in SMALL.items()
+                                                       for word in ("--set", f"{key}={value}"))])
+    sys.setprofile(note)
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(str(repository / f"{program}.py"), run_name="__main__")
+    finally:
+        sys.setprofile(None)
+    assert len(parts) >= 8 and entered == [part for part in parts if part[1] not in skipped]

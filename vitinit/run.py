@@ -1,0 +1,353 @@
+"""A run: from a recipe to its last checkpoint, in Python and as a program.
+
+    run = vitinit.Run("quickstart", init="impulse", out_dir="runs/mine").train()
+    run.rows[-1]["val_top1"]; run.state.model; run.folder.path
+
+`Run.train` names the parts in order: recipe → data → model, init and optimiser → folder → engine.
+`main` is the program that train.py and `python -m vitinit.train` start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .command_line import Parser, building, integer, run_program
+from .data.images import DataError
+from .data.sources import file_sizes, fingerprint, folder_of
+from .init import INITS
+from .keys import Stream, keyed_generator
+from .models.layers import draw_drop_path
+from .recipe.files import RecipeError, overrides as recipe_changes
+from .runs.data import open_data, read_images
+from .runs.model import initial_state, wrap_models
+from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
+from .runs.summary import cautions, rehearsal, summary
+from .train import distributed
+from .train.device import describe_device, memory_for, peak_gib
+from .train.engine import (cross_entropy, evaluate, read_losses, set_precision, train_epochs,
+                           tune_convolutions)
+from .train.interruption import Interrupted, StopRequest
+from .train.metrics import (Diverged, Evaluation, ProgressBar, StepRow, epoch_line, metrics_row,
+                            training_flops)
+from .train.optim import learning_rate, set_learning_rate
+
+# Modules that only some runs need, for fine-tuning and a teacher, are imported where they are used.
+
+
+class Run:
+    """One run: a new one, or one that goes on. Nothing is read or written before `train`.
+
+    Under torchrun every process makes the same one. Outside of the main thread, signals are left
+    to the program that has the main thread.
+
+    Once `train` has returned: `recipe`, with every option resolved; `data`, the opened images and
+    their batches; `state`, with the trained model on its device; `folder`, with all files; `rows`.
+    A run that was finished already, and of which no checkpoint is left, has no data and no state.
+    """
+
+    def __init__(self, recipe: str | os.PathLike | None = None, *, init: str | None = None,
+                 seed: int | None = None, data_dir: str | os.PathLike | None = None,
+                 out_dir: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
+                 overrides: Mapping[str, Any] | Sequence[str] = ()) -> None:
+        """State which run is meant.
+
+        Args:
+            recipe: a name in recipes/, or the path of a .toml file.
+            init, seed, data_dir: recipe keys init.name, run.seed and data.root, if not its own.
+            out_dir: the run's folder; default: runs/<recipe>-<init>-s<seed>.
+            resume: the folder of a run to go on with; "auto": the one in `out_dir`, if any.
+            overrides: values for keys of the recipe, such as {"schedule.epochs": 3}, or a list of
+                texts such as "schedule.epochs=3".
+
+        Raises RecipeError for what cannot be a key.
+        """
+        changes = recipe_changes(init=init, seed=seed, sets=overrides,
+                                 data_dir=None if data_dir is None else os.fspath(data_dir))
+        self.request = Request(None if recipe is None else os.fspath(recipe), changes,
+                               None if out_dir is None else Path(out_dir),
+                               None if resume is None else os.fspath(resume))
+        self.command: list[str] | None = None        # that started it, if one did
+        self.objective: Callable[..., Tensor] = cross_entropy
+        self.teacher: Any = None                     # a LearnFromTeacher, then the objective
+
+    # The parts of a run, in order -----------------------------------------------------------------
+
+    def train(self) -> Run:
+        """Do the run, or what is left of it; return it.
+
+        Raises RecipeError, DataError or CheckpointError, each one line, for what the user can mend;
+        Diverged if the loss or a weight is not finite; Interrupted after a signal, once the run is
+        saved.
+        """
+        with distributed.joined() as self.processes, RunLock() as lock:
+            self.folder, choice = choose_run(self.request, self.processes, lock)     # and recipe
+            if choice is None:
+                self.processes.say(f"done    {self.folder.path}: all epochs, by its metrics.jsonl; "
+                                   "no last.pt is left")
+                return self
+            facts = self._open_data(choice)                              # images and teacher
+            self._start_state(choice)                                    # model, init, optimiser
+            starts_again, resumed = self.request.resume is not None, choice.saved is not None
+            del choice                               # frees the second copy of its tensors
+            with StopRequest() as stop:              # from here on there is something to save
+                self._set_up_folder(lock, facts, resumed=resumed, starts_again=starts_again)
+                self._train(stop)
+        return self
+
+    def rehearse(self, *, read: bool = False) -> bool:
+        """Build everything, print it and run one forward pass; write nothing.
+
+        read: also decode all images, and list those that cannot be. Returns False if there are any.
+        """
+        with distributed.joined() as self.processes, RunLock() as lock:
+            self.folder, choice = choose_run(self.request, self.processes, lock, dry_run=True)
+            assert choice is not None                # a new run is never done
+            self._open_data(choice, dry_run=True)
+            if read and read_images(self.recipe, self.data, self.processes):
+                return False
+            self._start_state(choice)
+            self.processes.say(rehearsal(self.recipe, self.data, self.state, self.teacher))
+        return True
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl: a row per finished epoch."""
+        return self.folder.metrics.rows()
+
+    def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
+        """Open the images, and the teacher of their classes; return the facts about them.
+
+        Raises RecipeError on all processes if these differ between them, or from those that the run
+        began with.
+        """
+        processes, recipe = self.processes, choice.recipe
+        processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
+                                               "the step to go on from": self.folder.step})
+        with building(f"recipe {recipe.name}", "data"):
+            self.data = data = open_data(recipe, processes, dry_run=dry_run)
+        classes = [*map(str, data.whole_set.classes)]
+        self.recipe = recipe = recipe.with_data(num_classes=len(classes))
+        self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
+        self.steps_per_epoch = data.train_batches.steps_per_epoch
+        if recipe.distill.teacher:
+            from .runs.teacher import learn_from_teacher
+            with processes.together():
+                self.objective = self.teacher = learn_from_teacher(recipe, classes,
+                                                                   processes.device)
+        root = recipe.data.root
+        facts = {"training images": len(data.train_set), "validation images": len(data.val_set),
+                 "files and labels": "".join(fingerprint(images, root)
+                                             for images in (data.train_set, data.val_set)),
+                 "teacher": self.teacher.teacher.digest if self.teacher else "none"}
+        if recipe.model.name.startswith("convmixer"):    # whose BatchNorm sees a micro-batch
+            facts["images per micro-batch"] = data.plan.micro_batch_size
+        processes.require_equal(facts)
+        if processes.is_main and not dry_run:
+            facts |= file_sizes([data.train_set, data.val_set], recipe.run.seed)
+        facts["root"] = root and str(folder_of(root).absolute())
+        if choice.saved is not None:
+            with processes.together():
+                require_same_data(self.folder, choice.saved, classes, facts)
+        return facts
+
+    def _start_state(self, choice: Choice) -> None:
+        """Build the model, from its init or from what is saved, and its optimiser; print it all."""
+        recipe, data = self.recipe, self.data
+        self.state, notes = initial_state(recipe, self.processes, data.train_set, choice.saved,
+                                          self.folder.read_from)
+        self.state.about = {"recipe": recipe.with_data(root=choice.written_root).as_dict(),
+                            "classes": [*map(str, data.whole_set.classes)]}
+        if self.state.progress.step:                 # for a checkpoint before the next step
+            set_learning_rate(self.state.optimizer,
+                              self.learning_rate(self.state.progress.step - 1))
+        set_precision(recipe.engine.tf32)
+        tune_convolutions(self.state.model)
+        notes += [f"teacher {self.teacher}"] if self.teacher else []
+        self.processes.say(summary(recipe, data, self.state.model, notes, self.state.optimizer,
+                                   self.learning_rate, self.processes))
+        for caution in cautions(recipe, data):
+            self.processes.say(f"warning {caution}")
+
+    def _set_up_folder(self, lock: RunLock, facts: Mapping[str, Any], *, resumed: bool,
+                       starts_again: bool) -> None:
+        """Lock the folder, write what it holds before the first step, and say where it is.
+
+        In a resumed run, what is newer than its checkpoint is removed. starts_again: a new run may
+        find recipe.toml and run.json there. Raises CheckpointError if the folder cannot be used.
+        """
+        folder, progress, processes = self.folder, self.state.progress, self.processes
+        with processes.together():
+            if processes.is_main:
+                folder.make()
+                lock.take(folder.path)
+                if resumed:
+                    folder.tidy(epochs=progress.epochs, steps=progress.step)
+                else:
+                    folder.require_unused(starts_again=starts_again)
+                    folder.write_recipe(self.recipe)
+                    folder.save(self.state.state_dict(), folder.last)    # which a restart finds
+                if progress.step == 0 and 0 in self.recipe.checkpoint.keep_epochs:
+                    folder.save(self.state.weights(), folder.kept(0))
+                folder.record_start(self.recipe.name, self.request.as_dict(), self.command,
+                                    processes=processes.world_size, data=facts,
+                                    device=describe_device(processes.device))
+        processes.say(f"run     {folder.path}"
+                      + (f", resumed at step {progress.step:,}" if resumed else ""))
+
+    def _train(self, stop: StopRequest) -> None:
+        """Train, evaluate and save until the run ends or is stopped."""
+        recipe, progress, plan = self.recipe, self.state.progress, self.data.plan
+        self.stop = stop
+        self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
+        self.amp, self.save_every = recipe.engine.amp, recipe.checkpoint.every_steps
+        self.flops = training_flops(self.state.model, plan.micro_batch_size, recipe.data.image_size)
+        self.forward, self.measured = wrap_models(self.state, recipe, self.processes)
+        try:
+            with memory_for("optim.max_batch_per_process", plan.micro_batch_size,
+                            self.processes.rank):
+                train_epochs(self, self.processes, stop)
+        except (Interrupted, DataError) as ended:    # between two steps
+            self.save()
+            if isinstance(ended, DataError):
+                if self.processes.is_main:
+                    self.folder.forget_sizes()
+                self.processes.say(f"the run is safe at step {progress.step:,}; once the data is "
+                                   f"mended, go on with --resume {self.folder.path}")
+            else:
+                self.processes.say(f"stopped by signal {ended.number} after step "
+                                   f"{progress.step:,}; go on with --resume {self.folder.path}")
+            raise
+        except Diverged as diverged:
+            fault = self.teacher.fault(self.processes, plan.accumulation) if self.teacher else ""
+            advice = (f"; {self.folder.last} is from before, but would go the same way again: "
+                      "start anew with a lower optim.base_lr, say, or optim.clip_norm")
+            raise Diverged(f"{diverged}{fault or advice}") from None
+        best = "none" if progress.best is None else f"{progress.best:.2f}"
+        peak = peak_gib(self.processes.device)
+        self.processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} {best}, "
+                           f"peak memory {peak:.2f} GiB; everything is in {self.folder.path}")
+
+    # What the engine asks and calls; see `vitinit.train.engine.Training` -------------------------
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        return learning_rate(step, schedule=self.recipe.schedule, peak=self.recipe.optim.peak_lr,
+                             steps_per_epoch=self.steps_per_epoch)
+
+    def drop_path(self, step: int) -> Tensor | None:
+        """The drop-path scales (branches, global batch) of a step; None without drop path."""
+        rates = self.state.model.drop_path_rates
+        if not any(rates):
+            return None
+        rng = keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step)
+        return draw_drop_path(rates, self.recipe.optim.global_batch, rng)
+
+    def record(self, row: StepRow) -> None:
+        """Append a line to steps.jsonl."""
+        with self.processes.together():
+            if self.processes.is_main:
+                self.folder.steps.append(row._asdict())
+
+    def save(self) -> None:
+        """Write last.pt; all processes wait until the main one has written it."""
+        read_losses(self.state, self.processes)
+        with self.processes.together():
+            if self.processes.is_main:
+                self.folder.save(self.state.state_dict(), self.folder.last)
+
+    def finish_epoch(self, epoch: int) -> None:
+        """Evaluate and save, where the recipe says so, and append a line to metrics.jsonl."""
+        recipe, progress, folder = self.recipe, self.state.progress, self.folder
+        save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
+        evaluations = []
+        if epoch % recipe.eval.every_epochs == 0 or epoch == self.epochs:
+            if save_due:                             # an error in evaluation then loses no training
+                self.save()
+            evaluations = self._evaluate()
+        row = metrics_row(progress, evaluations, lr=self.learning_rate(progress.step - 1),
+                          flops=self.flops, global_batch=self.global_batch,
+                          processes=self.processes)
+        progress.finish_epoch()
+        self.processes.say(epoch_line(row, self.epochs))
+        best_by = recipe.checkpoint.best_by
+        is_best = progress.improves(row[best_by], best_by)
+        with self.processes.together():
+            if self.processes.is_main:
+                # If the run dies before last.pt is written, resuming removes the line of metrics.
+                folder.metrics.append(row)
+                if is_best:
+                    folder.save(self.state.weights(), folder.best)
+                if epoch in recipe.checkpoint.keep_epochs:
+                    folder.save(self.state.weights(), folder.kept(epoch))
+        if save_due:
+            self.save()
+
+    def _evaluate(self) -> list[Evaluation]:
+        """Evaluate the model and, if there is one, its moving average."""
+        batches, recipe, processes = self.data.val_batches, self.recipe, self.processes
+        processes.share(*self.measured)
+        with (ProgressBar("validate", len(batches), shown=processes.is_main) as bar,
+              memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
+            return evaluate(self.measured, bar.over(batches), amp=recipe.engine.amp,
+                            num_classes=recipe.data.num_classes, processes=processes,
+                            stop=self.stop)
+
+
+# The program ----------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
+                    ) -> argparse.Namespace:
+    """Parse the command line; RecipeError for what it cannot be."""
+    program = name if name.endswith(".py") else f"-m {name}"
+    parser = Parser(prog=f"python {program}", description=(
+        "Train a model as a recipe describes.\n\n    "
+        f"python {program} --recipe deit_base --init impulse --data-dir /data/imagenet"))
+    parser.add_argument("--recipe", help="name in recipes/, or path of a .toml file")
+    parser.add_argument("--init", help=f"init.name: {', '.join(INITS)}")
+    parser.add_argument("--data-dir", help="data.root: folder of the data set")
+    parser.add_argument("--out-dir", type=Path,
+                        help="folder of this run; default runs/<recipe>-<init>-s<seed>")
+    parser.add_argument("--seed", type=integer(0, 2**63), help="run.seed")
+    parser.add_argument("--resume", metavar="RUN",
+                        help="continue the run in this folder; 'auto': the one in --out-dir if any")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="build everything, print it, run one forward pass, write nothing")
+    parser.add_argument("--read-images", action="store_true",
+                        help="with --dry-run: decode all images, and list those that cannot be")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override any key of the recipe; may be repeated")
+    args = parser.parse_args(arguments)
+    if args.dry_run and args.resume not in (None, "auto"):
+        raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
+    if args.read_images and not args.dry_run:
+        raise RecipeError("--read-images is what a dry run may do; give --dry-run, too")
+    return args
+
+
+def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
+    """Do the run of these arguments (default: the command line); return the exit status.
+
+    name: of the program, as its messages begin.
+    """
+    def program() -> int:
+        args = parse_arguments(arguments, name)
+        run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
+                  out_dir=args.out_dir, resume=args.resume, overrides=args.set)
+        run.command = sys.argv if arguments is None else [name, *arguments]
+        if args.dry_run:
+            return 0 if run.rehearse(read=args.read_images) else 1
+        try:
+            run.train()
+        except Interrupted as ended:                 # which the run has said
+            return 128 + ended.number
+        return 0
+    return run_program(name, program)

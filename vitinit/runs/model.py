@@ -1,0 +1,126 @@
+"""The model of a run: built, initialised or read from a checkpoint, and wrapped to be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..command_line import building
+from ..data.datasets import DATA_SETS
+from ..data.images import DataError
+from ..data.sources import Source
+from ..init import init_weights, reads_images
+from ..init.mass import has_targets, mass_on_images
+from ..models import build_model
+from ..recipe.sections import Recipe
+from ..train.distributed import Processes
+from ..train.metrics import Progress
+from ..train.optim import optimizer_for
+from ..train.state import Ema, TrainState
+from .data import training_views
+
+INIT_IMAGES = 512               # training images that an init may read
+MASS_IMAGES = 64                # on which the mass on the init's targets is measured
+
+
+def build(recipe: Recipe, source: str = "") -> nn.Module:
+    """The recipe's model, as its constructor draws it.
+
+    Raises RecipeError, which begins with `source`, by default "recipe NAME".
+    """
+    with building(source or f"recipe {recipe.name}", "model"):
+        return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                           image_size=recipe.data.image_size, **recipe.model.options)
+
+
+def without_data(recipe: Recipe) -> Recipe:
+    """The recipe with a number of classes, for a model that is built without its data set.
+
+    Where it is to be taken from the data (0), it is that of the published set, or 2.
+    """
+    return recipe.with_data(num_classes=recipe.data.num_classes
+                     or DATA_SETS[recipe.data.name].num_classes or 2)
+
+
+def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
+    """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed.
+
+    source: the training images, of which some inits read INIT_IMAGES; None: there are none. Raises
+    RecipeError, and DataError for an image that cannot be read.
+    """
+    init = recipe.init
+    with building(f"recipe {recipe.name}", "init"):
+        images = (training_views(recipe, source, INIT_IMAGES)
+                  if source is not None and not init.checkpoint    # which replaces what they show
+                  and reads_images(init.name, model.family) else None)
+        init_weights(model, init.name, **init.options, images=images,
+                     generator=torch.Generator().manual_seed(recipe.run.seed))
+
+
+def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
+    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images.
+
+    An empty list for inits without targets.
+    """
+    name, options = recipe.init.name, recipe.init.options
+    if not has_targets(model, name, options):
+        return []
+    try:
+        images = training_views(recipe, train_set, MASS_IMAGES)
+    except DataError:                                # training will say so when it needs the image
+        return []
+    mass = mass_on_images(model, name, options, images)
+    return [f"mass    {mass}, on {len(images)} training images"]
+
+
+def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None = None,
+                  saved: dict[str, Any] | None = None, path: Path = Path()
+                  ) -> tuple[TrainState, list[str]]:
+    """The state that training starts from, and lines for the terminal about it.
+
+    In a new run the weights are those of the init, or of the checkpoint that the recipe names. All
+    processes take the main one's, before the moving average copies them.
+
+    train_set: the training images, which some inits read, if they are there.
+    saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
+    """
+    model, notes = build(recipe), []
+    if saved is None:
+        with processes.together():
+            initialise(model, recipe, train_set)
+            if recipe.init.checkpoint:
+                from .saved import fine_tune
+                notes = fine_tune(model, recipe,
+                                  [*map(str, train_set.classes)] if train_set else [])
+            elif processes.is_main and train_set is not None:
+                notes = measure_mass(model, recipe, train_set)
+    model.to(processes.device, memory_format=(
+        torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
+    if saved is None:
+        processes.share(model)
+    with building(f"recipe {recipe.name}", "optim"):
+        optimizer = optimizer_for(model, recipe.optim)
+    scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
+    ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
+    state = TrainState(model, optimizer, scaler, ema, Progress())
+    if saved is not None:
+        state.load_state_dict(saved, path)
+    return state, notes
+
+
+def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
+                ) -> tuple[nn.Module, list[nn.Module]]:
+    """The state's models as modules to call: the one to train, and a list to evaluate.
+
+    The list holds the model and, if there is one, its moving average; they share their weights.
+    """
+    forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
+    if processes.world_size > 1:
+        forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
+    if recipe.engine.compile:
+        forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
+    return forward, measured
