@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import read_page
 from same_run import assert_same_run, rows_of
 
 import vitinit
 from vitinit.recipe.files import RecipeError
 from vitinit.runs.records import read_run
 
+PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")
 SMALL = {"data.images_per_class": 3, "model.options.depth": 1, "model.options.embed_dim": 24,
          "schedule.epochs": 2, "schedule.warmup_epochs": 0, "optim.global_batch": 13,
          "optim.max_batch_per_process": 13}
@@ -57,6 +59,17 @@ def test_a_run_in_python_goes_on_where_a_signal_has_stopped_it(train_program, st
     assert_same_run(whole.folder.path, run.folder.path)
     with pytest.raises(RecipeError, match="^optim.lr=1: .optim. has no key 'lr'"):
         vitinit.Run("quickstart", overrides={"optim.lr": 1}).train()
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    code, = PAGE.section("In Python").blocks("python")
+    for key, value in SMALL.items():
+        code = code.replace('{"', f'{{"{key}": {value}, "', 1)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    *_, last = capsys.readouterr().out.splitlines()
+    top1, = [row["val_top1"] for row in rows_of(Path("runs/mine")) if row["epoch"] == 3]
+    assert last == f"{top1} 0.002 runs/mine"
 
 
 @pytest.mark.parametrize("program, skipped", [("train", {"learn_from_teacher"}), ("eval", set())])

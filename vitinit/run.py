@@ -207,7 +207,8 @@ class Run:
         recipe, progress, plan = self.recipe, self.state.progress, self.data.plan
         self.stop = stop
         self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
-        self.amp, self.save_every = recipe.engine.amp, recipe.checkpoint.every_steps
+        self.amp: str = recipe.engine.amp
+        self.save_every = recipe.checkpoint.every_steps
         self.flops = training_flops(self.state.model, plan.micro_batch_size, recipe.data.image_size)
         self.forward, self.measured = wrap_models(self.state, recipe, self.processes)
         try:
@@ -235,7 +236,7 @@ class Run:
         self.processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} {best}, "
                            f"peak memory {peak:.2f} GiB; everything is in {self.folder.path}")
 
-    # What the engine asks and calls; see `vitinit.train.engine.Training` -------------------------
+    # What the engine asks and calls, its `Training` -----------------------------------------------
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0."""

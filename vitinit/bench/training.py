@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
@@ -35,7 +35,7 @@ def alone(device: torch.device) -> Processes:
     return Processes(rank=0, local_rank=0, world_size=1, device=device)
 
 
-def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[..., Tensor]]:
+def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, nn.Module]:
     """The state that a run of the recipe starts from, and the (compiled) model to call.
 
     The init must be one that reads no images.
@@ -68,7 +68,7 @@ class GivenSteps:
     """One epoch of given steps; what the engine's `Training` says of each field holds here."""
 
     state: TrainState
-    forward: Callable[..., Tensor]
+    forward: nn.Module
     given: Iterable[tuple[int, Sequence[Any]]]
     objective: Callable[..., Tensor] = cross_entropy
     learning_rate: Callable[[int], float] = lambda step: 1e-4
@@ -82,15 +82,14 @@ class GivenSteps:
     record: Callable[[StepRow], object] = lambda row: None
     finish_epoch: Callable[[int], object] = lambda epoch: None
 
-    @property
-    def epochs(self) -> int:
-        return self.state.progress.epochs + 1
+    def __post_init__(self) -> None:
+        self.epochs = self.state.progress.epochs + 1
 
     def steps(self, epoch: int, done: int) -> Iterable[tuple[int, Sequence[Any]]]:
         return self.given
 
 
-def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tensor] | None = None,
+def train_on(state: TrainState, steps: Iterable, *, forward: nn.Module | None = None,
              lr: float = 1e-4, drop_path: Tensor | None = None, **options: Any) -> None:
     """Train on `steps` as one epoch of the engine.
 

@@ -76,9 +76,8 @@ class Training(Protocol):
     """What `train_epochs` trains, what it is told, and what it calls on the way: a `Run`, say."""
 
     state: TrainState           # changed in place; consistent between two steps
-    forward: Callable[..., Tensor]      # the state's model, perhaps compiled, perhaps wrapped in
-                                        # DistributedDataParallel
-    objective: Callable[..., Tensor]    # the loss of a micro-batch, called as `cross_entropy`
+    forward: nn.Module          # the state's model, perhaps compiled, perhaps wrapped in
+                                # DistributedDataParallel
     epochs: int                 # at the end of which training ends
     steps_per_epoch: int        # of the progress bar; 0: none is shown
     global_batch: int           # images of a step, over all processes
@@ -86,7 +85,7 @@ class Training(Protocol):
     clip_norm: float            # the largest allowed norm of the gradients; 0: no clipping
     save_every: int             # steps of the run from one `save` to the next; 0: never
 
-    def steps(self, epoch: int, done: int) -> Iterable[tuple[int, Sequence[Any]]]:
+    def steps(self, epoch: int, done: int, /) -> Iterable[tuple[int, Sequence[Any]]]:
         """The steps of an epoch, from 0, of which some are done: numbers within the run, from 0,
         each with this process's micro-batches, which have been loaded.
 
@@ -94,19 +93,23 @@ class Training(Protocol):
         images (B, 3, H, W) and targets (B, K), class probabilities, on the device.
         """
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate(self, step: int, /) -> float:
         """The learning rate of a step."""
 
-    def drop_path(self, step: int) -> Tensor | None:
+    def drop_path(self, step: int, /) -> Tensor | None:
         """The drop-path scales (branches, global batch) of a step; None without drop path."""
 
-    def record(self, row: StepRow) -> None:
+    def objective(self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor],
+                  targets: Tensor, /) -> Tensor:
+        """The loss of a micro-batch, within autocast; see `cross_entropy`."""
+
+    def record(self, row: StepRow, /) -> object:
         """Called on every process after every tenth step of the run."""
 
-    def save(self) -> None:
+    def save(self) -> object:
         """Called after each step whose number, from 1, is a multiple of `save_every`."""
 
-    def finish_epoch(self, epoch: int) -> None:
+    def finish_epoch(self, epoch: int, /) -> object:
         """Called with the number of each epoch, from 1, after its last step."""
 
 
@@ -129,7 +132,9 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                          initial=progress.epoch_steps,
                          shown=processes.is_main and run.steps_per_epoch > 0) as bar:
             steps = run.steps(epoch, progress.epoch_steps)
-            for step, micro_batches in agreed(steps, processes, stop):
+            for item in agreed(steps, processes, stop):
+                assert item is not None              # all processes have as many steps
+                step, micro_batches = item
                 progress.waiting_seconds += time.perf_counter() - idle_since
                 lr = run.learning_rate(step)
                 set_learning_rate(state.optimizer, lr)
@@ -150,6 +155,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                 grad_norm, scale, skipped = update(state, run.clip_norm, measure=row_due)
                 progress.add(step_loss, skipped)
                 if row_due:
+                    assert grad_norm is not None     # since it was measured
                     progress.read_losses(processes)
                     row = progress.step_row(lr, grad_norm, scale, run.global_batch)
                     run.record(row)
@@ -256,8 +262,8 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
         counts.index_add_(0, labels, torch.ones_like(labels))
     for numbers in (totals, hits, counts):
         processes.sum(numbers)
-    images = int(counts.sum())
-    return [Evaluation(loss / images, 100.0 * sum(right) / images,
-                       100.0 * top5 / images if num_classes > 5 else None, images, right,
+    total = int(counts.sum())
+    return [Evaluation(loss / total, 100.0 * sum(right) / total,
+                       100.0 * top5 / total if num_classes > 5 else None, total, right,
                        counts.tolist())
             for (loss, top5), right in zip(totals.tolist(), hits.tolist())]
