@@ -24,18 +24,22 @@ SMALL = {"data.images_per_class": 3, "model.options.depth": 1, "model.options.em
          "optim.max_batch_per_process": 13}
 
 
-def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_program, tmp_path,
-                                                                      monkeypatch):
+def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_program, eval_program,
+                                                                      tmp_path, monkeypatch):
     """To the bit; only its record differs. Outside of the main thread it takes no signals."""
-    typed, called, runs = tmp_path / "typed", tmp_path / "called", []
+    typed, called, made = tmp_path / "typed", tmp_path / "called", []
     assert train_program.main(["--recipe", "quickstart", "--seed", "7", "--out-dir", str(typed), *(
         word for key, value in SMALL.items() for word in ("--set", f"{key}={value}"))]) == 0
     monkeypatch.setattr(sys, "argv", ["notebook", "--recipe", "deit_base"])
-    thread = threading.Thread(target=lambda: runs.append(vitinit.Run(
-        "quickstart", seed=7, out_dir=called, overrides=SMALL).train()))
+
+    def train_and_evaluate() -> None:
+        made.append(vitinit.Run("quickstart", seed=7, out_dir=called, overrides=SMALL).train())
+        made.append(eval_program.main([str(called)]))
+    thread = threading.Thread(target=train_and_evaluate)
     thread.start()
     thread.join()
-    run, = runs
+    run, status = made
+    assert status == 0
     assert_same_run(typed, called)
     assert run.rows == rows_of(called) and run.folder.path == called and run.recipe.run.seed == 7
     last = torch.load(called / "last.pt")["model"]

@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
         args = parse_arguments(arguments, name)
         run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
                   out_dir=args.out_dir, resume=args.resume, overrides=args.set)
-        run.command = sys.argv if arguments is None else [name, *arguments]
+        run.command = [name, *(sys.argv[1:] if arguments is None else arguments)]
         if args.dry_run:
             return 0 if run.rehearse(read=args.read_images) else 1
         try:
