@@ -31,8 +31,8 @@ def kernel_offsets(kernel_size: int) -> list[Offset]:
     """The offset of every cell of a kernel, row-major: [(-1, -1), (-1, 0), …] for 3×3."""
     if kernel_size < 1:
         raise ValueError(f"kernel_size is {kernel_size}, expected at least 1")
-    first = -((kernel_size - 1) // 2)
-    return list(product(range(first, first + kernel_size), repeat=2))
+    side = range(-((kernel_size - 1) // 2), kernel_size // 2 + 1)
+    return list(product(side, side))
 
 
 def ordered_offsets(kernel_size: int) -> list[Offset]:
@@ -55,10 +55,8 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: t
     first: of those in turn, at which the first head begins.
     """
     if offsets == "random":
-        chosen = torch.randint(len(cells), (num_heads,), generator=generator)
-    else:
-        chosen = torch.arange(first, first + num_heads) % len(cells)
-    return list(map(cells.__getitem__, chosen))
+        return [cells[i] for i in torch.randint(len(cells), (num_heads,), generator=generator)]
+    return [cells[head % len(cells)] for head in range(first, first + num_heads)]
 
 
 def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
@@ -76,7 +74,7 @@ def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
 def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
     """1 at `offset`, 0 elsewhere. Raises ValueError if the kernel has no such cell."""
     kernel = torch.zeros(kernel_size**2)
-    kernel[kernel_offsets(kernel_size).index(tuple(offset))] = 1.0
+    kernel[kernel_offsets(kernel_size).index(offset)] = 1.0
     return kernel.view(kernel_size, kernel_size)
 
 
@@ -133,7 +131,7 @@ def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
     """The smallest logit ℓ for which softmax(ℓ · shape) has the share `mass` at `target`.
 
     shape: (N,), the logits of one query in units of that at its target, their maximum. The mass
-    grows with ℓ, which is found by bisection. None if 1,000 is not enough.
+    grows with ℓ. None if 1,000 is not enough.
     """
     def reached(logit: float) -> bool:
         return (logit * shape).softmax(0)[target].item() >= mass

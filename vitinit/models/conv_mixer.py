@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, block_numbers, make_head, map_tokens, patch_grid,
+from .layers import (Classifier, Features, Tokens, block_numbers, make_head, map_tokens, patch_grid,
                      require_choice, require_image_size, to_pair)
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -95,19 +95,21 @@ class ConvMixer(Classifier):
         self.head = make_head(embed_dim, num_classes)
 
     @staticmethod
-    def depthwise(block: nn.Sequential) -> DepthwiseConv:
+    def depthwise(block: nn.Module) -> DepthwiseConv:
         """The layer of a block that mixes space, each channel separately."""
-        return block[0].fn[0]
+        return next(layer for layer in block.modules() if isinstance(layer, DepthwiseConv))
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`."""
-        size = tuple(images.shape[-2:])
-        require_image_size(images, size)
-        patch_grid(size, self.patch_size)            # otherwise the stem would drop the last rows
-        wanted, seen = block_numbers(blocks, len(self.blocks)), []
+        height, width = images.shape[-2:]
+        require_image_size(images, (height, width))
+        patch_grid((height, width), self.patch_size)     # else the stem would drop the last rows
+        wanted = block_numbers(blocks, len(self.blocks))
+        after: dict[int, Tokens] = {}
         x = self.stem(images)                                            # (B, C, h, w)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = block(x)
-            seen.append(map_tokens(x.movedim(1, -1)) if len(seen) in wanted else None)
-        return Features(tuple(seen[number] for number in wanted), map_tokens(x.movedim(1, -1)),
+            if number in wanted:
+                after[number] = map_tokens(x.movedim(1, -1))
+        return Features(tuple(after[number] for number in wanted), map_tokens(x.movedim(1, -1)),
                         x.mean(dim=(2, 3)))

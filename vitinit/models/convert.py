@@ -6,11 +6,9 @@ torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2, Swin
 to files, and as release 5 has them in memory), Microsoft (Swin) and DINOv2's authors. The tables of
 torchvision and transformers also serve to write checkpoints (`vitinit.export --names`).
 
-All layouts order heads and merged patches as this package does. Where queries, keys and values are
-three layers, they are stacked into one. LayerScale has an exact equivalent here: DINOv2, DeiT-III
-and others multiply the output of attention and MLP by a vector γ. As γ ⊙ (W x + b) = (γ ⊙ W) x + γ
-⊙ b, γ is multiplied into the rows of the last layer.
-
+All layouts order heads and merged patches as this package does. Queries, keys and values in three
+layers are stacked into one. LayerScale, by which DINOv2, DeiT-III and others multiply the output of
+attention and MLP, has an exact equivalent here: γ ⊙ (W x + b) = (γ ⊙ W) x + γ ⊙ b.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from torch import Tensor
 # Our names → theirs, up to any dot; {} is the number of a block or stage. Of several entries that
 # match, the first counts; names without an entry stay. Our one layer may be several of theirs,
 # whose rows follow one another.
-Names = dict[str, str | tuple[str, ...]]
+Names = Mapping[str, str | tuple[str, ...]]
 
 STAGES = range(9)               # more than any Swin has
 
 
-def within(ours: str, theirs: str, names: Names) -> Names:
+def within(ours: str, theirs: str, names: Names) -> dict[str, str | tuple[str, ...]]:
     """Entries whose names, ours and theirs, begin with these."""
     return {f"{ours}.{name}": f"{theirs}.{other}" if isinstance(other, str) else
             tuple(f"{theirs}.{part}" for part in other) for name, other in names.items()}
@@ -38,13 +36,13 @@ def within(ours: str, theirs: str, names: Names) -> Names:
 TORCHVISION_VIT: Names = {
     "cls_token": "class_token", "pos_embed": "encoder.pos_embedding",
     "patch_embed.proj": "conv_proj", "norm": "encoder.ln", "head": "heads.head",
-} | within("blocks.{}", "encoder.layers.encoder_layer_{}", {
-    "norm1": "ln_1", "norm2": "ln_2", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3",
-    "attn.qkv.weight": "self_attention.in_proj_weight",
-    "attn.qkv.bias": "self_attention.in_proj_bias", "attn.proj": "self_attention.out_proj"})
+    **within("blocks.{}", "encoder.layers.encoder_layer_{}", {
+        "norm1": "ln_1", "norm2": "ln_2", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3",
+        "attn.qkv.weight": "self_attention.in_proj_weight",
+        "attn.qkv.bias": "self_attention.in_proj_bias", "attn.proj": "self_attention.out_proj"})}
 # The weights that torchvision publishes are of its release 0.12, and it renames these on loading.
-TORCHVISION_VIT_PUBLISHED: Names = TORCHVISION_VIT | within(
-    "blocks.{}.mlp", "encoder.layers.encoder_layer_{}.mlp", {"fc1": "linear_1", "fc2": "linear_2"})
+TORCHVISION_VIT_PUBLISHED: Names = {**TORCHVISION_VIT, **within(
+    "blocks.{}.mlp", "encoder.layers.encoder_layer_{}.mlp", {"fc1": "linear_1", "fc2": "linear_2"})}
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before stages
 # 1, 2, 3.
@@ -54,51 +52,50 @@ TORCHVISION_SWIN: Names = {
     **{f"layers.{stage}.blocks.{{}}.{ours}": f"features.{2 * stage + 1}.{{}}.{theirs}"
        for stage in STAGES for ours, theirs in {
            "norm1": "norm1", "attn": "attn", "norm2": "norm2", "mlp.fc1": "mlp.0",
-           "mlp.fc2": "mlp.3"}.items()},
-}
+           "mlp.fc2": "mlp.3"}.items()}}
 
 # Microsoft merges at the end of a stage, timm at the beginning of the next.
-MICROSOFT_SWIN: Names = {"head.fc": "head"} | {
-    f"layers.{stage}.downsample": f"layers.{stage - 1}.downsample" for stage in STAGES[1:]}
+MICROSOFT_SWIN: Names = {"head.fc": "head", **{
+    f"layers.{stage}.downsample": f"layers.{stage - 1}.downsample" for stage in STAGES[1:]}}
 
 DINOV2: Names = {"reg_token": "register_tokens"}             # placed after the class token
 
-TRANSFORMERS_VIT: Names = within("blocks.{}", "encoder.layer.{}", {
+HUGGING_BLOCK: Names = {
     "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
-    "attn.qkv": tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
-}) | {
+    "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense"}
+TRANSFORMERS_VIT: Names = {**within("blocks.{}", "encoder.layer.{}", {
+    **HUGGING_BLOCK,
+    "attn.qkv": tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))}),
     "cls_token": "embeddings.cls_token", "dist_token": "embeddings.distillation_token",
     "reg_token": "embeddings.register_tokens", "mask_token": "embeddings.mask_token",
     "pos_embed": "embeddings.position_embeddings",
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
-    "norm": "layernorm", "head": "classifier", "head_dist": "distillation_classifier",
-}
+    "norm": "layernorm", "head": "classifier", "head_dist": "distillation_classifier"}
 WITH_TEACHER: Names = {"head": "cls_classifier"}             # beside a distillation_classifier
-TRANSFORMERS_DINOV2: Names = TRANSFORMERS_VIT | within("blocks.{}", "encoder.layer.{}", {
+TRANSFORMERS_DINOV2: Names = {**TRANSFORMERS_VIT, **within("blocks.{}", "encoder.layer.{}", {
     "norm1": "norm1", "norm2": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
-    "ls1.gamma": "layer_scale1.lambda1", "ls2.gamma": "layer_scale2.lambda1"})
-TRANSFORMERS_SWIN: Names = within("layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", {
-    "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
+    "ls1.gamma": "layer_scale1.lambda1", "ls2.gamma": "layer_scale2.lambda1"})}
+TRANSFORMERS_SWIN: Names = {**within("layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", {
+    **HUGGING_BLOCK,
     "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
-    "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
-}) | {
+    "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value"))}),
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
     "patch_embed.norm": "embeddings.norm", "norm": "layernorm", "head.fc": "classifier",
-} | {f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample" for stage in STAGES[1:]}
+    **{f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
+       for stage in STAGES[1:]}}
 
 # What release 5 of transformers calls otherwise in memory than in the files that it writes.
 IN_MEMORY: Names = {
     "attn.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-VIT_IN_MEMORY: Names = TRANSFORMERS_VIT | within("blocks.{}", "layers.{}", IN_MEMORY | {
-    "norm1": "layernorm_before", "norm2": "layernorm_after"})
-DINOV2_IN_MEMORY: Names = TRANSFORMERS_DINOV2 | within("blocks.{}", "encoder.layer.{}", IN_MEMORY)
-SWIN_IN_MEMORY: Names = TRANSFORMERS_SWIN | within(
-    "layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", IN_MEMORY | {
-        "attn.relative_position_bias_table":
-        "attention.relative_position_bias.relative_position_bias_table"})
+VIT_IN_MEMORY: Names = {**TRANSFORMERS_VIT, **within(
+    "blocks.{}", "layers.{}", {**HUGGING_BLOCK, **IN_MEMORY})}
+DINOV2_IN_MEMORY: Names = {
+    **TRANSFORMERS_DINOV2, **within("blocks.{}", "encoder.layer.{}", IN_MEMORY)}
+SWIN_IN_MEMORY: Names = {**TRANSFORMERS_SWIN, **within(
+    "layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", {
+        **IN_MEMORY, "attn.relative_position_bias_table":
+        "attention.relative_position_bias.relative_position_bias_table"})}
 
 # A name that occurs in one layout only → the layout; the first one found counts.
 LAYOUTS: dict[str, Names] = {
@@ -141,16 +138,16 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if names is None:
         return dict(tensors)
     if "cls_classifier.weight" in rest:
-        names = names | WITH_TEACHER
+        names = {**names, **WITH_TEACHER}
     rest = {name: value for name, value in rest.items() if not DROPPED.search(name)}
-    found: dict[str, list[Tensor]] = {}              # our name → its parts, one after another
-    for ours, theirs in names.items():
-        for pattern in map(_pattern, _parts(theirs)):
+    rows: dict[str, list[Tensor]] = {}               # our name → its parts, one after another
+    for ours, other in names.items():
+        for pattern in map(_pattern, _parts(other)):
             for match in list(filter(None, map(pattern.match, rest))):
-                place = ours.format(*match.groups()) + match.string[match.end():]
-                found.setdefault(place, []).append(rest.pop(match.string))
-    return rest | {place: torch.cat(parts) if len(parts) > 1 else parts[0]
-                   for place, parts in found.items()}
+                name = ours.format(*match.groups()) + match.string[match.end():]
+                rows.setdefault(name, []).append(rest.pop(match.string))
+    return rest | {name: torch.cat(parts) if len(parts) > 1 else parts[0]
+                   for name, parts in rows.items()}
 
 
 def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
@@ -159,19 +156,19 @@ def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
 
     prefix: such as "vit.", which in transformers precedes all names but those of the classifiers.
     """
-    rules = [(_pattern(ours), _parts(theirs)) for ours, theirs in names.items()]
-    found = {}
+    rules = [(_pattern(ours), _parts(other)) for ours, other in names.items()]
+    renamed = {}
     for ours, value in tensors.items():
         match, parts = next(((match, parts) for pattern, parts in rules
                              if (match := pattern.match(ours))), (None, (ours,)))
         for part, rows in zip(parts, value.chunk(len(parts)) if len(parts) > 1 else [value]):
             name = part.format(*match.groups()) + ours[match.end():] if match else part
-            found[name if "classifier" in name else prefix + name] = rows.contiguous()
-    return found
+            renamed[name if "classifier" in name else prefix + name] = rows.contiguous()
+    return renamed
 
 
-def _parts(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (theirs,) if isinstance(theirs, str) else theirs
+def _parts(other: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (other,) if isinstance(other, str) else other
 
 
 def _pattern(name: str) -> re.Pattern:
@@ -187,17 +184,14 @@ def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     fails visibly.
     """
     folded = dict(tensors)
-    for name, gamma in tensors.items():
-        match = LAYER_SCALE.match(name)
-        layer = match and f"{match[1]}.{SCALED_LAYER[match[2] or match[3]]}"
-        weight = layer and tensors.get(f"{layer}.weight")
+    for match in filter(None, map(LAYER_SCALE.match, tensors)):
+        layer = f"{match[1]}.{SCALED_LAYER[match[2] or match[3]]}"
+        gamma, weight = tensors[match.string], tensors.get(f"{layer}.weight")
         if weight is None or gamma.shape != weight.shape[:1]:
             continue
-        del folded[name]
-        for part in ("weight", "bias"):
-            value = tensors.get(f"{layer}.{part}")   # (C, inputs) or (C,)
-            if value is not None:
+        del folded[match.string]
+        for name in (f"{layer}.weight", f"{layer}.bias"):
+            if (value := tensors.get(name)) is not None:             # (C, inputs) or (C,)
                 scaled = gamma.double().view(-1, *[1] * (value.ndim - 1)) * value.double()
-                kind = torch.promote_types(value.dtype, torch.float32)
-                folded[f"{layer}.{part}"] = scaled.to(kind)
+                folded[name] = scaled.to(torch.promote_types(value.dtype, torch.float32))
     return folded

@@ -6,16 +6,16 @@ The shape legend is in attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-MOST_BLOCKS = 1000
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class Tokens(NamedTuple):
@@ -49,6 +49,9 @@ class Classifier(nn.Module):
     """
 
     family: str                     # the name of its file, one of `vitinit.models.FAMILIES`
+    head: nn.Module                 # the identity in a model without classes
+    grid: tuple[int, int]           # patches down and across
+    features: Callable[..., Features]
     num_prefix_tokens = 0           # class, distillation and register tokens
     learns_positions = False        # whether there is a position embedding that is a parameter
     drop_path_rates: tuple[float, ...] = ()
@@ -56,17 +59,15 @@ class Classifier(nn.Module):
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
         """num_classes: 0 stands for a model without a head, whose output is the pooled features.
 
-        sizes: by name; raises ValueError unless all are above 0, and for more than MOST_BLOCKS.
+        sizes: by name; raises ValueError unless all are above 0.
         """
         super().__init__()
         if num_classes < 0:
             raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without "
                              "a head)")
-        require_positive(**sizes)
-        blocks = sum(sizes["depths"]) if "depths" in sizes else sizes["depth"]
-        if blocks > MOST_BLOCKS:
-            raise ValueError(f"a model of {blocks} blocks is asked for; expected at most "
-                             f"{MOST_BLOCKS}")
+        for name, value in sizes.items():
+            if not all(part > 0 for part in (value if isinstance(value, Sequence) else [value])):
+                raise ValueError(f"{name} is {value}, expected more than 0")     # also for NaN
         self.num_classes = num_classes
 
     def classify(self, features: Features) -> Tensor:
@@ -79,16 +80,20 @@ class Classifier(nn.Module):
                              self.features(images, drop_path))
 
 
+def module_list(layers: Iterable[Layer]) -> Sequence[Layer]:
+    """An nn.ModuleList, with a type that says which layers it holds."""
+    return cast(Sequence[Layer], nn.ModuleList(layers))
+
+
 def map_tokens(map: Tensor) -> Tokens:
     """A feature map (B, H, W, C) as `Tokens`, of which none are prefix tokens."""
     return Tokens(map, map.flatten(1, 2)[:, :0])
 
 
 def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
-    """Translate block numbers to 0 … depth − 1, in the order given.
+    """Block numbers as 0 … depth − 1, in the order given; negative ones count from the last block.
 
-    Negative numbers count from the last block. Raises ValueError for a block that the model does
-    not have.
+    Raises ValueError for a block that the model does not have.
     """
     for block in blocks:
         if not -depth <= block < depth:
@@ -109,13 +114,6 @@ def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
     return index(height), index(width)               # raises TypeError for a fraction
 
 
-def require_positive(**sizes: float | Sequence[int]) -> None:
-    """Raise ValueError, with the name of the size, unless all sizes are above 0."""
-    for name, value in sizes.items():
-        if not all(part > 0 for part in (value if isinstance(value, Sequence) else [value])):
-            raise ValueError(f"{name} is {value}, expected more than 0")     # also for NaN
-
-
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError unless an option called `name` has one of the values `choices`."""
     if value not in choices:
@@ -123,9 +121,8 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def hidden_width(dim: int, ratio: float, name: str) -> int:
-    """The hidden width of an MLP, dim · ratio rounded down.
-
-    name: what the error message calls the ratio. Raises ValueError if the result would be 0.
+    """The hidden width of an MLP, dim · ratio rounded down; raises ValueError, with the `name` of the
+    ratio, if that is 0.
     """
     if dim * ratio < 1:
         raise ValueError(f"{name} is {ratio}, which leaves an MLP of {dim} channels no hidden one; "
@@ -143,10 +140,7 @@ def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tupl
 
 
 def require_image_size(images: Tensor, size: tuple[int, int]) -> None:
-    """Raise ValueError unless images is (B, 3, *size).
-
-    Sizes are compared as numbers, not as tensors, so that the check adds nothing to a compiled or
-    exported model.
+    """Raise ValueError unless images is (B, 3, *size); adds nothing to a compiled or exported model.
     """
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
@@ -195,9 +189,8 @@ class Mlp(nn.Module):
 
 
 def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float, ...]:
-    """The drop rates of both branches of each block: linear from `first` in the first to `rate`.
-
-    Raises ValueError unless 0 ≤ rate < 1.
+    """The drop rates of both branches of each block: linear from `first` in the first to `rate`;
+    raises ValueError unless 0 ≤ rate < 1.
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}, expected 0 ≤ drop_path < 1")
@@ -205,17 +198,16 @@ def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float,
 
 
 def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:
-    """Draw drop-path scales, (branches, batch): 0 with probability `rate`, else 1 / (1 − rate).
-
-    The expectation of every scale is 1, so evaluation needs none.
+    """Draw drop-path scales, (branches, batch), of expectation 1, so that evaluation needs none: 0
+    with probability `rate`, else 1 / (1 − rate).
     """
-    rates = np.asarray(rates)[:, None]                                   # (branches, 1)
-    kept = rng.random((len(rates), batch)) >= rates
-    return torch.from_numpy((kept / (1.0 - rates)).astype(np.float32))
+    column = np.asarray(rates)[:, None]                                  # (branches, 1)
+    kept = rng.random((len(column), batch)) >= column
+    return torch.from_numpy((kept / (1.0 - column)).astype(np.float32))
 
 
 def scales_by_block(drop_path: Tensor | None, depth: int) -> Tensor | list[tuple[None, None]]:
-    """The drop-path scales of both branches of each block: (depth, 2, B), or None for each.
+    """The drop-path scales of both branches of each block, (depth, 2, B), or None for each.
 
     drop_path: (2·depth, B), or None where no branch is dropped.
     """
@@ -237,9 +229,8 @@ def sincos_frequencies(dim: int, temperature: float = 1e4) -> Tensor:
 def sincos_position_embedding(grid: tuple[int, int], dim: int, temperature: float = 1e4) -> Tensor:
     """Fixed 2-D sin-cos position embedding (MoCo v3, arXiv 2104.02057, §4): (grid cells, dim).
 
-    A quarter of the channels each holds the sine of the column, the cosine of the column, the sine
-    of the row and the cosine of the row, at `sincos_frequencies`. Raises ValueError unless dim is a
-    multiple of 4.
+    A quarter of the channels each holds sine and cosine of the column, sine and cosine of the row,
+    at `sincos_frequencies`. Raises ValueError unless dim is a multiple of 4.
     """
     if dim % 4:
         raise ValueError(f"sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")

@@ -36,7 +36,7 @@ class Counterpart(NamedTuple):
         """Its arguments for a model of ours, and what would have to be otherwise in that model."""
         arguments, needs = dict(self.constants), []
         for option, value in options.items():
-            way = (UNSTATED | self.stated).get(option, [(defaults[option], {})])
+            way = {**UNSTATED, **self.stated}.get(option, [(defaults[option], {})])
             if isinstance(way, list):
                 stated = next((stated for choice, stated in way if value in (choice, [choice] * 2)),
                               f"{option} = {' or '.join(str(choice) for choice, _ in way)}")
@@ -84,9 +84,10 @@ def mlp_width(key: str) -> Callable[[Options], Options]:
 
 
 # For all: what training alone reads, and what is seen in a tensor that every library has.
-UNSTATED = {"drop_path": None, "train_filters": None,
-            "pos_embed": [(value, {}) for value in ("learned", "sincos", "none")]}
-SIDES = {name: square(name) for name in ("image_size", "patch_size")}
+UNSTATED: dict[str, Statement] = {
+    "drop_path": None, "train_filters": None,
+    "pos_embed": [(value, {}) for value in ("learned", "sincos", "none")]}
+SIDES: dict[str, Statement] = {name: square(name) for name in ("image_size", "patch_size")}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
 
 TIMM_VIT = same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size") | {
@@ -115,7 +116,7 @@ TIMM: dict[str, list[Counterpart]] = {
 }
 # The functions that timm's create_model knows by name. Those of the mixers fix sizes.
 TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
-    "vit": [found._replace(model=name) for found, name in zip(TIMM["vit"], (
+    "vit": [counterpart._replace(model=name) for counterpart, name in zip(TIMM["vit"], (
         "vit_base_patch16_224", "deit_base_distilled_patch16_224"))],
     "swin": [TIMM["swin"][0]._replace(model="swin_tiny_patch4_window7_224")],
     "mlp_mixer": [Counterpart(f"{name}_224", TIMM_MIXER | only(**sizes))
@@ -155,7 +156,7 @@ TRANSFORMERS: dict[str, list[Counterpart]] = {
     "vit": [
         transformers_vit("ViTForImageClassification", "vit", pool="class"),
         transformers_vit("DeiTForImageClassificationWithTeacher", "deit",
-                         TRANSFORMERS_VIT | WITH_TEACHER, pool="class", distilled=True),
+                         {**TRANSFORMERS_VIT, **WITH_TEACHER}, pool="class", distilled=True),
         transformers_vit("IJepaForImageClassification", "ijepa", pool="mean", fc_norm=False)],
     "swin": [Counterpart("SwinForImageClassification", SWIN_OPTIONS | SIDES | {
         "qkv_bias": "qkv_bias",
@@ -176,16 +177,17 @@ def counterpart(library: str, family: str, *, image_size: tuple[int, int], **opt
     in the way, if the library has no model of the same function.
     """
     module, table = LIBRARIES[library]
-    parameters = inspect.signature(model_class(family)).parameters.values()
-    defaults = {one.name: list(one.default) if isinstance(one.default, tuple) else one.default
-                for one in parameters if one.name != "num_classes"}
+    parameters = dict(inspect.signature(model_class(family)).parameters)
+    del parameters["num_classes"]
+    defaults = {name: list(value) if isinstance(value := parameter.default, tuple) else value
+                for name, parameter in parameters.items()}
     options = defaults | options | {"image_size": list(image_size)}
-    lacking = []                                     # of each candidate, what it would need
-    for found in table.get(family, ()):
-        arguments, needs = found.state(options, defaults)
+    lacking: list[list[str]] = []                    # of each candidate, what it would need
+    for candidate in table.get(family, ()):
+        arguments, needs = candidate.state(options, defaults)
         if not needs:
-            return f"{module}.{found.model}", arguments, found.names
+            return f"{module}.{candidate.model}", arguments, candidate.names
         lacking.append(needs)
-    nearest = " and ".join(min(lacking, key=len, default=["another family"]))
+    nearest = min(lacking, key=len, default=["another family"])
     raise ValueError(f"no model of {library} takes the weights of this {FAMILIES[family]}; "
-                     f"expected {nearest}")
+                     f"expected {' and '.join(nearest)}")

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, map_tokens, scales_by_block, to_pair)
+from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, block_numbers,
+                     drop_path_rates, hidden_width, make_head, map_tokens, module_list,
+                     scales_by_block, to_pair)
 
 NORM_EPS = 1e-6
 
@@ -64,7 +65,7 @@ class MlpMixer(Classifier):
         self.stem = Stem(image_size=to_pair(image_size), patch_size=to_pair(patch_size),
                          embed_dim=embed_dim)
         self.grid = self.stem.grid
-        self.blocks = nn.ModuleList(
+        self.blocks = module_list(
             MixerBlock(self.grid[0] * self.grid[1], embed_dim,
                        tokens_hidden=hidden_width(embed_dim, tokens_ratio, "tokens_ratio"),
                        channels_hidden=hidden_width(embed_dim, channels_ratio, "channels_ratio"))
@@ -75,11 +76,14 @@ class MlpMixer(Classifier):
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        wanted, seen = block_numbers(blocks, len(self.blocks)), []
+        wanted = block_numbers(blocks, len(self.blocks))
+        after: dict[int, Tokens] = {}
+        scales = scales_by_block(drop_path, len(self.blocks))
         x = self.stem(images)                                            # (B, N, C)
-        for block, scales in zip(self.blocks, scales_by_block(drop_path, len(self.blocks))):
-            x = block(x, scales)
-            seen.append(map_tokens(x.unflatten(1, self.grid)) if len(seen) in wanted else None)
+        for number, block in enumerate(self.blocks):
+            x = block(x, scales[number])
+            if number in wanted:
+                after[number] = map_tokens(x.unflatten(1, self.grid))
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted),
+        return Features(tuple(after[number] for number in wanted),
                         map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

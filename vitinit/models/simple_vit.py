@@ -18,9 +18,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attend, attention_weights
-from .layers import (Classifier, Features, Mlp, block_numbers, hidden_width, make_head, map_tokens,
-                     patch_grid, require_choice, require_image_size, sincos_position_embedding,
-                     to_pair)
+from .layers import (Classifier, Features, Mlp, Tokens, block_numbers, hidden_width, make_head,
+                     map_tokens, module_list, patch_grid, require_choice, require_image_size,
+                     sincos_position_embedding, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
 
@@ -76,12 +76,11 @@ class SimpleAttention(nn.Module):
 
     @property
     def q_weight(self) -> Tensor:
-        """(h, d, C); not for reads = "free"."""
+        """(h, d, C), as k_weight; not for reads = "free"."""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[0]
 
     @property
     def k_weight(self) -> Tensor:
-        """(h, d, C); not for reads = "free"."""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
 
     def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,6 +149,7 @@ class SimpleViT(Classifier):
     """
 
     family = "simple_vit"
+    pos_embed: Tensor               # P, a buffer
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
@@ -172,7 +172,7 @@ class SimpleViT(Classifier):
         self.grid = patch_grid(self.image_size, patch)
         self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
         self.register_buffer("pos_embed", sincos_position_embedding(self.grid, embed_dim))  # (N, C)
-        self.blocks = nn.ModuleList(SimpleBlock(embed_dim, SimpleAttention(
+        self.blocks = module_list(SimpleBlock(embed_dim, SimpleAttention(
             embed_dim, tokens=self.grid[0] * self.grid[1], num_heads=num_heads,
             head_dim=head_dim or embed_dim // num_heads, reads=reads, alpha=alpha, values=values,
             logit_scale=logit_scale), mlp_ratio=mlp_ratio) for _ in range(depth))
@@ -185,13 +185,15 @@ class SimpleViT(Classifier):
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`."""
         require_image_size(images, self.image_size)
-        wanted, seen = block_numbers(blocks, len(self.blocks)), []
+        wanted = block_numbers(blocks, len(self.blocks))
+        after: dict[int, Tokens] = {}
         x = self.patch_embed(images)                                     # (B, N, C)
         if self.input_pos_embed:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = block(x, self.pos_embed)
-            seen.append(map_tokens(x.unflatten(1, self.grid)) if len(seen) in wanted else None)
+            if number in wanted:
+                after[number] = map_tokens(x.unflatten(1, self.grid))
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted),
+        return Features(tuple(after[number] for number in wanted),
                         map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

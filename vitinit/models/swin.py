@@ -20,8 +20,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention, attend, attention_weights
-from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, map_tokens, scales_by_block, to_pair)
+from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, block_numbers,
+                     drop_path_rates, hidden_width, make_head, map_tokens, module_list,
+                     scales_by_block, to_pair)
 
 MASKED = -100.0                 # added to the logits of tokens that only the shift made neighbours
 
@@ -32,7 +33,10 @@ class WindowAttention(Attention):
     relative_position_bias_table: ((2·w_h − 1)·(2·w_w − 1), h). Row
         (down + w_h − 1)·(2·w_w − 1) + right + w_w − 1 is added to the logit of a query that is
         `down` rows below and `right` columns to the right of its key (§3.2).
+    relative_position_index: (w², w²), that row for each query and key.
     """
+
+    relative_position_index: Tensor
 
     def __init__(self, dim: int, *, num_heads: int, window: tuple[int, int],
                  qkv_bias: bool) -> None:
@@ -116,7 +120,8 @@ class SwinBlock(nn.Module):
                  shifted: bool, mlp_ratio: float, qkv_bias: bool) -> None:
         super().__init__()
         self.grid, self.window = grid, window
-        self.shift = tuple(w // 2 if shifted and w < side else 0 for w, side in zip(window, grid))
+        down, right = (w // 2 if shifted and w < side else 0 for w, side in zip(window, grid))
+        self.shift = down, right
         self.norm1 = nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, num_heads=num_heads, window=window, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim)
@@ -166,7 +171,7 @@ class SwinStage(nn.Module):
                  window: tuple[int, int], mlp_ratio: float, qkv_bias: bool) -> None:
         super().__init__()
         self.downsample = PatchMerging(dim // 2) if merge else nn.Identity()
-        self.blocks = nn.ModuleList(
+        self.blocks = module_list(
             SwinBlock(dim, grid=grid, num_heads=num_heads, window=window, shifted=index % 2 == 1,
                       mlp_ratio=mlp_ratio, qkv_bias=qkv_bias) for index in range(depth))
 
@@ -212,12 +217,11 @@ class SwinTransformer(Classifier):
         self.patch_embed = SwinPatchEmbed(image_size=to_pair(image_size),
                                           patch_size=to_pair(patch_size), embed_dim=embed_dim)
         self.grid = self.patch_embed.grid
-        self.layers = nn.ModuleList()
-        for stage, grid in enumerate(stage_grids(self.grid, len(depths))):
-            self.layers.append(SwinStage(
-                embed_dim * 2**stage, grid=grid, depth=depths[stage], merge=stage > 0,
-                num_heads=num_heads[stage], window=window_on(grid, to_pair(window_size), stage),
-                mlp_ratio=mlp_ratio, qkv_bias=qkv_bias))
+        self.layers = module_list(SwinStage(
+            embed_dim * 2**stage, grid=grid, depth=depths[stage], merge=stage > 0,
+            num_heads=num_heads[stage], window=window_on(grid, to_pair(window_size), stage),
+            mlp_ratio=mlp_ratio, qkv_bias=qkv_bias)
+            for stage, grid in enumerate(stage_grids(self.grid, len(depths))))
         width = embed_dim * 2**(len(depths) - 1)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))  # timm's name
@@ -228,16 +232,21 @@ class SwinTransformer(Classifier):
 
         Blocks are counted through all stages. Feature maps of later stages are smaller and wider.
         """
-        depth, seen = sum(len(stage.blocks) for stage in self.layers), []
-        wanted, scales = block_numbers(blocks, depth), scales_by_block(drop_path, depth)
+        depth, number = sum(len(stage.blocks) for stage in self.layers), 0
+        wanted = block_numbers(blocks, depth)
+        after: dict[int, Tokens] = {}
+        scales = scales_by_block(drop_path, depth)
         x = self.patch_embed(images)                                     # (B, H, W, C)
         for stage in self.layers:
             x = stage.downsample(x)
             for block in stage.blocks:
-                x = block(x, scales[len(seen)])
-                seen.append(map_tokens(x) if len(seen) in wanted else None)
+                x = block(x, scales[number])
+                if number in wanted:
+                    after[number] = map_tokens(x)
+                number += 1
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted), map_tokens(x), x.mean(dim=(1, 2)))
+        return Features(tuple(after[number] for number in wanted), map_tokens(x),
+                        x.mean(dim=(1, 2)))
 
 
 def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:

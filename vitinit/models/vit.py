@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from .attention import Attention
 from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, require_choice, scales_by_block,
-                     sincos_position_embedding, to_pair)
+                     drop_path_rates, hidden_width, make_head, module_list, require_choice,
+                     scales_by_block, sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
 
-class Block(nn.Module):
+class VitBlock(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, dim: int, *, num_heads: int, mlp_ratio: float, qkv_bias: bool,
@@ -66,6 +66,9 @@ class VisionTransformer(Classifier):
     """
 
     family = "vit"
+    pos_embed: Tensor               # (1, N, C), a parameter or a buffer
+    norm: nn.Module
+    fc_norm: nn.Module
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
@@ -87,6 +90,7 @@ class VisionTransformer(Classifier):
         if num_registers < 0:
             raise ValueError(f"num_registers is {num_registers}, expected at least 0")
         self.pool, self.distilled = pool, distilled
+        self.learns_positions = pos_embed == "learned"
         self.drop_path_rates = drop_path_rates(drop_path, depth)
         self.num_prefix_tokens = (pool == "class") + distilled + num_registers
 
@@ -101,27 +105,22 @@ class VisionTransformer(Classifier):
             self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
         num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
         positions = torch.zeros(1, num_tokens, embed_dim)
-        if pos_embed == "learned":
+        if self.learns_positions:
             self.pos_embed = nn.Parameter(positions)
         else:
             if pos_embed == "sincos":
                 patches = positions[0, self.num_prefix_tokens:]          # (patches, C), a view
                 patches.copy_(sincos_position_embedding(self.grid, embed_dim))
             self.register_buffer("pos_embed", positions)
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
-                  norm_eps=norm_eps)
+        self.blocks = module_list(
+            VitBlock(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+                     norm_eps=norm_eps)
             for _ in range(depth))
         norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
         self.head = make_head(embed_dim, num_classes)
         if distilled:
             self.head_dist = make_head(embed_dim, num_classes)
-
-    @property
-    def learns_positions(self) -> bool:
-        """Whether the position embedding is a parameter, not a fixed buffer."""
-        return isinstance(self.pos_embed, nn.Parameter)
 
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) → (B, N, C): prefix tokens and patches, plus the position embedding."""
@@ -133,13 +132,16 @@ class VisionTransformer(Classifier):
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        wanted, seen = block_numbers(blocks, len(self.blocks)), []
+        wanted = block_numbers(blocks, len(self.blocks))
+        after: dict[int, Tokens] = {}
+        scales = scales_by_block(drop_path, len(self.blocks))
         x = self.embed(images)                                           # (B, N, C)
-        for block, scales in zip(self.blocks, scales_by_block(drop_path, len(self.blocks))):
-            x = block(x, scales)
-            seen.append(self.tokens(x) if len(seen) in wanted else None)
+        for number, block in enumerate(self.blocks):
+            x = block(x, scales[number])
+            if number in wanted:
+                after[number] = self.tokens(x)
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted), self.tokens(x), self.pooled(x))
+        return Features(tuple(after[number] for number in wanted), self.tokens(x), self.pooled(x))
 
     def tokens(self, x: Tensor) -> Tokens:
         """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""
