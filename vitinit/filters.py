@@ -68,20 +68,11 @@ def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
     return ordered_offsets(kernel_size)
 
 
-# Kernels, each (kernel_size, kernel_size) -----------------------------------------------------
-
-
 def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
-    """1 at `offset`, 0 elsewhere. Raises ValueError if the kernel has no such cell."""
+    """(kernel_size, kernel_size): 1 at `offset`, else 0; raises ValueError for no such cell."""
     kernel = torch.zeros(kernel_size**2)
     kernel[kernel_offsets(kernel_size).index(offset)] = 1.0
     return kernel.view(kernel_size, kernel_size)
-
-
-def random_kernel(kernel_size: int, *, generator: torch.Generator) -> Tensor:
-    """Uniform on ±1/kernel_size, as PyTorch draws depthwise filters (arXiv 2401.12511)."""
-    draws = torch.rand(kernel_size, kernel_size, generator=generator)
-    return (2.0 * draws - 1.0) / kernel_size
 
 
 # Kernels as N×N matrices ----------------------------------------------------------------------
@@ -112,8 +103,7 @@ def shift_matrix(offset: Offset, grid: tuple[int, int]) -> Tensor:
 def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
     """The (N, N) matrix M for which M @ x.flatten() is conv2d(x, kernel) with padding "same".
 
-    kernel: (f_down, f_right), square or not. circular: wrap around at the borders instead of
-        padding with zeros.
+    kernel: (f_down, f_right). circular: wrap around at the borders instead of padding with zeros.
     """
     matrix = kernel.new_zeros(grid[0] * grid[1], grid[0] * grid[1])
     centre = [(size - 1) // 2 for size in kernel.shape]

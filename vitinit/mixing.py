@@ -11,25 +11,33 @@ from a forward pass:
 | SimpleViT         | softmax(σ Q Kᵀ)                                      | image and head    |
 | ConvMixer         | the matrix of the depthwise kernel, without its bias | channel           |
 
-`mixing_matrices` returns these matrices. `target_mass` measures which share of an attention matrix
-lies on the token that an impulse filter would pick. The skip connection around the mixing is not
-part of M.
+`mixing_matrices` returns these matrices, without the skip connection. `target_mass` measures which
+share of an attention matrix lies on the token that an impulse filter would pick.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from .filters import Offset, convolution_matrix, neighbours
+from .models.attention import Attention
+from .models.conv_mixer import DepthwiseConv
+from .models.layers import Classifier, Mlp
+from .models.mlp_mixer import MixerBlock
+from .models.simple_vit import SimpleAttention, SimpleBlock
+from .models.swin import SwinBlock
+from .models.vit import VitBlock
 
 AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
 TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounded to zero
 
+Heads = slice | list[int]            # heads, or channels of a Mixer or ConvMixer
 Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len(heads), N, N)
 
 
@@ -40,9 +48,8 @@ Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len
 def run(model: nn.Module, images: Tensor, *,
         before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
         after: Mapping[nn.Module, Callable[[tuple, Any], None]] | None = None) -> None:
-    """Pass images through a model in evaluation mode.
-
-    The model is left as it was, its buffers included, and so is the global random state.
+    """Pass images through a model in evaluation mode, and leave it as it was, its buffers included,
+    and the global random state, too.
 
     before: by module, what is called with the module's input. after: with all its inputs and its
     output. PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
@@ -52,9 +59,9 @@ def run(model: nn.Module, images: Tensor, *,
                for module in model.modules() for name, buffer in module._buffers.items()]
     hooks = []
     try:
-        for module, call in (before or {}).items():
+        for module, reader in (before or {}).items():
             hooks.append(module.register_forward_pre_hook(
-                lambda _, inputs, call=call: call(*inputs[:1] or [None])))
+                lambda _, inputs, reader=reader: reader(*inputs[:1] or [None])))
         for module, call in (after or {}).items():
             hooks.append(module.register_forward_hook(
                 lambda _, inputs, output, call=call: call(inputs, output)))
@@ -67,7 +74,7 @@ def run(model: nn.Module, images: Tensor, *,
         for module, training in modes:
             module.training = training
         for table, name, buffer, value in buffers:   # counters and caches
-            table[name] = buffer if buffer is None else buffer.copy_(value)
+            table[name] = buffer if buffer is None or value is None else buffer.copy_(value)
 
 
 def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] | None = None,
@@ -76,29 +83,28 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
     """The matrices with which the model mixes the tokens of `images`, by block.
 
     images: (B, 3, H, W), normalised as for the model.
-    blocks: block numbers; all by default. The blocks of a Swin are counted through its stages,
-        whose grids `block_grids` gives.
-    heads: head numbers; all by default. For a Mixer or ConvMixer they are channels; all channels of
-        a large model together take gigabytes.
+    blocks: their numbers; all by default. Those of a Swin are counted through its stages, whose
+        grids `block_grids` gives.
+    heads: their numbers; all by default. For a Mixer or ConvMixer they are channels; all of a large
+        model together take gigabytes.
     summarise: what is kept of a block's matrices, so that those of all blocks need no memory.
 
-    Returns {block: (B, len(heads), N, N)}; N includes the class token, if there is one. The model
-    runs in evaluation mode and is left as it was. Raises ValueError for a model of another family
-    or a block that the model does not have.
+    Returns {block: (B, len(heads), N, N)}; N includes the prefix tokens. The model runs as in
+    `run`. Raises ValueError for a model of another family or a block that the model does not have.
     """
-    readers = mixers(model)
-    wanted = range(len(readers)) if blocks is None else list(blocks)
+    by_block = mixers(model)
+    wanted = range(len(by_block)) if blocks is None else list(blocks)
     for block in wanted:
-        if not 0 <= block < len(readers):
+        if not 0 <= block < len(by_block):
             raise ValueError(f"block {block} is asked for, but the model has blocks 0…"
-                             f"{len(readers) - 1}")
-    chosen = slice(None) if heads is None else list(heads)
+                             f"{len(by_block) - 1}")
+    columns: Heads = slice(None) if heads is None else list(heads)
     matrices: dict[int, Tensor] = {}
 
     def record(block: int, inputs: tuple, _: Tensor) -> None:
-        found = readers[block][1](chosen, *inputs)
-        matrices[block] = found if summarise is None else summarise(found)
-    run(model, images, after={readers[block][0]: partial(record, block) for block in wanted})
+        weights = by_block[block].read(columns, *inputs)
+        matrices[block] = weights if summarise is None else summarise(weights)
+    run(model, images, after={by_block[block].module: partial(record, block) for block in wanted})
     return matrices
 
 
@@ -115,9 +121,7 @@ def mean_shares(model: nn.Module, images: Tensor,
     def add(block: int, read: Callable, inputs: tuple, output: Tensor) -> None:
         shares = shares_of_patches(read(inputs, output), grids[block])   # of images, or windows
         sums[block] = sums[block] + len(batch) / len(images) * shares.mean(0)
-    after = {}
-    for block, (module, read) in enumerate(readers):
-        after[module] = partial(add, block, read)
+    after = {module: partial(add, block, read) for block, (module, read) in enumerate(readers)}
     for batch in images.split(AT_ONCE):
         run(model, batch, after=after)
     return sums
@@ -126,57 +130,57 @@ def mean_shares(model: nn.Module, images: Tensor,
 # The mixers of the families -------------------------------------------------------------------
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model of this package, those of a Swin through all its stages."""
-    if model.family == "swin":
-        return [block for stage in model.layers for block in stage.blocks]
-    return list(model.blocks)
+class Mixer(NamedTuple):
+    """What mixes the tokens in one block."""
+
+    module: nn.Module
+    grid: tuple[int, int]       # of the patch tokens that it mixes
+    read: Reader
+
+
+def mixers(model: nn.Module) -> list[Mixer]:
+    """The mixer of each block; raises ValueError for a model that is not of this package."""
+    if not isinstance(model, Classifier):
+        raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
+    by_block: list[Mixer] = []
+    for module in model.modules():
+        if isinstance(module, SwinBlock):
+            by_block.append(Mixer(module.attn, module.grid, partial(_read_windows, module)))
+        elif isinstance(module, MixerBlock):
+            mlp = module.mlp_tokens
+            by_block.append(Mixer(mlp, model.grid, partial(_read_token_mlp, mlp)))
+        elif isinstance(module, DepthwiseConv):
+            by_block.append(Mixer(module, model.grid, partial(_read_depthwise, module)))
+        elif isinstance(module, (VitBlock, SimpleBlock)):
+            attention = module.attn
+            by_block.append(Mixer(attention, model.grid, partial(_read_attention, attention)))
+    return by_block
 
 
 def block_grids(model: nn.Module) -> list[tuple[int, int]]:
     """The grid of patch tokens that each block mixes."""
-    if model.family == "swin":
-        return [block.grid for block in blocks_of(model)]
-    return [model.grid] * len(model.blocks)
+    return [mixer.grid for mixer in mixers(model)]
 
 
-def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
-    """Each block's spatial mixer, and a function that computes its matrices from its input."""
-    family = getattr(model, "family", type(model).__name__)
-    if family in ("vit", "simple_vit"):
-        return [(block.attn, partial(_read_attention, block.attn)) for block in model.blocks]
-    if family == "swin":
-        return [(block.attn, partial(_read_windows, block)) for block in blocks_of(model)]
-    if family == "mlp_mixer":
-        return [(block.mlp_tokens, partial(_read_token_mlp, block.mlp_tokens))
-                for block in model.blocks]
-    if family == "conv_mixer":
-        return [(model.depthwise(block), partial(_read_depthwise, model.depthwise(block)))
-                for block in model.blocks]
-    raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
-
-
-def _read_attention(attention: nn.Module, heads: Any, x: Tensor, *pos_embed: Tensor) -> Tensor:
+def _read_attention(attention: Attention | SimpleAttention, heads: Heads, x: Tensor,
+                    *pos_embed: Tensor) -> Tensor:
     weights = attention.mixing_weights(x, *pos_embed)[:, heads]
     return weights.expand(len(x), -1, -1, -1)        # some SimpleViTs have one for all images
 
 
-def _read_windows(block: nn.Module, heads: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+def _read_windows(block: SwinBlock, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
     """The matrices of all windows as one (N, N), by token number on the unshifted map."""
-    from einops import rearrange  # which a trainer that only calls an init need not import
-    height, width = block.window
     weights = block.attn.mixing_weights(x, mask)[:, heads]               # (B·M, h, w², w²)
-    # The token numbers, on the unshifted map, of each window: (M, w²).
     tokens = torch.arange(block.grid[0] * block.grid[1], device=x.device).view(block.grid)
     tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
-    tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=height, w=width)
-    weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))
+    tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=block.window[0], w=block.window[1])
+    weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))      # (M, w²) tokens
     matrices = weights.new_zeros(*weights.shape[:2], tokens.numel(), tokens.numel())
     matrices[:, :, tokens[:, :, None], tokens[:, None]] = weights
     return matrices
 
 
-def _read_token_mlp(mlp: nn.Module, channels: Any, x: Tensor) -> Tensor:
+def _read_token_mlp(mlp: Mlp, channels: Heads, x: Tensor) -> Tensor:
     """J = fc2 · diag(GELU′(fc1 x + b)) · fc1, with each channel's own x."""
     hidden = mlp.fc1(x[:, channels])                                     # (B, c, hidden)
     with torch.enable_grad():
@@ -185,9 +189,9 @@ def _read_token_mlp(mlp: nn.Module, channels: Any, x: Tensor) -> Tensor:
     return torch.einsum("nh, bch, hm -> bcnm", mlp.fc2.weight, slopes, mlp.fc1.weight)
 
 
-def _read_depthwise(mixing: nn.Module, channels: Any, x: Tensor) -> Tensor:
-    matrices = [convolution_matrix(kernel, x.shape[-2:])
-                for kernel in mixing.kernels()[channels, 0]]
+def _read_depthwise(layer: DepthwiseConv, channels: Heads, x: Tensor) -> Tensor:
+    grid = x.shape[-2], x.shape[-1]
+    matrices = [convolution_matrix(kernel, grid) for kernel in layer.kernels()[channels, 0]]
     return torch.stack(matrices).expand(len(x), -1, -1, -1)              # the same for all images
 
 
@@ -195,8 +199,7 @@ def _read_depthwise(mixing: nn.Module, channels: Any, x: Tensor) -> Tensor:
 
 
 def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(..., N, N) → (..., cells, cells): without the prefix tokens, in float32 or higher precision.
-    """
+    """(..., N, N) → (..., cells, cells): without prefix tokens, in float32 or higher precision."""
     cells = grid[0] * grid[1]
     return weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
 
@@ -210,13 +213,10 @@ def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
 def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int]) -> Tensor:
     """The share of each head's attention on its target token, (h,): 1 is a perfect shift.
 
-    weights: (..., h, N, N), where N counts the grid cells and any prefix tokens, which come first.
-        The rows of prefix tokens are left out, and the other rows are normalised over the patch
-        tokens.
-    offsets: one (down, right) per head.
+    weights: (..., h, N, N), of which `shares_of_patches` are taken.
+    offsets: one (down, right) per head; raises ValueError otherwise.
 
-    The mean is over the tokens whose target is on the grid; NaN where there is none. Raises
-    ValueError unless there is one offset per head.
+    The mean is over the tokens whose target is on the grid; NaN where there is none.
     """
     patches, masses = shares_of_patches(weights, grid), []               # (..., h, cells, cells)
     for shares, offset in zip(patches.unbind(-3), offsets, strict=True):
@@ -227,10 +227,9 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
 def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1), as a convolution kernel.
 
-    weights: (..., N, N); prefix tokens come first and are left out, as in `target_mass`.
-
-    Entry [radius + down, radius + right] is the average over the tokens for which that offset leads
-    to a token of the grid; it is 0 if there are none.
+    weights: (..., N, N), of which `shares_of_patches` are taken. Entry [radius + down, radius +
+    right] is the average over the tokens for which that offset leads to a token of the grid; it is
+    0 if there are none.
     """
     return by_offset(shares_of_patches(weights, grid), grid, radius)
 

@@ -80,7 +80,7 @@ def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map
 def test_the_smallest_window_of_all_stages_counts_and_may_be_one_token():
     model = built(image_size=16, depths=(1, 1, 1), num_heads=(2, 2, 2), window_size=4)
     initialised(model, kernel_size=3)
-    with pytest.raises(ValueError, match="a window 2 tokens wide"):
+    with pytest.raises(ValueError, match="on the 2×2 grid"):
         initialised(model, kernel_size=5)
     model = built(image_size=4, depths=(1, 1), num_heads=(2, 2), window_size=2)
     last = initialised(model, kernel_size=1).layers[-1].blocks[0].attn

@@ -244,6 +244,8 @@ REFUSALS: dict[str, Callable] = {
     lambda model: delattr(model.blocks[0].attn, "num_heads"),
     "no learned position embedding":
     lambda model: put(model, "other", model._parameters.pop("pos_embed")),
+    "no LayerNorm before its attention":
+    lambda model: put(model, "blocks.1.norm1", nn.RMSNorm(DIM)),
     "2 lists of blocks": lambda model: put(model, "more", OtherViT("timm", 2).blocks),
     "with kdim, vdim or add_bias_kv": lambda model: put(
         model, "blocks.1.attn", nn.MultiheadAttention(DIM, HEADS, add_bias_kv=True)),

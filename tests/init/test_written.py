@@ -57,7 +57,7 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
     ("vit", {}, "impulse_gd", dict(pseudo_input="noise"), "'noise', expected one of pos_embed"),
     ("vit", FIXED, "impulse_gd", {}, 'set pool = "mean"'),       # its class token has no position
     ("swin", {}, "impulse", dict(target_mass=0.0), "is 0.0, expected 0 < target_mass < 1"),
-    ("swin", {}, "impulse", dict(kernel_size=11), "kernel_size is 11, .* a window 5 tokens wide"),
+    ("swin", {}, "impulse", dict(kernel_size=11), "is 11, but beyond 9 its .* on the 5×7 grid"),
     ("mixer", {}, "mimetic", {}, "for a MlpMixer; it has: default, torch, lecun, impulse"),
     ("mixer", {}, "impulse", dict(gain=0), "gain is 0 and linear_bias 4.0; expected a gain other"),
     ("mixer", dict(embed_dim=68), "impulse", {}, "as tokens, 35, and it has 34; raise token"),

@@ -2,8 +2,7 @@
 
 An init first draws its base for every parameter from the generator that it is given, so that
 nothing the constructor drew remains, and then overwrites the tensors that its docstring lists. It
-returns nothing, prints nothing and changes no global state. If an init is not defined for a model
-family, the family is missing from its row.
+returns nothing, prints nothing and changes no global state.
 
 What a seed reproduces. All random draws are made on the CPU, so a seed gives the same draws on any
 machine. The weights computed from them are equal to the bit given the same number of threads and
@@ -115,18 +114,14 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
                              f"{tensor.device}; inits draw and solve on the CPU in float32 or "
                              "float64: call init_weights before .half(), .bfloat16() or "
                              ".to(device)")
-    read = {"images": images} if "images" in inspect.signature(function).parameters else {}
+    read = {"images": images} if reads_images(name, family_of(model)) else {}
     apply(function, model, model, options, name=name, generator=generator, **read)
 
 
 def apply(function: Callable[..., None], model: nn.Module, target: Any,
           options: Mapping[str, Any], *, name: str, generator: torch.Generator,
           **given: Any) -> None:
-    """Let an init write to `target`, a model or its layout; every weight must then be finite.
-
-    Raises ValueError where they cannot be computed or are not, for a generator of a device, and for
-    words that an option does not have; TypeError for an unknown option.
-    """
+    """Let an init write to `target`, a model or its layout; raises as `init_weights`."""
     signature = inspect.signature(function, eval_str=True)
     try:
         signature.bind(target, generator=generator, **given, **options)

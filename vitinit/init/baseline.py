@@ -24,10 +24,9 @@ Base = Literal["default", "torch", "lecun"]
 
 
 def draw_base(model: nn.Module, base: Base | None, generator: torch.Generator) -> None:
-    """Draw every parameter by the baseline named `base`.
+    """Draw every parameter by the baseline named `base`, of other libraries as for a ViT.
 
-    The models of other libraries are drawn as a ViT. None, which only `init_` of in_place.py gives,
-    leaves the model as it is.
+    None, which only `init_` of in_place.py gives, leaves the model as it is.
     """
     if base is not None:
         family = family_of(model) if family_of(model) in FAMILIES else "vit"
@@ -37,9 +36,8 @@ def draw_base(model: nn.Module, base: Base | None, generator: torch.Generator) -
 def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """What an init draws, in the model's order: (kind, weight, bias). Norms are reset on the way.
 
-    kind: "linear", "conv", or an embedding's name in this package. Raises ValueError for a
-    parameter of one of our models that no rule here covers. Those of other libraries, such as
-    LayerScale, are left out, and stay as they are.
+    kind: "linear", "conv", or an embedding's name in this package. Other parameters, such as
+    LayerScale, stay as they are; in a model of ours they raise ValueError.
     """
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
@@ -65,11 +63,9 @@ def truncated_normal_(tensor: Tensor, *, std: float, cut: float,
                       generator: torch.Generator) -> None:
     """Fill a tensor with a normal of mean 0 truncated at ± `cut`: values beyond are drawn again.
 
-    std: of the normal before the truncation.
-
-    nn.init.trunc_normal_ of torch 2.15 does the same, but that of torch 2.11 draws differently;
-    this function gives the same weights with both. Where less than 0.3 of the normal is within the
-    cut, torch's own function is used, since drawing again would take long.
+    std: of the normal before the truncation. nn.init.trunc_normal_ of torch 2.15 does the same, but
+    that of torch 2.11 draws differently. Where less than 0.3 of the normal is within the cut,
+    torch's own function is used, since drawing again would take long.
     """
     if math.erf(cut / (std * 2.0**0.5)) <= 0.3:
         nn.init.trunc_normal_(tensor, std=std, a=-cut, b=cut, generator=generator)
@@ -94,7 +90,7 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     | LayerNorm                                   | weight 1, bias 0                            |
 
     Both papers' code calls trunc_normal_(std=.02), which truncates at an absolute ±2, that is, at
-    100 standard deviations. In effect this is a normal distribution, so it is drawn as one here.
+    100 standard deviations: in effect a normal distribution.
 
     ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init, `torch`,
     and MLP-Mixer that of `mixer_default`.
@@ -123,9 +119,10 @@ def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
     | LayerNorm                                   | weight 1, bias 0                            |
     """
     for kind, weight, bias in drawn_tensors(model):
+        assert bias is not None                      # all layers of a Mixer have one
+        bias.zero_()
         if weight is getattr(model.head, "weight", None):      # no classes: an identity
             weight.zero_()
-            bias.zero_()
         elif kind == "linear":
             nn.init.xavier_uniform_(weight, generator=generator)
             bias.normal_(std=1e-6, generator=generator)
@@ -133,15 +130,12 @@ def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
             # Truncation at ± 2 std leaves .8796 of the std; the result is to be 1/√fan_in.
             std = (1.0 / fan_in(weight)) ** 0.5 / CUT_NORMAL_STD
             truncated_normal_(weight, std=std, cut=2 * std, generator=generator)
-            bias.zero_()
 
 
 @torch.no_grad()
 def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
-    """Draw all weights as PyTorch's own layers do.
-
-    This is the baseline of the released code of arXiv 2505.19985, which builds timm's ViT with
-    weight_init="skip".
+    """Draw all weights as PyTorch's own layers do, the baseline of the released code of arXiv
+    2505.19985, which builds timm's ViT with weight_init="skip".
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|

@@ -12,7 +12,7 @@ proj and the MLPs write over the position embedding, and LayerNorm divides it by
 - Two *constants*, ±a on every token, which hold most of the variance that LayerNorm divides by. So
   it divides all tokens by nearly the same number, and its weight makes up for that.
 
-All sizes are measured: while the model is written, training images pass through it. Nothing is
+All sizes are measured: training images pass through the model while it is written. Nothing is
 frozen. No paper describes this initialisation.
 """
 
@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from ..filters import head_offsets, logit_for, offsets_on_grid
 from ..mixing import run
 from .baseline import Base, draw_base
-from .layout import Block, Layout, layout_of
+from .layout import layout_of
 from .mimetic import write_values
-from .stream import Stream, noise_images, stream_of
+from .stream import ResidualStream, noise_images, stream_of
+from .views import Block, VitLayout
 from .whitened import whiten_patches
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
@@ -41,7 +42,7 @@ MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn whe
 LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
 
 
-def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
+def waves_of(vit: VitLayout) -> tuple[Tensor, Tensor]:
     """The frequencies of the K waves, (K, 2) in radians per row and column, and all cells, (N, 2).
 
     A head reads two channels per wave: K is 4, or less for a head_dim below 8. Raises ValueError.
@@ -56,7 +57,24 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
     return 2.0 * math.pi * torch.tensor(WAVES[:count]) / torch.tensor(vit.grid), cells
 
 
-def write_positions(vit: Layout, stream: Stream, waves: Tensor, cells: Tensor, first: int) -> None:
+def logits_of(target_mass: tuple[float, float], shape: Tensor, depth: int) -> list[float]:
+    """The logit ℓ of each block, which changes linearly from one target_mass to the other.
+
+    shape: (N,), the logits in units of ℓ, with the target at cell 0. Raises ValueError.
+    """
+    if not (isinstance(target_mass, (list, tuple)) and all(0 < mass < 1 for mass in target_mass)):
+        raise ValueError(f"target_mass is {target_mass}; expected 0 < mass < 1 in the first block "
+                         "and in the last")
+    floor = min(LEAST_MASS / len(shape), 0.999)
+    first, last = (logit_for(max(mass, floor), shape, target=0) for mass in target_mass)
+    if first is None or last is None:
+        raise ValueError(f"target_mass is {target_mass}, which no logit below 1,000 gives to one "
+                         f"of {len(shape)} tokens; lower it")
+    return torch.linspace(first, last, depth).tolist()
+
+
+def write_positions(vit: VitLayout, stream: ResidualStream, waves: Tensor, cells: Tensor,
+                    first: int) -> None:
     """Write the code into pos_embed, and zero what else writes to the channels before `first`."""
     angles = cells @ waves.T + PHASE * torch.arange(len(waves))          # (N, K)
     amplitude = CODE_RMS * math.sqrt(vit.pos_embed.shape[1] / len(waves))
@@ -70,8 +88,12 @@ def write_positions(vit: Layout, stream: Stream, waves: Tensor, cells: Tensor, f
         token[..., :first] = 0.0
 
 
-def write_constants(vit: Layout, x: Tensor, size: float, channels: slice) -> None:
-    """Write ±size into two channels of all tokens: in x, (n, P + N, D), and in what makes it up."""
+def write_constants(vit: VitLayout, x: Tensor, share: float, first: int) -> None:
+    """Write ±size into the two channels before `first` of all tokens: in x, (n, P + N, D), and in
+    what makes it up. share: of the variance of the patches' tokens that the constants then have.
+    """
+    channels = slice(first - 2, first)
+    size = (share / (1.0 - share) * variance(patches(vit, x)) * x.shape[2] / 2)**0.5
     pair = size * torch.tensor([1.0, -1.0])
     x[..., channels] = vit.pos_embed[:, channels] = pair
     missing = x.shape[1] - len(vit.pos_embed)    # prefix tokens without positions: the last
@@ -81,17 +103,47 @@ def write_constants(vit: Layout, x: Tensor, size: float, channels: slice) -> Non
             missing -= token.shape[-2]
 
 
-def write_turns(block: Block, turn: Tensor, gain: float) -> None:
-    """Let K select the code, and Q select it and turn it by `turn`, (h, K) in radians."""
+def require_positions(vit: VitLayout, x: Tensor, number: int, first: int) -> None:
+    """Raise an error unless the channels before `first` of what a block reads, (n, P + N, D), are
+    the position embedding's.
+    """
+    if not x.isfinite().all():
+        raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
+    read = patches(vit, x)[..., :first]
+    if not torch.allclose(read, vit.positions[:, :first].expand_as(read), rtol=1e-4, atol=1e-4):
+        raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
+                         f"position embedding, and before block {number} something did")
+
+
+def write_turns(block: Block, turn: Tensor, logit: float, y: Tensor) -> None:
+    """Let K select the code, and Q select it and turn it by `turn`, (h, K) in radians.
+
+    y: what they read of patches, (n, N, D), by which they are scaled, so that the logit is `logit`.
+    """
     for tensor in (block.q, block.k, block.q_bias, block.k_bias):
         if tensor is not None:
             tensor.zero_()
     cos, sin = turn.cos().diag_embed(), turn.sin().diag_embed()          # (h, K, K)
     code = 2 * turn.shape[1]
+    gain = math.sqrt(logit * math.sqrt(block.q.shape[1])
+                     / y[..., :code].square().sum(-1).mean().item())
     # cos(a + t) = cos t · cos a − sin t · sin a;  sin(a + t) = sin t · cos a + cos t · sin a
     block.q[:, :code, :code] = gain * torch.cat(
         [torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
     block.k[:, :code, :code] = gain * torch.eye(code)
+
+
+def scale(vit: VitLayout, first: int, norm: nn.LayerNorm, x: Tensor) -> None:
+    """Let a norm make the variance of all channels of x but the constants 1, and these 0."""
+    constants = slice(first - 2, first)
+    others = torch.cat([x[..., :constants.start], x[..., first:]], dim=-1)
+    norm.weight.fill_(math.sqrt(variance(patches(vit, x)) / variance(patches(vit, others))))
+    norm.weight[constants] = 0.0                     # else they would be large inputs of all layers
+
+
+def patches(vit: VitLayout, x: Tensor) -> Tensor:
+    """(n, P + N, D) without the prefix tokens; pooled features, (n, D), as they are."""
+    return x[:, -vit.grid[0] * vit.grid[1]:] if x.ndim == 3 else x
 
 
 def variance(tokens: Tensor) -> float:
@@ -100,7 +152,7 @@ def variance(tokens: Tensor) -> float:
 
 
 @torch.no_grad()
-def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "lecun",
+def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "lecun",
                  kernel_size: int = 3, target_mass: tuple[float, float] = (0.66, 0.025),
                  value_init: Literal["mimetic", "base"] = "mimetic",
                  value_alpha: float = 0.4, value_beta: float = 0.4,
@@ -126,90 +178,57 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         target, in the first block and in the last; in between, the logit changes linearly. A mass
         below 1.25 times that of uniform attention is raised to it. Queries whose target is off the
         grid attend to the opposite border.
-    value_init, value_alpha, value_beta: as for `mimetic`; "base" leaves V and proj as drawn.
+    value_init, value_alpha, value_beta: as for `mimetic`.
     constant_variance: the share of the constants in the tokens' variance before the first block.
         The larger it is, the more evenly LayerNorm divides the tokens, and the less it holds what
         the blocks write at one size: Muon needs .5 (recipes/what_an_init_is_worth.md).
-    patch_init: "whitened" lets the other channels start with whitened patches (`whitened.py`).
-    images: (n, 3, H, W), normalised training images; white noise, if there are none. train.py gives
-        them: they are no option.
+    patch_init: "whitened": the other channels start as `whitened` writes them. images: as there.
     """
     if not 0.0 <= constant_variance < 1.0:
         raise ValueError(f"constant_variance is {constant_variance}; expected 0 ≤ it < 1")
-    if not (isinstance(target_mass, (list, tuple)) and all(0 < mass < 1 for mass in target_mass)):
-        raise ValueError(f"target_mass is {target_mass}; expected 0 < mass < 1 in the first block "
-                         "and in the last")
     vit = layout_of(model)
-    stream = stream_of(vit)
-    (waves, cells), offsets = waves_of(vit), offsets_on_grid(kernel_size, vit.grid)
-    shape = (cells @ waves.T).cos().mean(1).double()                     # (N,), target at cell 0
-    floor = min(LEAST_MASS / len(cells), 0.999)
-    ends = [logit_for(max(mass, floor), shape, target=0) for mass in target_mass]
-    if None in ends:
-        raise ValueError(f"target_mass is {target_mass}, which no logit below 1,000 gives to one "
-                         f"of {len(cells)} tokens; lower it")
-    logits = torch.linspace(*ends, len(vit.blocks)).tolist()
-    code, first = 2 * len(waves), 2 * len(waves) + 2     # channels of the code; where others begin
+    assert isinstance(vit, VitLayout)
+    stream, (waves, cells) = stream_of(vit), waves_of(vit)
+    offsets = offsets_on_grid(kernel_size, vit.grid)
+    logits = logits_of(target_mass, (cells @ waves.T).cos().mean(1).double(), len(vit.blocks))
+    first = 2 * len(waves) + 2                       # channel after the code and the constants
     draw_base(vit.model, base, generator)
     if patch_init == "whitened":
         whiten_patches(vit.model, images, generator)
     write_positions(vit, stream, waves, cells, first)
+    images = (noise_images(vit, NOISE_IMAGES, generator) if images is None else
+              images[:MOST_IMAGES].to(vit.pos_embed))
 
     # Measure and write, block by block, while the images pass through the model.
-    if images is None:
-        images = noise_images(vit, NOISE_IMAGES, generator)
-    state = {"block": 0, "ended": False}
+    written: set[nn.LayerNorm] = set()
 
-    def patches(x: Tensor) -> Tensor:
-        """(n, P + N, D) without the prefix tokens; pooled features, (n, D), as they are."""
-        return x[:, -len(cells):] if x.ndim == 3 else x
-
-    def scale(norm: nn.LayerNorm, x: Tensor) -> None:
-        others = torch.cat([x[..., :code], x[..., first:]], dim=-1)
-        norm.weight.fill_(math.sqrt(variance(patches(x)) / variance(patches(others))))
-        norm.weight[code:first] = 0.0                # else they would be large inputs of all layers
-
-    def before_attention(number: int, x: Tensor) -> None:
+    def before(number: int, x: Tensor) -> None:
         if number == 0:
-            ratio = constant_variance / (1.0 - constant_variance)        # to that of the others
-            size = (ratio * variance(patches(x)) * x.shape[2] / 2)**0.5
-            write_constants(vit, x, size, slice(code, first))
-        if not x.isfinite().all():
-            raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
-        if not torch.allclose(patches(x)[..., :first], vit.positions[:, :first].expand_as(
-                patches(x)[..., :first]), rtol=1e-4, atol=1e-4):
-            raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
-                             f"position embedding, and before block {number} something did")
-        scale(vit.blocks[number].norm, x)
+            write_constants(vit, x, constant_variance, first)
+        require_positions(vit, x, number, first)
+        scale(vit, first, vit.blocks[number].norm, x)
 
-    def write_attention(number: int, _: tuple, y: Tensor) -> None:
-        block = vit.blocks[number]
+    def after(number: int, _: tuple, y: Tensor) -> None:
+        block, before_it = vit.blocks[number], number * len(vit.blocks[number].q)
         block.v[..., :first] = 0.0
         if value_init == "mimetic":
-            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator,
-                         first=first)
-        read = patches(vit.batch_first(y))[..., :code]                   # by Q and K
-        power = read.square().sum(-1).mean().item()
-        gain = math.sqrt(logits[number] * math.sqrt(block.q.shape[1]) / power)
-        heads = head_offsets(len(block.q), offsets, "ordered", generator,
-                             first=number * len(block.q))
-        write_turns(block, torch.tensor(heads).float() @ waves.T, gain)
-        state["block"] = number + 1
+            write_values(block, value_alpha, value_beta, generator, first=first)
+        targets = head_offsets(len(block.q), offsets, "ordered", generator, first=before_it)
+        write_turns(block, torch.tensor(targets).float() @ waves.T, logits[number],
+                    patches(vit, vit.batch_first(y)))
+        written.add(block.norm)
 
     def after_blocks(norm: nn.LayerNorm, x: Tensor) -> None:
-        if state["block"] == len(vit.blocks) and not state["ended"]:
-            state["ended"] = True
-            scale(norm, x)
-
-    images = images[:MOST_IMAGES].to(vit.pos_embed)
+        if vit.blocks[-1].norm in written and written.isdisjoint(stream.ends):
+            scale(vit, first, norm, x)
+            written.add(norm)
 
     def by_image(call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """Give (n, P + N, D) to a function, though the blocks may have the tokens first."""
+        """Give it (n, P + N, D), though the blocks may have the tokens first."""
         return lambda x: call(vit.batch_first(x) if x.shape[1] == len(images) else x)
-    run(vit.model, images,
-        before={**{block.norm: by_image(partial(before_attention, number))
-                   for number, block in enumerate(vit.blocks)},
-                **{norm: by_image(partial(scale, norm)) for norm in stream.norms},
-                **{norm: by_image(partial(after_blocks, norm)) for norm in stream.ends}},
-        after={block.norm: partial(write_attention, number)
-               for number, block in enumerate(vit.blocks)})
+    norms = [block.norm for block in vit.blocks]
+    run(vit.model, images, before={
+        **{norm: by_image(partial(before, number)) for number, norm in enumerate(norms)},
+        **{norm: by_image(partial(scale, vit, first, norm)) for norm in stream.norms},
+        **{norm: by_image(partial(after_blocks, norm)) for norm in stream.ends}},
+        after={norm: partial(after, number) for number, norm in enumerate(norms)})

@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..filters import random_kernel
 from ..models.conv_mixer import ConvMixer
 from .baseline import Base, draw_base
 
@@ -17,8 +16,7 @@ ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of varian
 @torch.no_grad()
 def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Base = "default",
                        kind: Literal["random", "box", "gaussian"] = "random",
-                       cells: int = 2,
-                       sigma: float = 1.0) -> None:
+                       cells: int = 2, sigma: float = 1.0) -> None:
     """Draw depthwise filters of one kind, at the scale of the paper's code: Σ w² = ⅓ on average.
 
     | tensor (every block)       | value                                                        |
@@ -26,9 +24,8 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     | blocks.i.0.fn.0.weight     | see kind                                                     |
     | everything else            | as `base` drew it                                            |
 
-    kind: one of the following.
-    cells: of "box".
-    sigma: of "gaussian", in cells. (The paper's code calls σ² what is σ here.)
+    kind: one of the following. cells: of "box". sigma: of "gaussian", in cells. (The paper's code
+        calls σ² what is σ here.)
 
     | kind       | filter                                                                       |
     |------------|------------------------------------------------------------------------------|
@@ -38,15 +35,15 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     | "gaussian" | exp(−‖δ − c‖² / 2σ²) around a random cell c; all filters of a block are      |
     |            |   multiplied by one factor, so that their mean Σ w² is ⅓                     |
 
-    With the model option `train_filters = false` the filters keep these values. Impulse filters are
-    the init `impulse`. Raises ValueError for values out of range.
+    With the model option `train_filters = false` the filters keep these values. Raises ValueError
+    for values out of range.
     """
     size = model.kernel_size
     if not 1 <= cells <= size**2 or not sigma > 0:
         raise ValueError(f"cells is {cells} and sigma {sigma}; expected 1 ≤ cells ≤ {size**2}, the "
                          "cells of the model's kernel, and sigma > 0")
     draw_base(model, base, generator)
-    draw = {"random": lambda: random_kernel(size, generator=generator),
+    draw = {"random": lambda: (2.0 * torch.rand(size, size, generator=generator) - 1.0) / size,
             "box": lambda: scattered_box(size, cells, generator=generator),
             "gaussian": lambda: placed_gaussian(size, sigma, generator=generator)}[kind]
     for block in model.blocks:

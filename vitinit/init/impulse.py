@@ -8,11 +8,10 @@ frozen; training may turn the attention into anything else.
 Options. The defaults are those of the released code, some of which the paper does not state. H is
 the convolution matrix of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
 
-base: the baseline that first draws every weight, "default", "torch" or "lecun"; see baseline.py.
+base: the baseline that first draws every weight; see baseline.py.
 kernel_size: f of the f×f impulse kernels; 3 in the paper.
-offsets: how offsets are assigned to heads. "ordered": head h of every block takes offset number
-    h of `filters.ordered_offsets`, modulo the number of offsets (for 3×3 the released order).
-    "random": one draw per head and block.
+offsets: "ordered": head h of every block takes offset number h of `filters.ordered_offsets`, modulo
+    their number (for 3×3 the released order). "random": one draw per head and block.
 pos_embed_scale: factor on the base's pos_embed. The default raises its standard deviation from
     0.02 to 0.36, so that the content of patches does not swamp it. Not in the paper.
 qk_norm: γ, the Frobenius norm of each head's Q and K. The paper has 2, with which the maps of
@@ -37,15 +36,16 @@ from torch import Tensor, nn
 
 from ..filters import head_offsets, offsets_on_grid, shift_matrix
 from .baseline import Base, draw_base, truncated_normal_
-from .layout import Layout, layout_of
+from .layout import layout_of
 from .mimetic import write_values
+from .views import VitLayout
 
 RELEASED_RANK = 64      # head_dim of ViT-T, S and B
 NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one head must reach
 
 
 @torch.no_grad()
-def impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
+def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "default",
             kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
             pos_embed_scale: float = 18.0, qk_norm: float = 7.0, rank: int = 0,
             impulse_scale: float = 1000.0, noise_scale: float = 3.0, noise_std: float = 0.6,
@@ -53,8 +53,8 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
     """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.
 
-    This is Algorithm 1 of arXiv 2505.19985. P is the position embedding, H the convolution matrix
-    of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
+    This is Algorithm 1 of arXiv 2505.19985. P is the position embedding; the module's docstring
+    explains the options.
 
     | tensor                                    | value                                            |
     |-------------------------------------------|--------------------------------------------------|
@@ -64,14 +64,13 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base
     |   attn.proj.weight                        |                                                  |
     | everything else                           | as `base` drew it                                |
 
-    The module's docstring explains the options.
-
     As in the released code, the solution takes no account of the class token's row of pos_embed or
     of attention's factor 1/√d. Raises ValueError for a position embedding that is fixed or has too
     few independent directions, for options out of range, and if the maps of all heads come out
     nearly uniform.
     """
     vit = layout_of(model)
+    assert isinstance(vit, VitLayout)
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
     if not (rank >= 0 and qk_norm > 0 and impulse_scale > 0
@@ -85,7 +84,7 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base
 
     vit.pos_embed.mul_(pos_embed_scale)
     positions = vit.normalised_positions()                               # (N, D)
-    directions = numerical_rank(positions)
+    directions = int(torch.linalg.matrix_rank(positions))
     if directions < min(len(positions), positions.shape[1] - 1):
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = vit.blocks[0].q.shape[1]
@@ -107,16 +106,14 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base
             logits = positions @ query.mT @ (positions @ key.mT).mT
             _refuse_uniform((logits * head_dim ** -0.5).softmax(-1), impulses)
         if value_init == "mimetic":
-            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator)
+            write_values(block, value_alpha, value_beta, generator)
 
 
 def default_rank(tokens: int, dim: int) -> int:
     """How many directions of a position embedding, (N, D), to use: min(max(64, N // 2), D // 3).
 
-    The rule is ours. With more directions the maps become flat, however wide a head is, because the
-    weakest of them take most of the norm of Q and K. 64 is the head_dim of every released model.
-    In commit 09cb91f this package's README.md says what the rule does on a small grid and for
-    models with few wide heads.
+    The rule is ours: with more, the maps become flat, however wide a head is. In commit 09cb91f
+    this package's README.md says what it does on a small grid and for models with few wide heads.
     """
     return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
 
@@ -128,10 +125,9 @@ def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     cut to the `rank` largest eigenvalues s. Returns W, (D, rank), with orthonormal columns, and
     diag(1/s) Wᵀ Xᵀ, (rank, N), whose product is the pseudo-inverse of X at that rank.
 
-    The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular.
-    And the smallest directions, each divided by its s, would take most of the norm of Q and K,
-    which flattens the map even without noise (lesson 3 shows it). The released code truncates, too;
-    the paper does not mention it.
+    The truncation, which the released code has and the paper does not mention, is essential: the
+    smallest directions, each divided by its s, would take most of the norm of Q and K, which
+    flattens the map even without noise (lesson 3 shows it).
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)
@@ -139,39 +135,30 @@ def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return directions, (positions @ directions / values**2).mT
 
 
-def numerical_rank(positions: Tensor) -> int:
-    """Number of singular values above max(N, D) · eps · the largest, as numpy and torch count."""
-    return int(torch.linalg.matrix_rank(positions))
-
-
 def query_key_factors(maps: Tensor, basis: tuple[Tensor, Tensor], width: int,
                       norm: float) -> tuple[Tensor, Tensor]:
     """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
 
-    maps: (..., N, N). basis: see `position_basis`. width: rows of Q and K, the head's width; rows
-    beyond the rank are zero.
-    norm: the Frobenius norm of Q and of K.
+    maps: (..., N, N). basis: see `position_basis`. width: of the head; rows of Q and K beyond the
+    rank are zero. norm: the Frobenius norm of Q and of K.
 
-    This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S, each
-    divided by its Frobenius norm and multiplied by `norm`. Since M̂ = W C Wᵀ with orthonormal W, it
-    suffices to compute the SVD of the (rank, rank) matrix C.
+    This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S. Since
+    M̂ = W C Wᵀ with orthonormal W, it suffices to compute the SVD of the (rank, rank) matrix C.
     """
     directions, inverse = basis
     left, values, right = torch.linalg.svd(inverse @ maps @ inverse.mT)  # (..., r, r)
-    roots = values[..., None, :width].sqrt()
-    factors = []
-    for vectors in (left, right.mT):
-        factor = directions @ (vectors[..., :width] * roots)             # (..., D, ≤ width)
-        factor = norm * factor / torch.linalg.matrix_norm(factor, keepdim=True)
-        factors.append(F.pad(factor, (0, width - factor.shape[-1])).mT)
-    return tuple(factors)
+
+    def factor(vectors: Tensor) -> Tensor:
+        rows = directions @ (vectors[..., :width] * values[..., None, :width].sqrt())
+        rows = norm * rows / torch.linalg.matrix_norm(rows, keepdim=True)    # (..., D, ≤ width)
+        return F.pad(rows, (0, width - rows.shape[-1])).mT
+    return factor(left), factor(right.mT)
 
 
 def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
-    """Raise ValueError unless at least one head is well above uniform attention.
+    """Raise ValueError unless one head is well above uniform attention on positions alone.
 
-    weights: (h, N, N), the maps on the position embedding alone. impulses: (h, N, N), above 0 at
-    the target of each token that has one.
+    weights: (h, N, N). impulses: (h, N, N), above 0 at the target of each token that has one.
     """
     targets, uniform = impulses > 0, 1.0 / weights.shape[-1]
     best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
@@ -184,8 +171,7 @@ def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
 
 def _refuse(positions: Tensor, what: str) -> None:
     """Raise ValueError: `what`, described by its numerical rank, cannot be inverted."""
-    tokens = len(positions)
-    centred = F.layer_norm(positions, positions.shape[-1:])
+    rank = int(torch.linalg.matrix_rank(F.layer_norm(positions, positions.shape[-1:])))
     raise ValueError(f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
-                     f"{numerical_rank(centred)} for {tokens} tokens, too low to tell them apart, "
+                     f"{rank} for {len(positions)} tokens, too low to tell them apart, "
                      'so every map would come out uniform; use pos_embed = "learned"')

@@ -23,10 +23,9 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     | blocks.i.0.fn.0.bias       | 0                                                            |
     | everything else            | as `base` drew it                                            |
 
-    kernel_size: which offsets are used: those of a kernel of this size, centred in the model's
-        kernel; 0 uses all offsets of the model's kernel.
-    offsets: how offsets are assigned to filters. "ordered": in turn, the same in every block.
-        "random", as in the paper: one draw per filter.
+    kernel_size: of the kernel whose offsets are used, centred in the model's; 0: the model's.
+    offsets: "ordered": in turn, the same in every block. "random", as in the paper: one draw per
+        filter.
     gain: the value of the impulse. The paper's code uses √⅓, the expected norm of a filter that
         PyTorch draws.
 
@@ -41,8 +40,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     cells = ordered_offsets(kernel_size or size)
     draw_base(model, base, generator)
 
-    for depthwise in map(model.depthwise, model.blocks):
-        chosen = head_offsets(len(depthwise.weight), cells, offsets, generator)
-        kernels = torch.stack([gain * impulse_kernel(offset, size) for offset in chosen])
-        depthwise.weight.copy_(kernels[:, None])                         # (F, 1, k, k)
-        depthwise.bias.zero_()
+    for layer in map(model.depthwise, model.blocks):
+        targets = head_offsets(len(layer.weight), cells, offsets, generator)
+        kernels = torch.stack([gain * impulse_kernel(offset, size) for offset in targets])
+        layer.weight.copy_(kernels[:, None])                             # (F, 1, k, k)
+        layer.bias.zero_()

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..filters import head_offsets, offsets_on_grid, shift_matrix
+from ..models.simple_vit import SimpleViT
 from .baseline import Base, draw_base
-from .layout import Block, Layout, layout_of
+from .layout import layout_of
+from .views import VitLayout
 
 PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
 
 
 @torch.no_grad()
-def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
+def impulse_gd(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "default",
                kernel_size: int = 3, offsets: Literal["ordered", "random"] = "random",
                pseudo_input: PseudoInput = "pos_embed",
                share_blocks: bool = True, steps: int = 1000, step_size: float = 1e-4,
@@ -29,13 +31,11 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: B
     The optimiser is Adam, σ the model's own factor on the logits. The papers are arXiv 2401.12511
     ("first") and arXiv 2404.01139 ("second").
 
-    | tensor                               | value                                               |
-    |--------------------------------------|-----------------------------------------------------|
-    | attn.qkv.weight, Q, K rows (ViT);    | the solution; V, proj and biases stay               |
-    |   attn.qk.weight, or attn.query and  |                                                     |
-    |   attn.key where they are free       |                                                     |
-    |   (SimpleViT)                        |                                                     |
-    | everything else                      | as `base` drew it                                   |
+    | tensor                                                                   | value             |
+    |--------------------------------------------------------------------------|-------------------|
+    | ViT: attn.qkv.weight, Q, K rows                                          | the solution      |
+    | SimpleViT: attn.qk.weight, or attn.query and attn.key where they are free| the solution      |
+    | everything else                                                          | as `base` drew it |
 
     kernel_size, offsets: as for `impulse`. Both papers draw one offset per head, with replacement;
         the kernel size is 5 in the first paper, 3 or 5 in the second.
@@ -47,18 +47,16 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: B
     steps, step_size: of Adam, on the mean squared error of the maps. The papers take 10,000 steps.
     renorm_every: after every so many steps, each column of Q and of Kᵀ is scaled back to the mean
         norm that Q's columns had at the start. The papers' code has 1 or 100. This bounds the
-        logits, so that further steps gain little. With 0 it is never done, and the maps become
-        sharper the longer the descent runs. Free Q and K (Model III) hardly leave uniform maps
-        either way.
+        logits, so that further steps gain little; with 0 it is never done. Free Q and K (Model III)
+        hardly leave uniform maps either way.
 
     The closed forms (`impulse`, `impulse_simple_vit`) give sharper maps and are faster by orders of
     magnitude; this package's README.md in commit 09cb91f has a table. Raises ValueError for options
-    out of range, and for a fixed position embedding in a model with a class token: the class token
-    has no position there, and would attract all attention.
+    out of range, and for a fixed position embedding in a model with a class token.
     """
-    simple = getattr(model, "family", "") == "simple_vit"
-    vit = model if simple else layout_of(model)
-    if not simple and vit.tokens and not vit.learned:
+    vit = model if isinstance(model, SimpleViT) else layout_of(model)
+    assert isinstance(vit, (SimpleViT, VitLayout))
+    if isinstance(vit, VitLayout) and vit.tokens and not vit.learned:
         raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and "
                          "the class token, which has none, would draw the attention; set pool = "
                          '"mean"')
@@ -66,36 +64,29 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: B
         raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every "
                          f"{renorm_every}; expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
-    draw_base(model if simple else vit.model, base, generator)
+    draw_base(vit if isinstance(vit, SimpleViT) else vit.model, base, generator)
 
-    positions = vit.pos_embed if simple else vit.positions               # (N, C)
-    norm_eps = None if simple else vit.blocks[0].norm.eps
+    # Of each block Q and K, (h, C, d), as views; (h, N, d) where they are free.
+    if isinstance(vit, SimpleViT):
+        positions, norm_eps = vit.pos_embed, None                        # (N, C)
+        free, scale = vit.blocks[0].attn.reads == "free", vit.blocks[0].attn.logit_scale
+        pairs = [block.attn.factors for block in vit.blocks]
+    else:
+        positions, norm_eps = vit.positions, vit.blocks[0].norm.eps
+        free, scale = False, vit.blocks[0].q.shape[1] ** -0.5
+        pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]
     solution = None
-    for block in vit.blocks:
-        query, key, scale, free = queries_keys(block)
+    for query, key in pairs:
         if solution is None or not share_blocks:
-            heads = head_offsets(len(query), cells, offsets, generator)
-            maps = torch.stack([shift_matrix(cell, vit.grid) for cell in heads])     # (h, N, N)
-            maps = maps.to(positions.dtype)
+            targets = head_offsets(len(query), cells, offsets, generator)
+            maps = torch.stack([shift_matrix(cell, vit.grid) for cell in targets])   # (h, N, N)
             tokens = None if free else draw_pseudo_input(positions, pseudo_input, norm_eps,
                                                          generator)
-            solution = solve(maps, tokens, rank=query.shape[1], logit_scale=scale, steps=steps,
-                             step_size=step_size, renorm_every=renorm_every, generator=generator)
-        query.copy_(solution[0])
-        key.copy_(solution[1])
-
-
-def queries_keys(block: Block | nn.Module) -> tuple[Tensor, Tensor, float, bool]:
-    """Q and K of a block, its factor on the logits, and whether Q and K are free.
-
-    Views: (h, d, C); free ones, of a SimpleViT, (h, d, N).
-    """
-    if isinstance(block, Block):
-        return block.q, block.k, block.q.shape[1] ** -0.5, False
-    attention = block.attn
-    if attention.reads == "free":
-        return attention.query.mT, attention.key.mT, attention.logit_scale, True
-    return attention.q_weight, attention.k_weight, attention.logit_scale, False
+            solution = solve(maps.to(positions.dtype), tokens, rank=query.shape[2],
+                             logit_scale=scale, steps=steps, step_size=step_size,
+                             renorm_every=renorm_every, generator=generator)
+        query.copy_(solution[0].mT)
+        key.copy_(solution[1].mT)
 
 
 def draw_pseudo_input(positions: Tensor, kind: PseudoInput, norm_eps: float | None,
@@ -112,10 +103,9 @@ def draw_pseudo_input(positions: Tensor, kind: PseudoInput, norm_eps: float | No
 
 def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,
           step_size: float, renorm_every: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Optimise Q and K, each (h, rank, C), for softmax(logit_scale · X̃ Qᵀ K X̃ᵀ) ≈ maps.
+    """Optimise Q and K, each (h, rank, C): softmax(logit_scale · X̃ Qᵀ K X̃ᵀ) ≈ maps, (h, N, N).
 
-    maps: (h, N, N). tokens: X̃, (N, C), or None for the identity; Q and K are then (h, rank, N) and
-        give the logits directly.
+    tokens: X̃, (N, C), or None for the identity: Q and K, (h, rank, N), give the logits directly.
     """
     heads, count, _ = maps.shape
     rows = count if tokens is None else tokens.shape[1]

@@ -32,8 +32,7 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator, base: Base = "
     units keep their rows of fc1 and get zero columns in fc2.
 
     kernel_size: of the impulse kernel.
-    offsets: all channels share one MLP, so each block has one offset. "ordered" assigns the offsets
-        to the blocks in turn, "random" draws one per block.
+    offsets: each block has one, in turn if "ordered", drawn if "random".
     gain: factor on the shifted tokens, which are added to the block's input by the skip connection.
 
     arXiv 2505.19985 reports results for Mixer without a construction; this one is ours. Raises

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..filters import Offset, head_offsets, logit_for, offsets_on_grid
@@ -60,7 +59,7 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
     | attn.query, attn.key, if free           | pairs of own frequencies π, 2π, 3π … / size      |
     | everything else                         | as `base` drew it                                |
 
-    kernel_size, offsets: as for ViT.
+    kernel_size, offsets: as for `impulse`.
     target_mass: the least share of attention that the target gets, wherever it is on the grid;
         √target_mass along each axis. Among the first head_dim // 4 frequencies (the highest of the
         embedding, the lowest of the free ones) each axis uses the first p, with p chosen such that
@@ -69,10 +68,10 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
     A query whose target is off the grid attends to the nearby border if reads is "position"; with
     free Q and K it spreads its attention over that axis.
 
-    "On the position embedding alone" means on P for reads = "position", where attention depends on
-    nothing else, on (1 − alpha) P for "mixed", and on LayerNorm(P) for "content", where the mass
-    may fall slightly short. For the last two the content of patches is added, and swamps the
-    position embedding unless alpha is small. The papers' solutions have the same limitation.
+    "On the position embedding alone" means on P for reads = "position", on (1 − alpha) P for
+    "mixed", and on LayerNorm(P) for "content", where the mass may fall slightly short. For the last
+    two the content of patches is added, and swamps the position embedding unless alpha is small, as
+    in the papers' solutions.
 
     arXiv 2401.12511 reaches such maps by gradient descent, which is the init `impulse_gd`; this
     closed form is ours, sharper and much faster. Raises ValueError for a model whose queries do not
@@ -81,7 +80,7 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
     first = model.blocks[0].attn
-    free, share = first.reads == "free", 1.0 if first.reads == "free" else position_share(model)
+    free, share = first.reads == "free", position_share(model)
     if share == 0.0:
         raise ValueError("init 'impulse' works on the position embedding, which this model's "
                          "queries do not see; set input_pos_embed = true, alpha < 1, or another "
@@ -96,42 +95,34 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
                           size, math.sqrt(target_mass)) for size in model.grid]
     draw_base(model, base, generator)
 
+    amount = first.logit_scale ** -0.5 / share
     for block in model.blocks:
-        attention = block.attn
-        amount = attention.logit_scale ** -0.5 / share
-        for head, offset in enumerate(head_offsets(attention.num_heads, cells, offsets, generator)):
-            if free:
-                query, key = rotated_queries_keys(axes, offset, model.grid)     # (N, ≤ d) each
-                unused = (0, attention.head_dim - key.shape[1])
-                attention.query[head] = F.pad(amount * query, unused)
-                attention.key[head] = F.pad(amount * key, unused)
-            else:
-                query, key = rotated_weights(axes, offset, model.pos_embed.shape[1])    # (≤ d, C)
-                if attention.reads == "content":
-                    query, key = with_zero_row_sums(query), with_zero_row_sums(key)
-                unused = (0, 0, 0, attention.head_dim - len(key))
-                attention.q_weight[head] = F.pad(amount * query, unused)
-                attention.k_weight[head] = F.pad(amount * key, unused)
+        targets = head_offsets(first.num_heads, cells, offsets, generator)
+        for query, key, offset in zip(*block.attn.factors, targets):     # (N, d), or (C, d)
+            pair = (rotated_queries_keys(axes, offset, model.grid) if free else     # (N, ≤ d) each
+                    rotated_weights(axes, offset, model.pos_embed.shape[1]))        # (C, ≤ d)
+            if first.reads == "content":
+                pair = with_zero_sums(pair[0]), with_zero_sums(pair[1])
+            for view, value in zip((query, key), pair):
+                view.zero_()
+                view[:, :value.shape[1]] = amount * value
 
 
 def position_share(model: SimpleViT) -> float:
-    """The factor on P in what queries read if patches have no content (at least)."""
+    """The factor on P in what queries read if patches have no content (at least); 1 if free."""
     attention = model.blocks[0].attn
     if attention.reads == "content":
         # LayerNorm scales any multiple of P to unit variance.
         return 1.0 / model.pos_embed.std(dim=1, correction=0).max().item() if (
             model.input_pos_embed and model.alpha < 1.0) else 0.0
-    return 1.0 if attention.reads == "position" else 1.0 - attention.alpha
+    return 1.0 - attention.alpha if attention.reads == "mixed" else 1.0
 
 
 def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
-    """An axis of the first p `frequencies`, with the p that needs the smallest logits to reach
-    `mass`.
+    """An axis of the first p `frequencies`, with the p that needs the smallest logits for `mass`.
 
-    mass: of the target in a softmax over all 2 · size − 1 displacements along the axis. Each query
-        sees only a part of them, including its target, so its mass is at least this.
-
-    Raises ValueError if no number of frequencies reaches the mass.
+    mass: of the target in a softmax over all 2 · size − 1 displacements along the axis, of which
+        each query sees a part; raises ValueError if no number of frequencies reaches it.
     """
     away = torch.arange(1 - size, size).double()             # displacements from the target
     axes = []
@@ -158,7 +149,7 @@ def rotated_queries_keys(axes: list[Axis], offset: Offset,
 
 
 def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor, Tensor]:
-    """Weights, each (2p of rows + 2p of columns, C), that compute the same from the embedding."""
+    """Weights, each (C, 2p of rows + 2p of columns), that compute the same from the embedding."""
     weights = []
     for axis, shift, part in zip(axes, offset, ("rows", "columns")):
         count = len(axis.frequencies)
@@ -174,17 +165,18 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor,
         query[sine_row, sine, wave] = query[cosine_row, cosine, wave] = root * turn.cos()
         query[sine_row, cosine, wave] = root * turn.sin()
         query[cosine_row, sine, wave] = -root * turn.sin()
-        weights.append((query.flatten(1), key.flatten(1)))
-    return torch.cat([weights[0][0], weights[1][0]]), torch.cat([weights[0][1], weights[1][1]])
+        weights.append((query.flatten(1).mT, key.flatten(1).mT))
+    (of_rows, keys_of_rows), (of_columns, keys_of_columns) = weights
+    return torch.cat([of_rows, of_columns], 1), torch.cat([keys_of_rows, keys_of_columns], 1)
 
 
-def with_zero_row_sums(weight: Tensor) -> Tensor:
-    """Make the rows of a weight, (n, C), sum to zero.
+def with_zero_sums(weight: Tensor) -> Tensor:
+    """Make the columns of a weight, (C, n), sum to zero.
 
     The mean that LayerNorm subtracts then has no effect on what they compute. The correction is
     added to the entry of the slowest sine of the rows, which is nearly 0 at all tokens.
     """
-    slowest = weight.shape[1] // 4 * 3 - 1
+    slowest = len(weight) // 4 * 3 - 1
     weight = weight.clone()
-    weight[:, slowest] -= weight.sum(dim=1)
+    weight[slowest] -= weight.sum(dim=0)
     return weight

@@ -8,19 +8,20 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..filters import head_offsets, ordered_offsets
+from ..filters import head_offsets, offsets_on_grid
 from .baseline import Base, draw_base
-from .layout import Layout, layout_of
+from .layout import layout_of
+from .views import SwinLayout
 
 
 @torch.no_grad()
-def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
-                 kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
+def impulse_swin(model: nn.Module | SwinLayout, *, generator: torch.Generator,
+                 base: Base = "default", kernel_size: int = 3,
+                 offsets: Literal["ordered", "random"] = "ordered",
                  target_mass: float = 0.9) -> None:
     """Make every head attend to one neighbour within the window (arXiv 2505.19985, §5).
 
-    The paper writes the pattern into the relative position bias, but gives neither magnitudes nor
-    code; these are ours.
+    The paper gives neither magnitudes nor code; these are ours.
 
     | tensor (every block)                    | value                                            |
     |-----------------------------------------|--------------------------------------------------|
@@ -33,23 +34,21 @@ def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator, base:
     it. Where the shift masks part of a window the mass is higher. A token whose target is outside
     its window, or masked, spreads its attention evenly over the tokens that it can attend to.
 
-    kernel_size, offsets: as for ViT. A kernel that reaches beyond a window is an error.
+    kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel that reaches beyond every
+        window.
     """
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
-    vit = layout_of(model)
-    narrowest = min(min(block.window) for block in vit.blocks)
-    if kernel_size // 2 >= narrowest:
-        raise ValueError(f"kernel_size is {kernel_size}, but its outer offsets leave a window "
-                         f"{narrowest} tokens wide from every token in it")
-    cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
-    draw_base(vit.model, base, generator)
+    swin = layout_of(model)
+    assert isinstance(swin, SwinLayout)
+    cells = offsets_on_grid(kernel_size, min(swin.grids, key=min))   # checks it, before any draw
+    draw_base(swin.model, base, generator)
 
-    for block in vit.blocks:
+    for block in swin.blocks:
         tokens = len(block.bias_rows)
-        chosen = head_offsets(len(block.q), cells, offsets, generator)
+        targets = head_offsets(len(block.q), cells, offsets, generator)
         block.bias_table.zero_()
         if tokens > 1:                               # a token alone in its window attends to itself
             beta = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
-            for head, offset in enumerate(chosen):
+            for head, offset in enumerate(targets):
                 block.bias_table[block.bias_row(offset), head] = beta

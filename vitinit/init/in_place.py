@@ -3,11 +3,10 @@
     report = impulse_(model, generator=torch.Generator().manual_seed(0))
     print(report)                                   # the receipt: what was written, and the mass
 
-A copy of the model, on the CPU and in float32 (or float64), is probed first, whether it is what it
-seems (`probe.py`). Then the init is applied to it, and the tensors that it changed are copied back
-when all is well. So after an error no tensor has changed, and the model may be on any device and in
-half precision. The inits are those of this package: a ViT of timm and ours of the same size get the
-same bits from the same generator.
+A copy of the model, on the CPU and in float32 (or float64), is probed first (`probe.py`). Then the
+init is applied to it, and the tensors that it changed are copied back when all is well. So after an
+error no tensor has changed, and the model may be on any device and in half precision. The inits are
+those of this package: a ViT of timm and ours get the same bits from the same generator.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from ..messages import in_brief, one_line
 from . import BASES, apply, init_function
 from .baseline import EMBED_STD
 from .deep_impulse import NOISE_IMAGES
-from .layout import Layout, layout_of
+from .layout import layout_of
 from .mass import measured, with_defaults
-from .probe import one_reason, probe
-from .report import Description, Report, patterns
+from .probe import probe
+from .receipt import Description, Report, patterns
 from .stream import noise_images
+from .views import Layout, SwinLayout, VitLayout
 
 DRAWS_POSITIONS = ("impulse", "norm_matched")    # scale pos_embed, so that it has to be drawn
 
+Describing = Callable[[nn.Module], Layout | SwinLayout]
+
 
 def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str | None = None,
-          images: Tensor | None = None, layout: Callable[[nn.Module], Layout] = layout_of,
-          **options: Any) -> Report:
+          images: Tensor | None = None, layout: Describing = layout_of, **options: Any) -> Report:
     """Initialise a ViT or a Swin of any library in place by the init `name`.
 
     name: one of `INITS` that is defined for the ViT, or for the Swin, of this package.
     generator: a CPU generator; the same state gives the same bits.
     base: "default", "torch" or "lecun" draws all other weights first. None leaves them as they are:
-        written are Q, K, V, proj, their biases (to 0) and the position embedding or relative bias,
-        as far as the init defines them (for deep_impulse also the norms, and rows that write to its
-        channels).
+        written is what the init's docstring lists, and 0 to the biases of what it lists.
     images: (n, 3, H, W), normalised as for training. On these the model is probed and the mass
         measured, too, and deep_impulse measures its norms. Without, white noise takes their place,
         of the size that the model states.
@@ -60,11 +59,12 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     count = 0 if images is None else len(images)
     if images is None and name == "deep_impulse":
         images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
-    masses = measured(vit, name, options, images)
+    targets, mass, mass_on_images = measured(vit, name, options, images)
     written, notes = write_back(model, vit.model)
     description = recognised(model, vit)
     return Report(**vars(description), init=name, written=written, notes=notes, images=count,
-                  kept=sum(1 for _ in tensors(model)) - len(written), **masses,
+                  kept=sum(1 for _ in tensors(model)) - len(written), targets=targets, mass=mass,
+                  mass_on_images=mass_on_images,
                   uniform=1.0 / (description.grid[0] * description.grid[1]))
 
 
@@ -83,39 +83,38 @@ def deep_impulse_(model: nn.Module, *, generator: torch.Generator, **options: An
     return init_(model, "deep_impulse", generator=generator, **options)
 
 
-def describe(model: nn.Module, *, images: Tensor | None = None,
-             layout: Callable[[nn.Module], Layout] = layout_of) -> Description:
+def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describing = layout_of
+             ) -> Description:
     """What is recognised of a model, or why nothing, and which inits fit. Changes nothing.
 
     The model is probed as by the inits themselves; images, layout: see `init_`.
     """
-    model, fits = unwrapped(model), {}
+    model, fits = unwrapped(model), []
     try:
         vit = probed(model, layout, images)
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
     rng = torch.Generator().manual_seed(0)
-    if images is None and vit.image_shape and not vit.in_windows:
+    if images is None and vit.image_shape and isinstance(vit, VitLayout):
         images = noise_images(vit, 1, rng)
-    # mimetic writes each block alone, whatever the others are, by a decomposition per head: a block
-    # of each shape shows whether it fits, in a twelfth of the time for a ViT-B.
-    shapes = replace(vit, blocks=tuple({block.q.shape: block for block in vit.blocks}.values()))
     for init in ("impulse", "mimetic", "deep_impulse"):
+        # Each init is tried on the copy. mimetic writes every block alone, by a decomposition per
+        # head, so that one block of each shape says enough: a twelfth of a ViT-B's time.
+        tried = vit.one_of_each_shape() if init == "mimetic" else vit
         try:
-            write(shapes if init == "mimetic" else vit, init, rng, None, images, {})
-            fits[init] = ""
+            write(tried, init, rng, None, images, {})
+            fits.append((init, ""))
         except (ValueError, RuntimeError) as error:
-            fits[init] = one_line(error)
-    return replace(recognised(model, vit), fits=tuple(fits.items()))
+            fits.append((init, one_line(error)))
+    return replace(recognised(model, vit), fits=tuple(fits))
 
 
 # What can be initialised, and on what ---------------------------------------------------------
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, DataParallel, DistributedDataParallel or a LightningModule.
-
-    The last is meant where it has no forward of its own, and one module with weights.
+    """The model inside torch.compile, DataParallel, DistributedDataParallel or a LightningModule
+    that has no forward of its own, and one module with weights.
     """
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -126,19 +125,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(inside[0]) if alone else model
 
 
-def probed(model: nn.Module, layout: Callable[[nn.Module], Layout], images: Tensor | None
-           ) -> Layout:
-    """The layout of a copy of a model, which an init may be written to, with what a probe has seen.
-
-    Raises ValueError, in one line, for a model of which no init is known to do what it promises.
+def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> VitLayout | SwinLayout:
+    """The layout of a copy of a model, which inits may write to; raises ValueError, in one line, if
+    none is known to do what it promises.
     """
     if images is not None and (images.ndim != 4 or not len(images)):
         raise ValueError(f"images are {tuple(images.shape)}; expected (n, C, H, W)")
-    with one_reason(model):
+    try:
         work = copied(model)
-        vit = layout(work)
-        require_covered(vit, work)
-        return probe(vit, images, by_hand=layout is not layout_of)
+        stated = layout(work)
+        require_views(stated, work)
+        return probe(stated, images, by_hand=layout is not layout_of)
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else (
+            f"a {type(model).__name__} is of no layout known here: {type(error).__name__}: ")
+        raise ValueError(one_line(kind + str(error))) from error
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -167,47 +168,43 @@ def copied(model: nn.Module) -> nn.Module:
     return work.to("cpu", torch.float64 if wide else torch.float32)
 
 
-def require_covered(vit: Layout, model: nn.Module) -> None:
-    """Raise ValueError, with the reason, for a layout that is not one of the model, or lacks parts.
-    """
+def require_views(layout: Layout | SwinLayout, model: nn.Module) -> None:
+    """Raise ValueError, with the reason, for a layout whose tensors are not the model's."""
     storages = {tensor.untyped_storage().data_ptr() for _, tensor in tensors(model)}
-    views = [vit.pos_embed, *vit.tokens,
-             *(view for block in vit.blocks for view in vars(block).values())]
+    views = [view for part in (layout, *layout.blocks) for view in vars(part).values()]
+    views += layout.tokens if isinstance(layout, Layout) else ()
     if any(view.untyped_storage().data_ptr() not in storages for view in views
            if isinstance(view, Tensor)):
         raise ValueError("not all tensors of the layout are views of parameters of the model that "
                          "the layout is asked for (some weights are computed from others, or are "
                          "another model's)")
-    if vit.in_windows:
-        for block in vit.blocks:
+    if isinstance(layout, SwinLayout):
+        for block in layout.blocks:
             block.bias_row((0, 0))                   # raises if the table is of another kind
-    elif vit.pos_embed is None:
-        raise ValueError(vit.missing)
-    if not all(isinstance(block.norm, nn.LayerNorm) for block in vit.blocks):
-        raise ValueError("a block has no LayerNorm before its attention (post-norm, or another "
-                         "norm)")
 
 
-def recognised(model: nn.Module, vit: Layout) -> Description:
+def recognised(model: nn.Module, vit: VitLayout | SwinLayout) -> Description:
     """The sizes of a layout, and what was checked."""
-    block = vit.blocks[0]
-    return Description(model=type(model).__name__, blocks=len(vit.blocks), heads=block.q.shape[0],
-                       head_dim=block.q.shape[1], grid=block.window or vit.grid,
-                       in_windows=vit.in_windows, prefix_tokens=vit.prefix, checked=vit.checked)
+    heads, head_dim, _ = vit.blocks[0].q.shape
+    return Description(model=type(model).__name__, blocks=len(vit.blocks), heads=heads,
+                       head_dim=head_dim, grid=vit.grids[0], in_windows=isinstance(vit, SwinLayout),
+                       prefix_tokens=vit.prefix, checked=vit.checked)
 
 
 # Before the init, and after -------------------------------------------------------------------
 
 
-def write(vit: Layout, name: str, generator: torch.Generator, base: str | None,
+def write(vit: VitLayout | SwinLayout, name: str, generator: torch.Generator, base: str | None,
           images: Tensor | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
-    function, words = init_function(name, "swin" if vit.in_windows else "vit"), dict(options)
+    family = "vit" if isinstance(vit, VitLayout) else "swin"
+    function, words = init_function(name, family), dict(options)
     if name == "deep_impulse" and vit.image_shape is None:
         raise ValueError("init 'deep_impulse' passes images through the model, whose size is not "
                          "known; describe the model by a Layout")
     whole = name in (*BASES, "whitened")             # which write beside what a layout lists
-    given, parameters = {}, inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    given: dict[str, Any] = {}
     if "images" in parameters:
         given["images"] = None if images is None else images.detach().to(vit.blocks[0].q)
     complete = with_defaults(function, words)
@@ -222,9 +219,10 @@ def write(vit: Layout, name: str, generator: torch.Generator, base: str | None,
     return complete
 
 
-def prepare(vit: Layout, name: str, options: Mapping[str, Any], generator: torch.Generator) -> None:
+def prepare(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
+            generator: torch.Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
-    if vit.in_windows and name == "impulse":         # which writes the relative bias alone
+    if isinstance(vit, SwinLayout) and name == "impulse":    # which writes the relative bias alone
         return
     for block in vit.blocks:
         biases = [block.q_bias, block.k_bias]
@@ -233,7 +231,7 @@ def prepare(vit: Layout, name: str, options: Mapping[str, Any], generator: torch
         for bias in biases:
             if bias is not None:
                 bias.zero_()
-    if name in DRAWS_POSITIONS and vit.learned:
+    if name in DRAWS_POSITIONS and isinstance(vit, VitLayout) and vit.learned:
         vit.pos_embed.normal_(std=EMBED_STD, generator=generator)
 
 

@@ -1,8 +1,8 @@
 """The mass that an init reached: the share of each head's attention on its target.
 
 Inits that write attention aim each head at one neighbour, its target. Whether the head reaches it
-depends on the grid, the number of heads, the width and the images, and no loss shows it. train.py
-prints it. In Mixer and ConvMixer the shifts are exact by construction: there is nothing to measure.
+depends on the grid, the number of heads, the width and the images, and no loss shows it. In Mixer
+and ConvMixer the shifts are exact by construction: there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 
 from ..filters import Offset, head_offsets, ordered_offsets
-from ..mixing import blocks_of, mean_shares, target_mass
+from ..mixing import block_grids, mean_shares, target_mass
+from ..models.attention import Attention
+from ..models.simple_vit import SimpleAttention
 from . import family_of, init_function
-from .layout import Layout
+from .views import Block, SwinLayout, VitLayout
 
+Targets = tuple[tuple[Offset, ...], ...]         # (down, right), by block and head
+Masses = tuple[tuple[float, ...], ...]           # by block and head
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")         # have a target per head
 ALIKE = 0.05            # blocks whose masses differ by less are shown by their mean
 
@@ -37,7 +42,8 @@ class Mass(NamedTuple):
         The numbers are means over the blocks, or one for each block where they differ by more than
         0.05, with "–" for a block that has no such head.
         """
-        shown, kinds = [], []
+        shown: list[str] = []
+        kinds: list[str] = []
         for kind, values in (("centre", self.centre), ("other", self.others)):
             known = [value for value in values if not math.isnan(value)]
             if known:
@@ -50,13 +56,18 @@ class Mass(NamedTuple):
 
 
 def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool:
-    """Whether the init `name` with these options aims heads of this model at targets.
+    """Whether the init `name` with these options aims heads of this model at targets."""
+    return aims(family_of(model), name, options)
+
+
+def aims(family: str, name: str, options: Mapping[str, Any]) -> bool:
+    """`has_targets` for any model of a family.
 
     Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
     tokens have no position embedding, and for queries and keys left as the base drew them.
     """
-    families = ("vit", "simple_vit") + ("swin",) * (name != "mimetic")
-    return (name in AIMED and options.get("qk_init") != "base" and family_of(model) in families)
+    return (name in AIMED and options.get("qk_init") != "base"
+            and (family in ("vit", "simple_vit") or family == "swin" and name != "mimetic"))
 
 
 def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
@@ -65,106 +76,97 @@ def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
 
     options: all options of the init. heads: their number by block.
     """
-    targets, before, cells = [], 0, [(0, 0)]
-    if name != "mimetic":
-        cells = ordered_offsets(options["kernel_size"])
+    targets, before = [], 0
+    cells = [(0, 0)] if name == "mimetic" else ordered_offsets(options["kernel_size"])
     for count in heads:
         if options.get("offsets") == "random":
             targets.append([cells] * count)
         else:
-            chosen = head_offsets(count, cells, "ordered", Generator(),
-                                  first=before if name == "deep_impulse" else 0)
-            targets.append([[offset] for offset in chosen])
+            offsets = head_offsets(count, cells, "ordered", Generator(),
+                                   first=before if name == "deep_impulse" else 0)
+            targets.append([[offset] for offset in offsets])
         before += count
     return targets
 
 
 def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of an init, by name: those given, and the defaults of the others."""
-    chosen = dict(options)
-    for key, parameter in inspect.signature(function).parameters.items():
-        chosen.setdefault(key, parameter.default)
-    return chosen
+    parameters = inspect.signature(function).parameters
+    return {key: parameter.default for key, parameter in parameters.items()} | dict(options)
 
 
 def masses_on(targets: list[list[list[Offset]]], shares: list[Tensor],
-              grids: Sequence[tuple[int, int]]) -> list[list[tuple[Offset, float]]]:
+              grids: Sequence[tuple[int, int]]) -> tuple[Targets, Masses]:
     """The target of each head of each block, that with the largest mass, and the mass on it.
 
     targets: see `targets_of`. shares: by block, attention among the patches of its grid, (h, N, N).
     """
-    found = []
+    best_targets, best_masses = [], []
     for of_block, weights, grid in zip(targets, shares, grids):
-        found.append([])
-        for head, offsets in enumerate(of_block):
-            masses = target_mass(weights[[head] * len(offsets)], offsets, grid)
-            best = int(masses.argmax())
-            found[-1].append((offsets[best], masses[best].item()))
-    return found
+        masses = [target_mass(weights[[head] * len(offsets)], offsets, grid)
+                  for head, offsets in enumerate(of_block)]
+        best = [int(of_head.argmax()) for of_head in masses]
+        best_targets.append(tuple(map(list.__getitem__, of_block, best)))
+        best_masses.append(tuple(of_head[i].item() for of_head, i in zip(masses, best)))
+    return tuple(best_targets), tuple(best_masses)
 
 
 def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], images: Tensor) -> Mass:
     """The masses that an init reached in a forward pass of `images`, (n, 3, H, W), normalised.
 
     options: those given to the init, which has just been applied to the model and `has_targets`.
-    The model runs in evaluation mode, and is left as it was. The target of `mimetic` is the token
-    itself. If offsets were drawn at random, the target of a head is the offset of the kernel to
-    which it attends most.
+    The target of `mimetic` is the token itself. If offsets were drawn at random, the target of a
+    head is the offset of the kernel to which it attends most.
     """
-    chosen = with_defaults(init_function(name, family_of(model)), options)
-    readers, grids = [], []
-    for block in blocks_of(model):
-        readers.append((block.attn, lambda x, _, mixer=block.attn: mixer.mixing_weights(*x)))
-        grids.append(block.window if model.family == "swin" else model.grid)
-    shares = mean_shares(model, images, readers, grids)
-    targets = targets_of(name, chosen, list(map(len, shares)))
+    attentions = [module for module in model.modules()
+                  if isinstance(module, (Attention, SimpleAttention))]
+    grids = [getattr(attention, "window", grid)      # of a Swin
+             for attention, grid in zip(attentions, block_grids(model))]
+
+    def read(attention: Attention | SimpleAttention, inputs: tuple, _: Tensor) -> Tensor:
+        return attention.mixing_weights(*inputs)
+    shares = mean_shares(model, images, [(attention, partial(read, attention))
+                                         for attention in attentions], grids)
+    aimed = targets_of(name, with_defaults(init_function(name, family_of(model)), options),
+                       list(map(len, shares)))
     mass = Mass([], [], [])
-    for grid, of_block in zip(grids, masses_on(targets, shares, grids)):
-        centre, others = [], []
-        for offset, value in of_block:
-            (others if any(offset) else centre).append(value)
-        mass.centre.append(sum(centre) / len(centre) if centre else math.nan)
-        mass.others.append(sum(others) / len(others) if others else math.nan)
+    for grid, targets, masses in zip(grids, *masses_on(aimed, shares, grids)):
+        for values, at_centre in ((mass.centre, True), (mass.others, False)):
+            of_kind = [value for offset, value in zip(targets, masses)
+                       if (offset == (0, 0)) == at_centre]
+            values.append(sum(of_kind) / len(of_kind) if of_kind else math.nan)
         mass.uniform.append(1.0 / (grid[0] * grid[1]))
     return mass
 
 
 @torch.no_grad()
-def measured(vit: Layout, name: str, options: Mapping[str, Any], images: Tensor | None
-             ) -> dict[str, Any]:
-    """By block and head the target, (down, right), and the mass on it, of a model of any library.
+def measured(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
+             images: Tensor | None) -> tuple[Targets, Masses, Masses]:
+    """The targets of a model of any library, and the masses on them; empty where there are none.
 
-    options: all options of the init. "mass" is that on positions alone, for a Swin on its relative
-    bias alone; "mass_on_images" that in a forward pass of images, if there are any. Where offsets
-    were drawn at random, a head's target is the offset to which it attends most on positions alone.
+    options: all options of the init. The first masses are on positions alone, for a Swin on its
+    relative bias alone; the second, of a ViT, in a forward pass of images, if there are any. The
+    targets of offsets that were drawn at random are as in `mass_on_images`, on positions alone.
     """
-    fields = dict.fromkeys(("targets", "mass", "mass_on_images"), ())
-    if name not in AIMED or options.get("qk_init") == "base" or (
-            vit.in_windows and name == "mimetic"):
-        return fields
-    if vit.in_windows:
-        grids = [block.window for block in vit.blocks]
+    if not aims("vit" if isinstance(vit, VitLayout) else "swin", name, options):
+        return (), (), ()
+    aimed = targets_of(name, options, [len(block.q) for block in vit.blocks])
+    if isinstance(vit, SwinLayout):
         shares = [block.bias_table[block.bias_rows].softmax(1).movedim(2, 0)
                   for block in vit.blocks]
-    else:
-        grids, y = [vit.grid] * len(vit.blocks), vit.positions[None]
-        y = y if vit.entry is None else vit.entry(y)
-        shares = [block.mixing_weights(block.norm(y))[0] for block in vit.blocks]
-    found = masses_on(targets_of(name, options, [len(block.q) for block in vit.blocks]), shares,
-                      grids)
-    fields["targets"], fields["mass"] = _apart(found)
-    if images is not None and not vit.in_windows:
-        shares = mean_shares(vit.model, images.detach().to(vit.pos_embed), [
-            (block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
-            for block in vit.blocks], grids)
-        targets = [[[offset] for offset in block] for block in fields["targets"]]
-        _, fields["mass_on_images"] = _apart(masses_on(targets, shares, grids))
-    return fields
+        return *masses_on(aimed, shares, vit.grids), ()
+    y = vit.entry(vit.positions[None])
+    targets, masses = masses_on(
+        aimed, [block.mixing_weights(block.norm(y))[0] for block in vit.blocks], vit.grids)
+    if images is None:
+        return targets, masses, ()
 
-
-def _apart(found: list[list[tuple[Offset, float]]]) -> tuple[tuple, tuple]:
-    """The targets and the masses by block and head."""
-    return tuple(tuple(tuple(head[part] for head in block) for block in found) for part in (0, 1))
+    def read(block: Block, _: tuple, y: Tensor) -> Tensor:
+        return block.mixing_weights(vit.batch_first(y))
+    shares = mean_shares(vit.model, images.detach().to(vit.pos_embed),
+                         [(block.norm, partial(read, block)) for block in vit.blocks], vit.grids)
+    aimed = [[[offset] for offset in of_block] for of_block in targets]
+    return targets, masses, masses_on(aimed, shares, vit.grids)[1]
 
 
 def decimal(value: float) -> str:

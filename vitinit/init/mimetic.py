@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.simple_vit import SimpleViT
 from .baseline import Base, draw_base
-from .layout import Block, Layout, layout_of
+from .layout import layout_of
+from .views import Block, SwinLayout, VitLayout
 
 
 @torch.no_grad()
-def mimetic(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
-            qk_init: Literal["mimetic", "base"] = "mimetic",
+def mimetic(model: nn.Module | VitLayout | SwinLayout, *, generator: torch.Generator,
+            base: Base = "default", qk_init: Literal["mimetic", "base"] = "mimetic",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
             value_init: Literal["mimetic", "untransposed", "base"] = "mimetic",
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
@@ -32,31 +34,28 @@ def mimetic(model: nn.Module | Layout, *, generator: torch.Generator, base: Base
     | attn.proj.weight                | x ↦ x @ (αZ − βI) where attention is the identity        |
     | everything else                 | as `base` drew it                                        |
 
-    model: a ViT or a Swin, whose blocks differ in width.
-    qk_init, value_init: "base" leaves that half of the attention as `base` drew it, so that the
-        effect of the other half can be seen alone.
-    value_init: "untransposed" as in the released code of arXiv 2505.19985 for its mimetic baseline.
-        With αZ − βI = U S Wᵀ it assigns U√S to V's rows of qkv.weight and √S Wᵀ to proj.weight as
-        they are, where x @ weight.T is computed. So where attention is the identity, x is
-        multiplied by √S Uᵀ W √S, whose diagonal is negative on average, too. "mimetic" is the
-        paper's product.
+    qk_init, value_init: "base" leaves that half of the attention as `base` drew it.
+    value_init: "mimetic" is the paper's product. "untransposed" is that of the mimetic baseline in
+        the released code of arXiv 2505.19985: with αZ − βI = U S Wᵀ it assigns U√S to V's rows of
+        qkv.weight and √S Wᵀ to proj.weight as they are, where x @ weight.T is computed, so that x
+        is multiplied by √S Uᵀ W √S, whose diagonal is negative on average, too.
 
     Z is uniform with mean 0 and variance 1/D. The defaults are the paper's constants for ViT. As in
     that code, every head has its own Z and pos_embed is left alone (the mimetic paper adds sin-cos
     embeddings).
     """
-    vit = layout_of(model)
-    draw_base(vit.model, base, generator)
-    for block in vit.blocks:
+    layout = layout_of(model)
+    draw_base(layout.model, base, generator)
+    for block in layout.blocks:
         if qk_init == "mimetic":
-            write_queries_keys(block, alpha=qk_alpha, beta=qk_beta, generator=generator)
+            write_queries_keys(block.q.mT, block.k.mT, qk_alpha, qk_beta, generator)
         if value_init != "base":
-            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator,
+            write_values(block, value_alpha, value_beta, generator,
                          transposed=value_init == "mimetic")
 
 
 @torch.no_grad()
-def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator, base: Base = "default",
+def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Base = "default",
                        qk_alpha: float = 0.7 / 3**0.5, qk_beta: float = 0.7) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.
 
@@ -66,43 +65,29 @@ def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator, base: Ba
     | attn.query, attn.key, if free   | such factors of matrices (N, N), which are the logits    |
     | everything else                 | as `base` drew it, including V and proj                  |
 
-    model: a SimpleViT.
     qk_alpha: as for `mimetic`. That code's is 0.7, but its Z has variance 1/(3D).
     """
     draw_base(model, base, generator)
-    for attention in (block.attn for block in model.blocks):
-        free = attention.reads == "free"
-        like = attention.query if free else attention.qk.weight
-        size = like.shape[1]                         # N tokens, or C channels
-        for head in range(attention.num_heads):
-            product = noisy_identity(size, qk_alpha, qk_beta, like, generator)
-            unused = (0, max(attention.head_dim - size, 0))
-            left, right = (F.pad(factor, unused) for factor in
-                           balanced_factors(product, min(attention.head_dim, size)))  # (size, d)
-            if free:
-                attention.query[head], attention.key[head] = left, right
-            else:
-                attention.q_weight[head], attention.k_weight[head] = left.mT, right.mT
+    for block in model.blocks:
+        write_queries_keys(*block.attn.factors, qk_alpha, qk_beta, generator)
 
 
-def write_queries_keys(block: Block, *, alpha: float, beta: float,
+def write_queries_keys(query: Tensor, key: Tensor, alpha: float, beta: float,
                        generator: torch.Generator) -> None:
-    """Write Q and K of every head: rank-d factors of αZ + βI, with one Z per head."""
-    heads, width, dim = block.q.shape
-    for head in range(heads):
-        product = noisy_identity(dim, alpha, beta, block.q, generator)
-        left, right = balanced_factors(product, min(width, dim))         # each (D, d)
-        unused = (0, 0, 0, max(width - dim, 0))
-        block.q[head], block.k[head] = F.pad(left.mT, unused), F.pad(right.mT, unused)
+    """Write factors of αZ + βI into views of Q and K, (h, n, d); zero beyond the rank, n."""
+    _, size, width = query.shape
+    for views in zip(query, key):
+        product = noisy_identity(size, alpha, beta, query, generator)
+        for view, factor in zip(views, balanced_factors(product, min(width, size))):
+            view.copy_(F.pad(factor, (0, max(width - size, 0))))
 
 
-def write_values(block: Block, *, alpha: float, beta: float, generator: torch.Generator,
+def write_values(block: Block, alpha: float, beta: float, generator: torch.Generator, *,
                  first: int = 0, transposed: bool = True) -> None:
     """Write V and proj of one attention layer: balanced factors of αZ − βI.
 
-    If attention is the identity and there are no biases, the layer is x ↦ x @ V.weightᵀ @
-    proj.weightᵀ. The inner channels are in decreasing order of singular value, as in the released
-    code, so the first head carries the most.
+    The inner channels are in decreasing order of singular value, as in the released code, so that
+    the first head carries the most.
 
     first: only the channels of the stream from this one on; V and proj leave out those before it.
         Then the inner channels go to the heads at random, so that no head carries more than another
@@ -133,7 +118,7 @@ def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
                    generator: torch.Generator) -> Tensor:
     """(D, D): alpha · Z + beta · I, where Z is uniform with mean 0 and variance 1/D.
 
-    Raises ValueError for a negative alpha, which would mean nothing new, or NaN.
+    Raises ValueError for a negative alpha or NaN.
     """
     if not alpha >= 0:
         raise ValueError(f"the factor of the noise Z is {alpha}, expected a number ≥ 0")
@@ -149,10 +134,9 @@ def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     matrix: (..., n, n). Returns (left, right), each (..., n, rank), in decreasing order of singular
         value; the approximation is left @ rightᵀ.
 
-    The factors are computed from the eigenvectors of MᵀM, which for large matrices costs half as
-    much as an SVD: left = M V / √S, so that left @ rightᵀ = M V Vᵀ is as exact as V is orthogonal.
-    Squaring loses precision only in the balance between the factors: singular values below √eps
-    times the largest are not split evenly but go to `right`.
+    The eigenvectors of MᵀM cost half as much as an SVD of a large matrix: left = M V / √S, so that
+    left @ rightᵀ = M V Vᵀ is as exact as V is orthogonal. Squaring loses precision only in the
+    balance: singular values below √eps times the largest are not split evenly but go to `right`.
     """
     squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)             # in increasing order
     vectors = vectors[..., -rank:].flip(-1)                              # (..., n, r), decreasing

@@ -1,8 +1,7 @@
 """What forward passes show of a model of another library, before an init is believed to fit it.
 
 A layout (`layout.py`) is what attributes seem to say. Whether an init does what it promises depends
-on more: which token is which patch, where the positions are added, and what the attention computes.
-`probe` sees it in forward passes of a copy of the model, which is then as it was:
+on more, which `probe` sees in forward passes of a copy of the model, which is then as it was:
 
     order       some patches are changed at a time, and the tokens of the first block that change
                 are theirs: the grid, row by row, behind the prefix tokens
@@ -17,8 +16,7 @@ What differs is refused, with the reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -28,10 +26,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..messages import in_brief, one_line
+from ..messages import in_brief
 from ..mixing import run
-from .layout import Block, Layout
 from .stream import image_shape_of, noise_images
+from .views import Block, Layout, SwinLayout, VitLayout, WindowBlock
 
 FEW = 2                 # images on which the formula is checked
 OTHERWISE = 1e-3        # by which what is computed may differ from what is expected, relatively
@@ -41,61 +39,53 @@ AT_ONCE = 16            # images that pass through the patch embedding together
 Changes = Callable[[Tensor], Tensor]    # (m, N) patches that change → (m, T), by how much tokens do
 
 
-@contextmanager
-def one_reason(model: nn.Module) -> Iterator[None]:
-    """Make a ValueError of one line of whatever recognising a model raises."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if isinstance(error, ValueError) else (
-            f"a {type(model).__name__} is of no layout known here: {type(error).__name__}: ")
-        raise ValueError(one_line(kind + str(error))) from error
-
-
 class _Reached(Exception):
     """Ends a forward pass at the first block."""
 
 
 @torch.no_grad()
-def probe(vit: Layout, images: Tensor | None, *, by_hand: bool = False) -> Layout:
-    """See how the model of a layout works, and add to the layout what was seen.
+def probe(layout: Layout | SwinLayout, images: Tensor | None, *, by_hand: bool = False
+          ) -> VitLayout | SwinLayout:
+    """See how the model of a layout works: the layout, with what was seen.
 
     images: (n, C, H, W), normalised, or None for white noise of the size that the model states.
     by_hand: whether the user has written the layout. It is believed where no size of images is
         known, and its attentions where it does not name their modules.
-    Raises ValueError, with the reason, for a model that is not what its layout says, and where the
-    size of images is not known.
+    Raises ValueError, in one line, for a model that is not what its layout says, and where the size
+    of images is not known.
     """
-    shape = image_shape_of(vit) if images is None else tuple(images.shape[1:])
-    if shape is None and by_hand and vit.grid:
-        return replace(vit, prefix=len(vit.pos_embed) - vit.grid[0] * vit.grid[1],
-                       checked="nothing was checked, as the Layout states no image_shape")
-    if shape is None:
-        raise ValueError("the size of its images is not seen in the model; give images=, or "
-                         "describe it by a Layout with image_shape")
-    vit, rng = replace(vit, image_shape=shape), torch.Generator().manual_seed(0)
-    where = "white noise" if images is None else f"{min(FEW, len(images))} images"
-    if images is None:
-        images = noise_images(vit, FEW, rng)
-    images = images[:FEW].detach().to(vit.blocks[0].q)
-    x = entering(vit, images)[vit.blocks[0].norm]    # (n, T, D), (T, n, D) or, of a Swin, a map
+    rng, where = torch.Generator().manual_seed(0), "white noise"
+    if images is not None:
+        where = f"{min(FEW, len(images))} images"
+    elif by_hand and isinstance(layout, Layout) and layout.grid and not image_shape_of(layout):
+        return VitLayout(**vars(layout) | dict(
+            prefix=len(layout.pos_embed) - layout.grid[0] * layout.grid[1],
+            checked="nothing was checked, as the Layout states no image_shape"))
+    else:
+        images = noise_images(layout, FEW, rng)
+    images = images[:FEW].detach().to(layout.blocks[0].q)
+    x = entering(layout, images)[layout.blocks[0].norm]      # (n, T, D), (T, n, D) or a Swin's map
     count = by_image(x, len(images)).shape[1]
-    grid, what = grid_of(vit, images[0], count, rng), "grid, order"
-    vit = replace(vit, sequence_first=x.ndim == 3 and len(x) != len(images),
-                  prefix=count - grid[0] * grid[1])
-    if not vit.in_windows:
-        vit = replace(vit, grid=grid)
-        vit, what = replace(vit, entry=entry_of(vit, images[:1], rng)), "grid, order, positions"
-    if all(block.attention is not None for block in vit.blocks):
-        require_formula(vit, images, grid, rng)
+    grid = grid_of(layout, images[0], count, rng)
+    channels, height, width = images.shape[1:]
+    layout, what = replace(layout, image_shape=(channels, height, width)), "grid, order"
+    if isinstance(layout, Layout):
+        layout = VitLayout(**vars(layout) | dict(
+            grid=grid, prefix=count - grid[0] * grid[1],
+            sequence_first=x.ndim == 3 and len(x) != len(images)))
+        layout = replace(layout, entry=entry_of(layout, images[:1], rng))
+        what += ", positions"
+    attentions = [block.attention for block in layout.blocks if block.attention is not None]
+    if len(attentions) == len(layout.blocks):
+        require_formula(layout, attentions, images, grid, rng)
         what += " and formula"
-    return replace(vit, checked=f"{what} checked on {where}")
+    return replace(layout, checked=f"{what} checked on {where}")
 
 
-def passed(vit: Layout, images: Tensor, **hooks: Any) -> None:
+def passed(model: nn.Module, images: Tensor, **hooks: Any) -> None:
     """`run` the model, whose own errors become a ValueError of one line."""
     try:
-        run(vit.model, images, **hooks)
+        run(model, images, **hooks)
     except _Reached:
         pass
     except Exception as error:
@@ -107,22 +97,24 @@ def passed(vit: Layout, images: Tensor, **hooks: Any) -> None:
 # Which token is which patch -------------------------------------------------------------------
 
 
-def entering(vit: Layout, images: Tensor) -> dict[nn.Module, Tensor]:
+def entering(layout: Layout | SwinLayout, images: Tensor) -> dict[nn.LayerNorm, Tensor]:
     """What the first block's norm reads, and all LayerNorms before it, in the order of calls."""
-    first, attention, read = vit.blocks[0].norm, vit.blocks[0].attention, {}
+    first, attention = layout.blocks[0].norm, layout.blocks[0].attention
+    read: dict[nn.LayerNorm, Tensor] = {}
 
-    def stop(_: Any) -> None:
+    def stop(_: Tensor) -> None:
         raise _Reached
 
-    def keep(norm: nn.Module, x: Tensor) -> None:
+    def keep(norm: nn.LayerNorm, x: Tensor) -> None:
         read.setdefault(norm, x.clone())
         if norm is first:
             raise _Reached
-    norms = [module for module in vit.model.modules() if isinstance(module, nn.LayerNorm)]
-    hooks = {norm: partial(keep, norm) for norm in norms}
+    hooks: dict[nn.Module, Callable[[Tensor], None]] = {
+        module: partial(keep, module) for module in layout.model.modules()
+        if isinstance(module, nn.LayerNorm)}
     if attention is not None and first not in attention.modules():
         hooks[attention] = stop
-    passed(vit, images, before=hooks)
+    passed(layout.model, images, before=hooks)
     if first not in read:
         raise ValueError("the first attention is called before its norm: post-norm blocks, or "
                          "another norm")
@@ -134,49 +126,53 @@ def by_image(x: Tensor, count: int) -> Tensor:
     return (x if len(x) == count else x.transpose(0, 1)).flatten(1, -2)
 
 
-def grid_of(vit: Layout, image: Tensor, count: int, rng: torch.Generator) -> tuple[int, int]:
+def grid_of(layout: Layout | SwinLayout, image: Tensor, count: int, rng: torch.Generator
+            ) -> tuple[int, int]:
     """The grid whose patches of an image, (C, H, W), are the last tokens of `count`, row by row.
 
     That is the grid that the model states, or one that divides the image. Where a patch changes
     one token alone, few images show it. Otherwise (a stem of several convolutions) one image per
-    patch does, in which the centre of what changes a token must move with its row and column.
+    patch does: what changes a token must move with its row and column. Raises ValueError.
     """
     height, width = image.shape[1:]
-    most = count if vit.pos_embed is None else min(count, len(vit.pos_embed))
-    least = most if vit.in_windows else most - MOST_PREFIX_TOKENS
-    grids = [grid for grid in ([vit.grid] if vit.grid else sorted(
+    least = most = count                             # tokens of patches
+    stated = None
+    if isinstance(layout, Layout):
+        most, stated = min(count, len(layout.pos_embed)), layout.grid
+        least = most - MOST_PREFIX_TOKENS
+    grids = [grid for grid in ([stated] if stated else sorted(
         product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
         key=lambda grid: abs(height / grid[0] - width / grid[1])))       # square patches first
         if least <= grid[0] * grid[1] <= most and not (height % grid[0] or width % grid[1])]
     for grid in grids:
         cells = grid[0] * grid[1]
-        tokens = tokens_of_patches(cells, partial(changed, vit, image, rng, grid))
+        tokens = tokens_of_patches(cells, partial(changed, layout, image, rng, grid))
         if tokens is None:
             continue
         if torch.equal(tokens, torch.arange(count - cells, count)):
             return grid
-        if torch.equal(tokens, tokens[0] + torch.arange(cells)):
-            raise ValueError("tokens of no patch follow those of the patches; expected before "
-                             "them, as a class token is")
-        raise ValueError("the tokens of the patches are not in the order of rows")
+        raise ValueError(
+            "tokens of no patch follow those of the patches; expected before them, as a class "
+            "token is" if torch.equal(tokens, tokens[0] + torch.arange(cells)) else
+            "the tokens of the patches are not in the order of rows")
     for grid in grids:
-        if move_with_patches(grid, partial(changed, vit, image, rng, grid)):
+        if move_with_patches(grid, partial(changed, layout, image, rng, grid)):
             return grid
-    stated = "×".join(map(str, vit.grid)) if vit.grid else "no"
     raise ValueError(f"in images of {height}×{width}, no grid of patches is seen in which each has "
-                     f"a token of its own, row by row (the model states {stated} grid); give "
-                     "images= of the size that it takes")
+                     "a token of its own, row by row (the model states "
+                     f"{'×'.join(map(str, stated or ['no']))} grid); give images= of the size that "
+                     "it takes")
 
 
-def changed(vit: Layout, image: Tensor, rng: torch.Generator, grid: tuple[int, int],
-            cells: Tensor) -> Tensor:
+def changed(layout: Layout | SwinLayout, image: Tensor, rng: torch.Generator,
+            grid: tuple[int, int], cells: Tensor) -> Tensor:
     """How much each token of the first block changes, (m, T), with these patches, (m, N)."""
     other = torch.randn(image.shape, generator=rng).to(image)
     masks = cells.unflatten(1, grid)                 # (m, rows, columns)
     for axis in (1, 2):
         masks = masks.repeat_interleave(image.shape[axis] // grid[axis - 1], axis)
     images = torch.where(masks[:, None], other, image)                   # (m, C, H, W)
-    x = entering(vit, torch.cat([image[None], images]))[vit.blocks[0].norm]
+    x = entering(layout, torch.cat([image[None], images]))[layout.blocks[0].norm]
     x = by_image(x, 1 + len(cells))
     return (x[1:] - x[:1]).norm(dim=-1)
 
@@ -185,8 +181,8 @@ def tokens_of_patches(cells: int, changes: Changes) -> Tensor | None:
     """The token of each patch, (N,), if it has one of its own: patches change by binary codes."""
     bits, codes = torch.arange(cells.bit_length())[:, None], torch.arange(1, cells + 1)
     change = changes((codes >> bits) % 2 == 1)       # (bits, T)
-    seen = ((change > OTHERWISE * change.max()).long() << bits).sum(0)   # (T,), 0 of no patch
-    ordered, tokens = seen.sort(stable=True)
+    patches = ((change > OTHERWISE * change.max()).long() << bits).sum(0)    # (T,), 0 of no patch
+    ordered, tokens = patches.sort(stable=True)
     return tokens[-cells:] if torch.equal(ordered[ordered > 0], codes) else None
 
 
@@ -199,13 +195,13 @@ def move_with_patches(grid: tuple[int, int], changes: Changes) -> bool:
     return bool((rows.diff(dim=0) > 0).all() and (columns.diff(dim=1) > 0).all())
 
 
-def entry_of(vit: Layout, image: Tensor, rng: torch.Generator) -> nn.Module | None:
+def entry_of(vit: VitLayout, image: Tensor, rng: torch.Generator) -> nn.Module:
     """The norm that reads the sum of patches and positions, if the first block reads its output.
 
-    None if the first block reads the sum. Raises ValueError if the rows of the position embedding
-    are not added to the tokens of the patches, row by row and as they are.
+    The identity if the first block reads the sum. Raises ValueError if the rows of the position
+    embedding are not added to the tokens of the patches, row by row and as they are.
     """
-    first, cells, rows = vit.blocks[0].norm, vit.grid[0] * vit.grid[1], len(vit.pos_embed)
+    first, cells, rows = vit.blocks[0].norm, len(vit.positions), len(vit.pos_embed)
     as_it_was = vit.pos_embed.clone()
     before = {norm: by_image(x, 1)[0] for norm, x in entering(vit, image).items() if x.ndim == 3}
     delta, number = torch.randn(vit.pos_embed.shape[1], generator=rng), torch.arange(1, rows + 1)
@@ -219,7 +215,7 @@ def entry_of(vit: Layout, image: Tensor, rng: torch.Generator) -> nn.Module | No
         norms = [norm for norm in norms if close(
             by_image(after[norm], 1)[0, -cells:] - before[norm][-cells:], step[-cells:])]
     if first in norms:
-        return None
+        return nn.Identity()
     for norm in norms:
         if close(norm(before[norm]), before[first]):
             return norm
@@ -236,59 +232,60 @@ def close(value: Tensor, expected: Tensor) -> bool:
 # What the attention computes ------------------------------------------------------------------
 
 
-def require_formula(vit: Layout, images: Tensor, grid: tuple[int, int], rng: torch.Generator
-                    ) -> None:
+def require_formula(layout: VitLayout | SwinLayout, attentions: Sequence[nn.Module], images: Tensor,
+                    grid: tuple[int, int], rng: torch.Generator) -> None:
     """Draw the weights of each attention at random, for a while, and compare it with its formula.
 
-    Raises ValueError if an attention does not read the output of its norm, or computes something
-    else than softmax(Q Kᵀ / √d) V·proj from it, or is not called once.
+    attentions: of the blocks. Raises ValueError if one does not read the output of its norm, or
+    computes something else than softmax(Q Kᵀ / √d) V·proj from it, or is not called once.
     """
     read: dict[nn.Module, Tensor] = {}
     calls: Counter[nn.Module] = Counter()
     others: list[Block] = []                         # which compute something else
-    drawn = {weight: weight.clone() for block in vit.blocks
-             for part in (block.attention, block.norm) for weight in part.parameters()}
-    for weight in drawn:                             # so that logits are about 1
+    pairs = list(zip(attentions, layout.blocks))
+    saved = {weight: weight.clone() for attention, block in pairs
+             for part in (attention, block.norm) for weight in part.parameters()}
+    for weight in saved:                             # so that logits are about 1
         draw = torch.randn(weight.shape, generator=rng)
         weight.copy_(draw * weight[0].numel()**-0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
-        read[norm] = vit.batch_first(y)
+        read[norm] = y if isinstance(layout, SwinLayout) else layout.batch_first(y)
 
-    def compare(block: Block, _: tuple, output: Any) -> None:
+    def compare(attention: nn.Module, block: Block, _: tuple, output: Any) -> None:
         output, y = output[0] if isinstance(output, tuple) else output, read.get(block.norm)
-        calls[block.attention] += 1
-        pairs: Iterable[tuple[Tensor, Tensor]] = ()
-        if y is not None and vit.in_windows:
-            pairs = within_windows(block, y, output, grid)
+        calls[attention] += 1
+        results: Iterable[tuple[Tensor, Tensor]] = ()        # of the attention, and of the formula
+        if y is not None and isinstance(block, WindowBlock):
+            results = within_windows(block, y, output, grid)
         elif y is not None:
-            pairs = product((output, output.transpose(0, 1)), [block.output(y)])
-        if not any(close(*pair) for pair in pairs):
+            results = product((output, output.transpose(0, 1)), [block.output(y)])
+        if not any(close(*pair) for pair in results):
             others.append(block)
 
-    passed(vit, images, after={
-        **{block.norm: partial(keep, block.norm) for block in vit.blocks},
-        **{block.attention: partial(compare, block) for block in vit.blocks}})
-    for weight, value in drawn.items():
+    passed(layout.model, images, after={
+        **{block.norm: partial(keep, block.norm) for block in layout.blocks},
+        **{attention: partial(compare, attention, block) for attention, block in pairs}})
+    for weight, value in saved.items():
         weight.copy_(value)
-    for block in vit.blocks:
-        if (times := calls[block.attention]) != 1:
-            raise ValueError(f"the attention of a block, {type(block.attention).__name__}, is "
-                             f"called {times} times in a forward pass, expected once")
+    for attention in attentions:
+        if (times := calls[attention]) != 1:
+            raise ValueError(f"the attention of a block, {type(attention).__name__}, is called "
+                             f"{times} times in a forward pass, expected once")
     if others:
-        raise ValueError(f"the attention of {len(others)} of {len(vit.blocks)} blocks computes "
+        raise ValueError(f"the attention of {len(others)} of {len(attentions)} blocks computes "
                          "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
                          "(rotary or relative positions, norms of Q and K, masks, gates, post-norm "
                          "or parallel blocks, another scale)")
 
 
-def within_windows(block: Block, y: Tensor, output: Tensor, grid: tuple[int, int]
+def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: tuple[int, int]
                    ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a Swin's attention makes of its norm's output y, and what the formula does, by shift.
 
-    y: (n, H, W, D), or (n, H·W, D), whose H and W are as `grid`'s are to each other. output: the
-    same, or by windows. Each pair is (windows, n, D), of the windows that are whole: with a shift,
-    the last row and column of windows join what lies apart, and are masked.
+    y: (n, H, W, D), or (n, H·W, D), with H : W as in `grid`. output: the same, or by windows. Each
+    pair is (windows, n, D), of the windows that are whole: with a shift, the last row and column of
+    windows join what lies apart, and are masked.
     """
     down, across = block.window
     if y.ndim == 3:

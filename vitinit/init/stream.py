@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layout import Layout, block_paths, stated
+from .layout import block_paths, stated
+from .views import Layout, SwinLayout
 
 
 def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
@@ -29,7 +30,7 @@ def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """What `deep_impulse` writes beside attention.
 
     writers: weights and biases, the first dimension D, of the layers that write to the stream: of
@@ -38,63 +39,70 @@ class Stream:
     """
 
     writers: tuple[Tensor, ...]
-    norms: tuple[nn.Module, ...]
-    ends: tuple[nn.Module, ...]
+    norms: tuple[nn.LayerNorm, ...]
+    ends: tuple[nn.LayerNorm, ...]
 
 
-def stream_of(vit: Layout) -> Stream:
+def stream_of(vit: Layout) -> ResidualStream:
     """Find the stream of a ViT in its modules; raises ValueError if it is not all there."""
     modules, dim = dict(vit.model.named_modules()), vit.blocks[0].proj.shape[0]
-    inside, last = set(), []
+    inside: set[nn.Module] = set()                   # the blocks
+    writers: list[nn.Module] = []
     for attention, path in block_paths(vit.model).items():
         of_attention = set(modules[attention].modules())
-        mlp = [layer for layer in modules[path].modules() if layer not in of_attention
-               and isinstance(layer, nn.Linear) and layer.out_features == dim]
-        last += mlp[-1:]
+        writers += [layer for layer in modules[path].modules() if layer not in of_attention
+                    and isinstance(layer, nn.Linear) and layer.out_features == dim][-1:]
         inside.update(modules[path].modules())
     outside = [module for module in modules.values() if module not in inside]
-    writers = [*patch_embedding(outside, dim)[-1:], *last]
-    skipped = {*writers, *(block.norm for block in vit.blocks)}
+    writers = patch_embedding(outside, dim)[-1:] + writers
+    before_attention = [block.norm for block in vit.blocks]
+    skipped = {*writers, *before_attention}
     norms = [module for module in modules.values() if isinstance(module, nn.LayerNorm)
              and module.normalized_shape == (dim,) and module not in skipped]
-    others = tuple(norm for norm in norms if norm in inside)
-    if len(writers) != len(vit.blocks) + 1 or len(others) != len(vit.blocks) or any(
-            norm.weight is None for norm in (*norms, *(block.norm for block in vit.blocks))):
+    of_blocks = tuple(norm for norm in norms if norm in inside)
+    if len(writers) != len(vit.blocks) + 1 or len(of_blocks) != len(vit.blocks) or any(
+            norm.weight is None for norm in (*norms, *before_attention)):
         raise ValueError("init 'deep_impulse' writes the patch embedding, the last layer of each "
                          "MLP and a LayerNorm before it, and finds no such in the model")
-    return Stream(tuple(tensor.detach() for layer in writers
-                        for tensor in (layer.weight, layer.bias) if tensor is not None),
-                  others, tuple(norm for norm in norms if norm not in inside))
+    return ResidualStream(tuple(tensor.detach() for layer in writers
+                                for tensor in (layer.weight, layer.bias)
+                                if isinstance(tensor, Tensor)),
+                          of_blocks, tuple(norm for norm in norms if norm not in inside))
 
 
-def image_shape_of(vit: Layout) -> tuple[int, int, int] | None:
+def image_shape_of(layout: Layout | SwinLayout) -> tuple[int, int, int] | None:
     """(channels, height, width) of the images, as far as the model states their size.
 
-    That of images is an attribute, or follows from the grid and the size of its patches. Where a
-    Swin states none, which takes images of any size, it is that of one window in the last stage.
-    None where it is not found.
+    That is an attribute, or follows from the grid and the size of its patches. Where a Swin, which
+    takes images of any size, states none, it is that of one window in the last stage.
     """
-    if vit.image_shape:
-        return vit.image_shape
-    modules, grid = list(vit.model.modules()), vit.grid
-    layers = patch_embedding(modules, vit.blocks[0].proj.shape[0])
+    if layout.image_shape:
+        return layout.image_shape
+    modules, blocks = list(layout.model.modules()), layout.blocks
+    embedding = patch_embedding(modules, blocks[0].proj.shape[0])
     convolution = next((module for module in modules if isinstance(module, nn.Conv2d)), None)
     patch = next(filter(None, (stated(module, "patch_size") for module in modules)), None)
-    if patch is None and convolution in layers:
-        patch = tuple(convolution.stride)
-    if vit.in_windows:
-        last = vit.blocks[-1]
-        scale = last.q.shape[-1] // vit.blocks[0].q.shape[-1]            # channels double by stage
-        grid = tuple(scale * side for side in last.window)
+    if patch is None and convolution is not None and convolution in embedding:
+        patch = convolution.stride[0], convolution.stride[1]
+    grid, merged = layout.grid if isinstance(layout, Layout) else layout.grids[-1], 1
+    if isinstance(layout, SwinLayout):               # channels double by stage, as tokens merge
+        merged = blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
     size = next(filter(None, (stated(module, "image_size", "img_size") for module in modules)),
-                patch and grid and (grid[0] * patch[0], grid[1] * patch[1]))
-    if not size or not (convolution or layers and patch):
-        return None
-    channels = (convolution.in_channels if convolution else
-                layers[0].in_features // (patch[0] * patch[1]))
-    return channels, *size
+                patch and grid and (merged * grid[0] * patch[0], merged * grid[1] * patch[1]))
+    if size and convolution is not None:
+        return convolution.in_channels, *size
+    if size and patch and embedding and isinstance(embedding[0], nn.Linear):
+        return embedding[0].in_features // (patch[0] * patch[1]), *size
+    return None
 
 
-def noise_images(vit: Layout, count: int, generator: torch.Generator) -> Tensor:
-    """White noise of the size and type of the model's images, (count, channels, height, width)."""
-    return torch.randn(count, *image_shape_of(vit), generator=generator).to(vit.pos_embed)
+def noise_images(layout: Layout | SwinLayout, count: int, generator: torch.Generator) -> Tensor:
+    """White noise of the size and type of the model's images, (count, channels, height, width).
+
+    Raises ValueError where the model states no size.
+    """
+    shape = image_shape_of(layout)
+    if shape is None:
+        raise ValueError("the size of its images is not seen in the model; give images=, or "
+                         "describe it by a Layout with image_shape")
+    return torch.randn(count, *shape, generator=generator).to(layout.blocks[0].q)

@@ -29,8 +29,8 @@ def whitened(model: nn.Module, *, generator: torch.Generator, base: Base = "defa
     | weight of the patch embedding          | a rotation of whitened patches (`whiten_patches`)  |
     | everything else                        | as `base` drew it                                  |
 
-    images: (n, 3, H, W), normalised training images; white noise, if there are none. train.py gives
-    them: they are no option.
+    images: (n, 3, H, W), normalised training images, which train.py gives: they are no option.
+        Without, white noise takes their place.
     """
     draw_base(model, base, generator)
     whiten_patches(model, images, generator)

@@ -21,6 +21,7 @@ __all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *FAMILIES.values(
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
 VIT_BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
+SWIN_SMALL = dict(patch_size=4, embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24))
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # arXiv 2010.11929, table 1 (B); DeiT, arXiv 2012.12877, table 1 (T, S) and §4 (distilled)
@@ -31,12 +32,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit_small_distilled": ("vit", VIT_SMALL | dict(distilled=True)),
     "vit_base_distilled": ("vit", VIT_BASE | dict(distilled=True)),
     # arXiv 2103.14030, §3.3
-    "swin_tiny": ("swin", dict(patch_size=4, embed_dim=96, depths=(2, 2, 6, 2),
-                                        num_heads=(3, 6, 12, 24))),
-    "swin_small": ("swin", dict(patch_size=4, embed_dim=96, depths=(2, 2, 18, 2),
-                                         num_heads=(3, 6, 12, 24))),
-    "swin_base": ("swin", dict(patch_size=4, embed_dim=128, depths=(2, 2, 18, 2),
-                                        num_heads=(4, 8, 16, 32))),
+    "swin_tiny": ("swin", SWIN_SMALL | dict(depths=(2, 2, 6, 2))),
+    "swin_small": ("swin", SWIN_SMALL),
+    "swin_base": ("swin", SWIN_SMALL | dict(embed_dim=128, num_heads=(4, 8, 16, 32))),
     # arXiv 2105.01601, table 1
     "mixer_s32": ("mlp_mixer", dict(patch_size=32, embed_dim=512, depth=8)),
     "mixer_s16": ("mlp_mixer", dict(patch_size=16, embed_dim=512, depth=8)),
@@ -44,12 +42,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixer_b16": ("mlp_mixer", dict(patch_size=16, embed_dim=768, depth=12)),
     "mixer_l16": ("mlp_mixer", dict(patch_size=16, embed_dim=1024, depth=24)),
     # arXiv 2201.09792, table 1 (width, depth), and small ones for 32 pixels (arXiv 2401.12511)
-    "convmixer_1536_20": ("conv_mixer", dict(patch_size=7, embed_dim=1536, depth=20,
-                                              kernel_size=9)),
-    "convmixer_1024_20": ("conv_mixer", dict(patch_size=14, embed_dim=1024, depth=20,
-                                              kernel_size=9)),
+    "convmixer_1536_20": (
+        "conv_mixer", dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9)),
+    "convmixer_1024_20": (
+        "conv_mixer", dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9)),
     "convmixer_768_32": ("conv_mixer", dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7,
-                                         activation="relu")),
+                                            activation="relu")),
     "convmixer_512_8": ("conv_mixer", dict(patch_size=2, embed_dim=512, depth=8, kernel_size=5)),
     "convmixer_256_8": ("conv_mixer", dict(patch_size=2, embed_dim=256, depth=8, kernel_size=5)),
     # arXiv 2401.12511, §5

@@ -46,8 +46,8 @@ class Attention(nn.Module):
     """Multi-head self-attention: (B, N, C) → (B, N, C).
 
     The parameters are packed as in timm and DeiT: qkv.weight is (3·C, C), with the queries of all
-    heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, `q_bias`
-    and `proj_weight` are views of the parts, so that other code need not know this layout.
+    heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, (h, d, C), and
+    `proj_weight` are views of the parts: writing to them writes to the parameters.
     """
 
     def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True) -> None:
@@ -59,38 +59,29 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
-    # Views into the packed parameters; writing to a view writes to the parameter. ---------------
-
     @property
     def q_weight(self) -> Tensor:
-        """(h, d, C): the queries of head i are x @ q_weight[i].T, plus q_bias[i]."""
-        return self._unpacked(self.qkv.weight)[0]
+        """The queries of head i are x @ q_weight[i].T, plus their bias."""
+        return self.qkv.weight.unflatten(0, (3, self.num_heads, self.head_dim))[0]
 
     @property
     def k_weight(self) -> Tensor:
-        """(h, d, C)"""
-        return self._unpacked(self.qkv.weight)[1]
+        return self.qkv.weight.unflatten(0, (3, self.num_heads, self.head_dim))[1]
 
     @property
     def v_weight(self) -> Tensor:
-        """(h, d, C)"""
-        return self._unpacked(self.qkv.weight)[2]
+        return self.qkv.weight.unflatten(0, (3, self.num_heads, self.head_dim))[2]
 
     @property
     def q_bias(self) -> Tensor | None:
         """(h, d), or None without qkv_bias"""
-        return None if self.qkv.bias is None else self._unpacked(self.qkv.bias)[0]
+        bias = self.qkv.bias
+        return None if bias is None else bias.unflatten(0, (3, self.num_heads, self.head_dim))[0]
 
     @property
     def proj_weight(self) -> Tensor:
         """(C, h, d): head i adds values_i @ proj_weight[:, i].T to the output."""
         return self.proj.weight.unflatten(1, (self.num_heads, self.head_dim))
-
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        """(3·C, …) → (3, h, d, …)"""
-        return packed.unflatten(0, (3, self.num_heads, self.head_dim))
-
-    # ------------------------------------------------------------------------------------------
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, C) → three of (B, h, N, d)."""

@@ -37,6 +37,8 @@ class DepthwiseConv(nn.Conv2d):
     weight: (F, 1, k, k), where F is num_filters, or C if that is 0; channel c uses filter c mod F.
     """
 
+    bias: Tensor
+
     def __init__(self, dim: int, kernel_size: int, *, num_filters: int) -> None:
         super().__init__(dim, dim, kernel_size, groups=dim, padding="same")
         if num_filters:
@@ -67,8 +69,8 @@ class ConvMixer(Classifier):
 
     image_size, patch_size: one integer or (height, width). Any image that patches tile will do.
     num_filters: number of distinct depthwise filters per block; 0 gives each channel its own.
-    train_filters: False freezes depthwise weights and biases, which excludes them from the
-        optimiser and from weight decay (both options are those of arXiv 2401.12511).
+    train_filters: False freezes depthwise weights and biases, also for the optimiser (both options
+        are those of arXiv 2401.12511).
     """
 
     family = "conv_mixer"

@@ -130,8 +130,7 @@ def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under this package's names; of an unknown layout they keep theirs.
 
-    A layer of ours that is several of theirs and of which one is missing becomes too narrow, so
-    that loading it fails visibly.
+    A layer of ours of which a part is missing becomes too narrow, so that loading fails visibly.
     """
     rest = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
     names = next((names for mark, names in LAYOUTS.items() if mark in rest), None)
@@ -179,9 +178,8 @@ def _pattern(name: str) -> re.Pattern:
 def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Multiply each LayerScale γ (Touvron et al., arXiv 2103.17239, §2.1) into the layer before it.
 
-    Products are computed in float64 and rounded once, to float32 or to the weights' type if that is
-    wider. A γ whose layer is missing or has another width stays in the result, so that loading it
-    fails visibly.
+    Products are computed in float64 and rounded once, to float32 or a wider type of the weights. A
+    γ whose layer is missing or has another width stays, so that loading it fails visibly.
     """
     folded = dict(tensors)
     for match in filter(None, map(LAYER_SCALE.match, tensors)):

@@ -36,16 +36,15 @@ class Features(NamedTuple):
 class Classifier(nn.Module):
     """The base of every model family: logits = classify(features(images)).
 
-    A family defines `features(images, drop_path, blocks=…)`, which returns the tokens after the
-    chosen blocks and the pooled features that the head reads:
+    A family defines `features(images, drop_path, blocks=…)`, which returns the tokens after these
+    blocks and the pooled features that the head reads:
 
     images: (B, 3, H, W), normalised.
     drop_path: (branches, B) from `draw_drop_path`, or None; only in families whose
         `drop_path_rates` are not empty.
-    blocks: block numbers, counted from 0; negative numbers count from the last block.
+    blocks: see `block_numbers`.
 
-    The constructors leave the weights as PyTorch's layers draw them; call `vitinit.init_weights`
-    before training.
+    The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`.
     """
 
     family: str                     # the name of its file, one of `vitinit.models.FAMILIES`
@@ -121,8 +120,8 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def hidden_width(dim: int, ratio: float, name: str) -> int:
-    """The hidden width of an MLP, dim · ratio rounded down; raises ValueError, with the `name` of the
-    ratio, if that is 0.
+    """The hidden width of an MLP, dim · ratio rounded down; raises ValueError, with the `name` of
+    the ratio, if that is 0.
     """
     if dim * ratio < 1:
         raise ValueError(f"{name} is {ratio}, which leaves an MLP of {dim} channels no hidden one; "
@@ -140,8 +139,7 @@ def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tupl
 
 
 def require_image_size(images: Tensor, size: tuple[int, int]) -> None:
-    """Raise ValueError unless images is (B, 3, *size); adds nothing to a compiled or exported model.
-    """
+    """Raise ValueError unless images is (B, 3, *size); compiled models contain no check."""
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
                          f"{tuple(images.shape)}")
@@ -184,8 +182,7 @@ class Mlp(nn.Module):
 
 # Stochastic depth (Huang et al., arXiv 1603.09382). The models hold no random state: the training
 # loop draws a table of drop-path scales, one row per residual branch and one column per image, and
-# passes it to `forward`. So the draw can be keyed by step, sliced by process, and repeated after a
-# resume.
+# passes it to `forward`. So the draw is keyed by step, sliced by process, repeated after a resume.
 
 
 def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float, ...]:

@@ -72,16 +72,21 @@ class SimpleAttention(nn.Module):
         self.value = nn.Linear(dim, inner, bias=False) if values else nn.Identity()
         self.proj = nn.Linear(inner, dim, bias=False)
 
-    # Views into the packed weights; writing to a view writes to the parameter. ------------------
-
     @property
     def q_weight(self) -> Tensor:
-        """(h, d, C), as k_weight; not for reads = "free"."""
+        """A view into the packed weight, (h, d, C), as is k_weight; not for reads = "free"."""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[0]
 
     @property
     def k_weight(self) -> Tensor:
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Views of Q and K, (h, N, d), where these are free, else of their weights, (h, C, d)."""
+        if self.reads == "free":
+            return self.query, self.key
+        return self.q_weight.mT, self.k_weight.mT
 
     def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
         """Q and K, each (B, h, N, d), or (1, h, N, d) where they are the same for all images.
@@ -97,9 +102,7 @@ class SimpleAttention(nn.Module):
         return query, key
 
     def mixing_weights(self, x: Tensor, pos_embed: Tensor) -> Tensor:
-        """The attention matrices of `forward`: (B, h, N, N); for "position" and "free",
-        (1, h, N, N).
-        """
+        """The attention matrices of `forward`: (B, h, N, N), or (1, h, N, N) as `queries_keys`."""
         query, key = self.queries_keys(x, pos_embed)
         return attention_weights(query, key, scale=self.logit_scale)
 
@@ -138,8 +141,7 @@ class SimpleViT(Classifier):
     input_pos_embed: whether the input of the first block is alpha · X + (1 − alpha) · P, as in the
         paper's code. Only for reads = "content"; otherwise P would enter twice.
     values: whether attention projects its values.
-    train_qk: False freezes Q and K, which excludes them from the optimiser and from weight decay.
-        (The paper's code freezes them only for "free".)
+    train_qk: False freezes Q and K, also for the optimiser (the paper's code only those of "free").
     logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½. The paper's code has that but for its
         impulse init, with which it is 1 for "free" and 0.1 for the others, in training, too.
     head_dim: 0 stands for embed_dim / num_heads.

@@ -56,13 +56,12 @@ class WindowAttention(Attention):
                          "query key h -> h query key")
 
     # The windows of an image are folded into the head dimension, so that all images of a batch
-    # share one bias: (M·h, w², w²) with a mask, (h, w², w²) without. ------------------------------
+    # share one bias.
 
     def bias(self, mask: Tensor | None) -> Tensor:
         """What is added to the logits: (1, M·h, w², w²), or (1, h, w², w²) without a mask.
 
-        mask: (M, w², w²), 0 or MASKED, for the windows of a feature map in row-major order; or
-            None.
+        mask: (M, w², w²), 0 or MASKED, for the windows of a feature map in row-major order.
         """
         if mask is None:
             return self.relative_bias()[None]
@@ -95,7 +94,7 @@ def shift_mask(grid: tuple[int, int], window: tuple[int, int],
                shift: tuple[int, int]) -> Tensor | None:
     """(M, w², w²): MASKED for tokens that only the cyclic shift made neighbours, else 0 (§3.2).
 
-    Returns None if nothing is shifted.
+    None if nothing is shifted.
     """
     if not any(shift):
         return None
@@ -111,9 +110,8 @@ def shift_mask(grid: tuple[int, int], window: tuple[int, int],
 class SwinBlock(nn.Module):
     """Pre-norm block on a feature map (B, H, W, C): attention in windows, then the MLP.
 
-    window: at most the grid. Along a side where the window spans the whole grid, nothing is
-        shifted.
-    shifted: whether the windows are shifted by half their size, as in every second block.
+    window: at most the grid. shifted: whether windows are shifted by half their size, as in every
+        second block, but not along a side where one spans the whole grid.
     """
 
     def __init__(self, dim: int, *, grid: tuple[int, int], num_heads: int, window: tuple[int, int],
@@ -162,10 +160,7 @@ class PatchMerging(nn.Module):
 
 
 class SwinStage(nn.Module):
-    """The parts of a stage: merging, unless it is the first stage, and the blocks.
-
-    It has no `forward`; `SwinTransformer.features` calls the parts.
-    """
+    """The parts that `SwinTransformer.features` calls: merging, but in stage 1, and the blocks."""
 
     def __init__(self, dim: int, *, grid: tuple[int, int], depth: int, merge: bool, num_heads: int,
                  window: tuple[int, int], mlp_ratio: float, qkv_bias: bool) -> None:
@@ -193,12 +188,10 @@ class SwinTransformer(Classifier):
 
     image_size, patch_size, window_size: one integer or (height, width). In each stage the window is
         cut to the stage's grid, and must tile it. The grids of all stages but the last must be
-        even.
+        even. Raises ValueError, naming the stage, otherwise.
     embed_dim: width of the first stage; each merge doubles it.
     depths, num_heads: one entry per stage.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first.
-
-    Raises ValueError, naming the stage, if a grid is odd or its window does not tile it.
     """
 
     family = "swin"
@@ -228,10 +221,7 @@ class SwinTransformer(Classifier):
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
-        """See `Classifier`; drop_path: (2·blocks, B) or None.
-
-        Blocks are counted through all stages. Feature maps of later stages are smaller and wider.
-        """
+        """See `Classifier`; drop_path: (2·blocks, B). Blocks are counted through all stages."""
         depth, number = sum(len(stage.blocks) for stage in self.layers), 0
         wanted = block_numbers(blocks, depth)
         after: dict[int, Tokens] = {}

@@ -51,9 +51,8 @@ class VisionTransformer(Classifier):
         fine-tuned models (arXiv 2111.06377, appendix A.1). The name, also in the state dict, is
         timm's.
     num_registers: number of register tokens, which take part in attention but are not read by the
-        head (Darcet et al., "Vision Transformers Need Registers", arXiv 2309.16588, §2.2);
-        `reg_token` in the state dict. With mean pooling, an unread class token, as in MAE's
-        fine-tuned models, is represented as a register.
+        head (Darcet et al., "Vision Transformers Need Registers", arXiv 2309.16588, §2.2), as the
+        class token of MAE's fine-tuned models; `reg_token` in the state dict.
     pos_embed: "learned"; "sincos", which is fixed (a buffer), with zeros for the prefix tokens; or
         "none", fixed zeros: a control that knows a patch's content, but not its place.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
@@ -61,8 +60,7 @@ class VisionTransformer(Classifier):
         them apart, for training with a teacher (train/distill.py).
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
-    drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first
-        block. `forward` drops branches only if it is given a table from `layers.draw_drop_path`.
+    drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first.
     """
 
     family = "vit"

@@ -6,10 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..filters import Offset
-from .mass import decimal
-
-Masses = tuple[tuple[float, ...], ...]           # by block and head
+from .mass import Masses, Targets, decimal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class Report(Description):
     written: tuple[str, ...]    # names of the tensors that changed
     kept: int                   # how many others there are
     notes: tuple[str, ...]      # about frozen, tied and rounded weights
-    targets: tuple[tuple[Offset, ...], ...]      # (down, right), by block and head; may be empty
+    targets: Targets            # may be empty
     mass: Masses                # share of each head's attention on its target, on positions alone
     mass_on_images: Masses      # the same in a forward pass of images; empty without. deep_impulse
                                 #   takes white noise where none are given
