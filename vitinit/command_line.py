@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .messages import OneLineError, in_brief, one_line
+from .bounds import Bounds
+from .messages import OneLineError, environment_rank, in_brief, nearest, one_line
 from .recipe.files import RecipeError
-from .recipe.values import convert, describe, nearest
+from .recipe.values import convert, in_words
 from .train.device import ran_out_of_memory
-from .train.distributed import LostProcess, environment_rank
+from .train.distributed import LostProcess
 from .train.interruption import Interrupted
 
 # Arguments ------------------------------------------------------------------------------------
@@ -42,11 +43,13 @@ def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
 
     The bounds mean the same as those of recipe keys; `above` and `below` are exclusive.
     """
+    within = Bounds(**bounds)
+
     def parse(text: str) -> Any:
-        try:
-            return convert(kind(text), kind, bounds)
-        except (ValueError, TypeError):              # not a number, or NaN or infinity
-            raise argparse.ArgumentTypeError(f"{text}: expected {describe(kind, bounds)}") from None
+        with suppress(ValueError, TypeError):        # not a number, or NaN or infinity
+            if (number := convert(kind(text), kind)) in within:
+                return number
+        raise argparse.ArgumentTypeError(f"{text}: expected {in_words(kind)} {within}".rstrip())
     return parse
 
 

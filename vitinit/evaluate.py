@@ -31,8 +31,8 @@ from .data.images import DataError
 from .data.loader import start_fork_server
 from .data.pipeline import EvaluationBatches
 from .data.sources import Source, class_indices
+from .messages import nearest
 from .recipe.files import RecipeError, overrides
-from .recipe.values import nearest
 from .runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
 from .runs.report import Finding, report
 from .runs.saved import Saved, open_saved

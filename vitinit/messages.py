@@ -5,8 +5,11 @@ This module imports nothing from the package, so that every other module may use
 
 from __future__ import annotations
 
+import difflib
+import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 LONGEST = 1000                  # most characters of a message, with everything that it quotes
@@ -50,6 +53,25 @@ def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
     if not text:
         return type(essay).__name__
     return text if len(text) <= longest else text[:longest - 1].rstrip() + "…"
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """A hint for a mistyped word: '; did you mean X?', or all valid words if none is similar."""
+    valid = list(valid)
+    if close := difflib.get_close_matches(word, valid, n=1):
+        return f"; did you mean '{close[0]}'?"
+    return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
+
+
+def environment_rank() -> int:
+    """The rank of this process by its environment, known before the processes are connected."""
+    return int(os.environ.get("RANK", 0))
+
+
+def warn(line: str) -> None:
+    """Print a warning on standard error, by the main process alone."""
+    if environment_rank() == 0:
+        print(one_line(f"warning {line}"), file=sys.stderr, flush=True)
 
 
 @contextmanager

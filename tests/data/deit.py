@@ -15,7 +15,7 @@ from vitinit.data import augment
 from vitinit.data.draw import Augmentation, Draws, SampleKey, Samples, View, draw_view, unpack
 from vitinit.data.images import crop_and_flip
 from vitinit.data.mix import MixDraw
-from vitinit.data.rand_augment import RandAugment, describe, draw_operations, rand_augment
+from vitinit.data.rand_augment import RandAugment, draw_operations, for_device, rand_augment
 from vitinit.data.sources import Source
 from vitinit.keys import Stream, keyed_generator
 from vitinit.recipe.files import RECIPES, load_recipe
@@ -36,7 +36,7 @@ def noisy_batch(count: int, height: int, width: int, seed: int = 0) -> Tensor:
 def augmented(images: Tensor, operations: np.ndarray | Tensor,
               fill: Sequence[int] = RAND_AUGMENT.fill, *, few_launches: bool = False) -> Tensor:
     """RandAugment of images (B, 3, H, W); operations: (B, L, 3 or more), as in `draw.Draws`."""
-    described = describe(np.asarray(operations)[..., :3].astype(float), images.shape[2:])
+    described = for_device(np.asarray(operations)[..., :3].astype(float), images.shape[2:])
     return rand_augment(images, torch.from_numpy(described), fill, few_launches=few_launches)
 
 

@@ -311,7 +311,7 @@ def test_unknown_names_and_options_are_errors():
             init(model, **dict(generator=seeded()) | given)
     with pytest.raises(ValueError, match="for a OtherViT; models of other libraries .*init.init_$"):
         init_weights(model, "impulse", generator=seeded())
-    with pytest.raises(ValueError, match="no init 'impulze'; near: impulse"):
+    with pytest.raises(ValueError, match="no init 'impulze'; did you mean 'impulse'"):
         init_(model, "impulze", generator=seeded())
     with pytest.raises(TypeError, match="^init 'impulse' got an unexpected keyword argument "
                                         "'scale'; it has: base, kernel_size, .*, value_beta$"):

@@ -69,7 +69,7 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
      "queries do not see; set input_pos_embed = true, alpha < 1, or"),
     ("simple_vit, position", dict(head_dim=3), "impulse", {}, "'impulse' needs 4 or more"),
     ("simple_vit, position", {}, "filters", {}, "for a SimpleViT; it has: .*mimetic, impulse, imp"),
-    ("vit", {}, "xyz", {}, f"there is no init 'xyz'; near: {', '.join(sorted(INITS))}$"),
+    ("vit", {}, "xyz", {}, f"there is no init 'xyz'; valid: {', '.join(sorted(INITS))}$"),
 ]
 AFTER_THE_DRAW: list[tuple[str, dict, str, dict, str]] = [   # seen in the weights alone
     ("vit", {}, "impulse", dict(pos_embed_scale=0.0), "numerical rank is 0 for 35 tokens"),

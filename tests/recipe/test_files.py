@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
 import typing
 from functools import partial
@@ -14,6 +13,7 @@ import pytest
 import torchvision
 from refused import refused
 
+from vitinit.bounds import Bounds
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe import sections
 from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict, load_recipe,
@@ -174,12 +174,10 @@ def test_a_recipe_is_frozen():
 
 
 def test_other_ways_to_write_a_value():
-    """One number for a square, integers for numbers, and -0.0, which is 0."""
-    recipe = with_sets("data.image_size=36", "optim.weight_decay=1", "schedule.warmup_lr=-0.0",
-                       "data.mean=[0, 0.5, 1]")
+    """One number for a square, and integers for numbers."""
+    recipe = with_sets("data.image_size=36", "optim.weight_decay=1", "data.mean=[0, 0.5, 1]")
     assert recipe.data.image_size == (36, 36) and recipe.data.mean == (0.0, 0.5, 1.0)
     assert type(recipe.optim.weight_decay) is float
-    assert recipe.schedule.warmup_lr == 0.0 and math.copysign(1.0, recipe.schedule.warmup_lr) == 1.0
 
 
 # What a recipe refuses ------------------------------------------------------------------------
@@ -255,21 +253,44 @@ def test_a_key_takes_values_of_its_kind_within_its_bounds():
 
     table, checked = load_recipe(SHIPPED[0]).as_dict(), 0
     for title, section in SECTIONS.items():
-        for item in dataclasses.fields(section):
-            own = table[title][item.name]
-            for name, limit in item.metadata.items():
+        for key, kind in typing.get_type_hints(section, include_extras=True).items():
+            good = table[title][key]
+            for name, limit in [item for bounds in bounds_in(kind) for item in vars(bounds).items()
+                                if item[1] is not None]:
                 ways = {"minimum": -1, "above": 0, "maximum": 1, "below": 0}
                 beyond = limit + ways[name] * (1 if type(limit) is int else 0.1)
                 if beyond == limit and ways[name]:
                     beyond = limit * (1 + ways[name] / 2)
-                values = [beyond] if not isinstance(own, list) else [
-                    [*own[:place], beyond, *own[place + 1:]] for place in range(len(own))]
+                values = [beyond] if not isinstance(good, list) else [
+                    [*good[:place], beyond, *good[place + 1:]] for place in range(len(good))]
                 for value in values:
-                    table[title][item.name], checked = value, checked + 1
+                    table[title][key], checked = value, checked + 1
                     message = refusal(from_dict, table, "last.pt")
-                    assert message.startswith(f"last.pt: {title}.{item.name} is "), message
-            table[title][item.name] = own
+                    assert message.startswith(f"last.pt: {title}.{key} is "), message
+            table[title][key] = good
     assert checked > 80
+
+
+def bounds_in(kind) -> list[Bounds | None]:
+    """The bounds of each kind of number in a type; None: a number has none."""
+    if kind in (int, float):
+        return [None]
+    if typing.get_origin(kind) is typing.Annotated:
+        return [note for note in kind.__metadata__ if isinstance(note, Bounds)]
+    return [bounds for part in dict.fromkeys(typing.get_args(kind)) for bounds in bounds_in(part)]
+
+
+def test_every_number_of_a_recipe_has_bounds():
+    """A number without bounds would be infinite in float32, or overflow a C integer, say."""
+    unbounded = [f"{title}.{key}" for title, section in SECTIONS.items()
+                 for key, kind in typing.get_type_hints(section, include_extras=True).items()
+                 if None in bounds_in(kind)]
+    assert unbounded == []
+
+
+def test_an_integer_beyond_all_floats_is_refused():
+    huge = f"1{'0' * 399}"
+    assert set_refusal(f"optim.base_lr={huge}").startswith("optim.base_lr is 1000")
 
 
 PEAK = 1e-3 * 47 / 512          # base_lr · global_batch / 512

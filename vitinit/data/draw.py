@@ -17,21 +17,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..bounds import at_least, number, proportion
+from ..bounds import AtLeastOne, Bounds, Count, Fraction, Proportion
 from ..keys import Stream, keyed_generator, keyed_generators
 from .images import NOWHERE, Box
 from .mix import UNMIXED, Mix
 from .operations import COLUMNS
-from .rand_augment import RandAugment, describe, draw_operations
+from .rand_augment import RandAugment, draw_operations, for_device
 
 ATTEMPTS = 10                   # boxes tried before the centre is taken, or nothing is erased; as
                                 # in torchvision and timm
+
+Ratio = Annotated[float, Bounds(minimum=0.01, maximum=100.0)]
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ class Augment:
     A sample is erased in one box at most, as in timm.
     """
 
-    repeats: int = at_least(1)                      # repeated augmentation: views per image
-    crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
-    crop_ratio: tuple[float, float] = number(minimum=0.01, maximum=100.0)     # width over height
-    crop_padding: int = at_least(0)                 # black pixels on each side before the crop
-    flip: float = proportion()                      # probability of a horizontal flip
-    interpolation: Literal["bilinear", "bicubic", "random"]           # random: drawn per sample
-    erase_probability: float = proportion()
-    erase_area: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
-    erase_ratio: tuple[float, float] = number(minimum=0.01, maximum=100.0)    # height over width
+    repeats: AtLeastOne                             # repeated augmentation: views per image
+    crop_scale: tuple[Fraction, Fraction]           # share of the image's area
+    crop_ratio: tuple[Ratio, Ratio]                 # width over height
+    crop_padding: Count                             # black pixels on each side before the crop
+    flip: Proportion                                # probability of a horizontal flip
+    interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per sample
+    erase_probability: Proportion
+    erase_area: tuple[Fraction, Fraction]           # share of the image's area
+    erase_ratio: tuple[Ratio, Ratio]                # height over width
     erase_fill: Literal["pixel", "rand", "const"]   # noise per value, noise per channel, zeros
     erase_after_mix: bool                           # false: before mixing, as in DeiT
 
@@ -156,7 +158,7 @@ class Draws(NamedTuple):
     place as they are, to be read by `view(torch.int64)`.
     """
 
-    operations: Tensor          # (B, L, COLUMNS): RandAugment's, of L layers, as by `describe`
+    operations: Tensor          # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
     erased: Tensor              # (B, 5): top, left, height and width of the box that is erased
                                 # (height 0: none), and the key of the noise in it
     mixed: Tensor               # (B, 5): a `MixDraw`, the same for two partners: λ, then top, left,
@@ -184,7 +186,7 @@ class Augmentation:
         step, keys, groups = samples
         operations = draw_operations(keyed_generators(self.seed, Stream.RAND_AUGMENT, keys),
                                      len(keys), self.rand_augment)
-        operations = describe(operations, self.size).reshape(len(keys), -1)
+        operations = for_device(operations, self.size).reshape(len(keys), -1)
         erased = np.zeros((len(keys), 5))
         if self.augment.erase_probability > 0.0:
             for row, rng in zip(erased, keyed_generators(self.seed, Stream.ERASE, keys)):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..bounds import at_least, number, proportion
+from ..bounds import BelowOne, Bounds, NonNegative, Proportion
 from .images import NOWHERE, Box
 
 
@@ -37,12 +37,13 @@ class Mix:
     `switch_probability`, else by mixup. All targets are smoothed, mixed or not.
     """
 
-    mixup_alpha: float = number(minimum=0.0)        # λ ~ Beta(α, α); 0: no mixup
-    cutmix_alpha: float = number(minimum=0.0)       # likewise
-    probability: float = proportion()               # that a group is mixed
-    switch_probability: float = proportion()        # of cutmix, where both are on
-    label_smoothing: float = number(minimum=0.0, below=1.0)
-    group: int = at_least(2)                        # images per draw: even, divides global_batch
+    mixup_alpha: NonNegative                        # λ ~ Beta(α, α); 0: no mixup
+    cutmix_alpha: NonNegative                       # likewise
+    probability: Proportion                         # that a group is mixed
+    switch_probability: Proportion                  # of cutmix, where both are on
+    label_smoothing: BelowOne
+    # Images per draw: even, divides global_batch.
+    group: Annotated[int, Bounds(minimum=2, below=2**31)]
 
     @property
     def mixes(self) -> bool:

@@ -1,6 +1,6 @@
 """RandAugment: what is drawn for an image, and the way of a batch through its operations.
 
-`draw_operations` draws, and `describe` adds to each drawn operation all that a device needs to
+`draw_operations` draws, and `for_device` adds to each drawn operation all that a device needs to
 apply it; both happen where the batch is loaded. `rand_augment` applies them on the device, by the
 three functions of operations.py.
 """
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..bounds import number, proportion
+from ..bounds import Bounds, Proportion
 from .operations import GROUP, affine, enhance, map_levels
 
 MAX_MAGNITUDE = 10.0            # the magnitude at which operations are strongest
@@ -53,7 +53,9 @@ class Operation(IntEnum):
 
 
 ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
-OperationName = Literal[ALL_OPERATIONS]
+OperationName = Annotated[str, Literal[ALL_OPERATIONS]]
+Level = Annotated[int, Bounds(minimum=0, maximum=255)]
+Strength = Annotated[float, Bounds(minimum=0.0, maximum=100.0)]
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,23 @@ class RandAugment:
     `operations` say how strong it is at magnitude 10; its strength is proportional to that.
     """
 
-    layers: int = number(minimum=0, below=2**16)    # operations drawn per image
-    probability: float = proportion()               # that a drawn operation is applied
-    magnitude: float = number(minimum=0.0, maximum=MAX_MAGNITUDE)     # mean of the magnitude
-    magnitude_std: float = number(minimum=0.0, maximum=100.0)         # its standard deviation
-    fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour of pixels from outside
+    layers: Annotated[int, Bounds(minimum=0, below=2**16)]           # operations drawn per image
+    probability: Proportion                         # that a drawn operation is applied
+    magnitude: Annotated[float, Bounds(minimum=0.0, maximum=MAX_MAGNITUDE)]     # its mean
+    magnitude_std: Strength                         # its standard deviation
+    fill: tuple[Level, Level, Level]                # colour of pixels from outside
     interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per application
     operations: tuple[OperationName, ...]
-    rotate_degrees: float = number(minimum=0.0, maximum=360.0)        # ± the angle
-    shear_factor: float = number(minimum=0.0, maximum=100.0)          # ± the shear
-    translate_share: float = number(minimum=0.0, maximum=100.0)       # ± the share of a side
-    enhance_factor: float = number(minimum=0.0, maximum=100.0)  # Color, Contrast, Brightness and
-                                                    # Sharpness use the factor 1 ± this, at least .1
-    posterize_bits: int = number(minimum=0, maximum=8)      # kept at magnitude 0; at 10 none is
-    solarize_levels: int = number(minimum=0, maximum=256)   # the threshold is 256 minus this
-    solarize_add_levels: int = number(minimum=0, maximum=255)   # what is added, at most 128
+    rotate_degrees: Annotated[float, Bounds(minimum=0.0, maximum=360.0)]     # ± the angle
+    shear_factor: Strength                          # ± the shear
+    translate_share: Strength                       # ± the share of a side
+    enhance_factor: Strength                        # Color, Contrast, Brightness and Sharpness
+                                                    # use the factor 1 ± this, at least .1
+    # Bits that are kept at magnitude 0; at 10 none is.
+    posterize_bits: Annotated[int, Bounds(minimum=0, maximum=8)]
+    # The threshold is 256 minus this.
+    solarize_levels: Annotated[int, Bounds(minimum=0, maximum=256)]
+    solarize_add_levels: Level                      # what is added, at most 128
 
     def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
         """The arguments of operations at magnitudes in [0, 10], as float64; all of one shape.
@@ -147,7 +151,7 @@ for _group, _operations in enumerate(GROUPS):
     GROUP_OF[_operations] = _group
 
 
-def describe(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """All that the device needs to know, (B, L, COLUMNS) float64: see operations.py.
 
     operations: of `draw_operations`. size: (height, width) of the views.
@@ -190,7 +194,7 @@ def rand_augment(images: Tensor, operations: Tensor, fill: Sequence[int] | Tenso
                  groups: np.ndarray | None = None, few_launches: bool | None = None) -> Tensor:
     """Apply to each image of (n, 3, H, W) uint8 its operations; returns new images.
 
-    operations: (n, L, COLUMNS), of `describe`, on the images' device. fill: the colour of pixels
+    operations: (n, L, COLUMNS), of `for_device`, on the images' device. fill: the colour of pixels
         from outside (three values, 0 to 255).
     groups: (n, L), the column GROUP of `operations` on the host; without it a GPU is waited for.
     few_launches: all groups of a function go through it together, as a GPU needs, which has a fixed

@@ -12,7 +12,7 @@ from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, TrainToDevice
 from ..data.draw import Augmentation, SampleKey, Samples, unpack
 from ..data.images import decode_image, resize_and_centre_crop
 from ..data.loader import TrainViews
-from ..data.rand_augment import Operation, describe, rand_augment
+from ..data.rand_augment import Operation, for_device, rand_augment
 from ..data.sources import LooseImages
 from ..recipe.files import RECIPES, load_recipe
 from .plot import pyplot, save
@@ -30,7 +30,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     operations = np.array(Operation)                 # the first, NONE, is the photograph
     ones = np.ones(operations.shape)
     arguments = settings.arguments(operations, magnitude * ones, ones)
-    described = describe(np.stack([operations, arguments, ones], 1)[:, None], (224, 224))
+    described = for_device(np.stack([operations, arguments, ones], 1)[:, None], (224, 224))
     images = rand_augment(image.expand(len(operations), -1, -1, -1), torch.from_numpy(described),
                           settings.fill)
     figure, axes = plt.subplots(4, 4, figsize=(9.0, 9.7), layout="constrained")

@@ -14,7 +14,6 @@ seed; in train.py the first process sends its weights to all others.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch import nn
 
-from ..messages import in_brief
+from ..messages import in_brief, nearest
 from ..models import FAMILIES
 
 __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
@@ -72,8 +71,7 @@ def init_function(name: str, family: str) -> Callable[..., None]:
     Raises ValueError for an unknown name, or if the init is not defined for the family.
     """
     if name not in INITS:
-        near = difflib.get_close_matches(name, INITS, n=3) or sorted(INITS)
-        raise ValueError(f"there is no init '{name}'; near: {', '.join(near)}")
+        raise ValueError(f"there is no init '{name}'{nearest(name, INITS)}")
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
         raise ValueError(f"init '{name}' is not defined for a {FAMILIES.get(family, family)}; " + (

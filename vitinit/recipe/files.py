@@ -3,12 +3,10 @@
     file → --init, --seed, --data-dir, --set → sections and options → contradictions → Recipe
 
 A recipe must state every key, so `diff` between two recipes shows every difference between two
-experiments. Only the tables `[model.options]` and `[init.options]` may leave out what has its
-documented default: the keyword arguments of the function that builds the model or does the init,
-which are added. Keys that came later have the value that was meant before (`SINCE_12`), and a
-recipe without `[distill]` trains without a teacher. A mistake is a
-`RecipeError` of one line that names the file or option, the key, what was expected, and the nearest
-valid key.
+experiments. What may be left out: options that have a default, which are the keyword arguments of
+the function that builds the model or does the init; keys that came later (`SINCE_12`); and
+`[distill]`, without which there is no teacher. A mistake is a `RecipeError` of one line that names
+the file or option, the key, what was expected, and the nearest valid key.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..init import GIVEN, INITS, init_function
-from ..messages import OneLineError
+from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
 from .sections import SECTIONS, VERSION, Recipe, contradictions
-from .values import ReadOnly, convert, describe, nearest, plain, show, to_toml
+from .values import ReadOnly, convert, in_words, plain, show, to_toml
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -107,7 +105,7 @@ def load_recipe(name: str | Path | None, changes: Sequence[Override] = ()) -> Re
     except ValueError as error:                      # neither TOML nor UTF-8
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     # A person need not write the version.
-    return _recipe({"version": VERSION} | table, path.stem, str(path), changes)
+    return _recipe({"version": VERSION} | table, path.stem, Origin(str(path), changes))
 
 
 def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override] = ()) -> Recipe:
@@ -119,71 +117,67 @@ def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override]
     source: how error messages call it. changes: applied in order. Raises RecipeError.
     """
     sections = plain(table)
-    return _recipe(sections, str(sections.pop("name", "")), source, changes, checks_init=False)
+    return _recipe(sections, str(sections.pop("name", "")), Origin(source, changes),
+                   checks_init=False)
 
 
-def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Override], *,
-            checks_init: bool = True) -> Recipe:
-    """The recipe of a table of sections; see `load_recipe`. source: how errors call the table."""
-    def where(*keys: str) -> str:
+class Origin(NamedTuple):
+    """Where the values of a recipe are from: what error messages blame."""
+
+    source: str                 # the file, or words for it
+    changes: Sequence[Override]     # by the command line
+
+    def of(self, *keys: str) -> str:
         """Where one of these keys, or a table that contains it, was written last."""
-        return next((change.text for key in keys for change in reversed(changes)
-                     if f"{key}.".startswith(f"{change.key}.")), source)
+        return next((change.text for key in keys for change in reversed(self.changes)
+                     if f"{key}.".startswith(f"{change.key}.")), self.source)
 
-    def refuse(problem: str, *keys: str) -> NoReturn:
+    def refuse(self, problem: str, *keys: str) -> NoReturn:
         """Raise RecipeError; keys: whose values are the problem, that of most weight first."""
-        raise RecipeError(f"{where(*keys)}: {problem}") from None
+        raise RecipeError(f"{self.of(*keys)}: {problem}") from None
 
-    tables = _completed(tables, refuse)
-    own_init = tables["init"].get("name")
-    for change in changes:
-        *parents, last = change.key.split(".")
-        if not parents:
-            refuse(f"'{last}' is no section.key, such as eval.crop_pct", change.key)
-        place = tables
-        for parent in parents:
-            if not isinstance(place.get(parent), dict):
-                inner = [key for key, table in place.items() if isinstance(table, dict)]
-                refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
-            place = place[parent]
-        place[last] = change.value
 
-    sections = {title: _checked(tables[title], title, kind, refuse)
-                for title, kind in SECTIONS.items()}
+def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
+            checks_init: bool = True) -> Recipe:
+    """The recipe of a table of sections, with the origin's changes; see `load_recipe`."""
+    tables = _completed(tables, origin)
+    init_before = tables["init"].get("name")
+    for change in origin.changes:
+        _apply(change, tables, origin)
+
+    sections = {title: _checked(tables[title], title, origin,
+                                typing.get_type_hints(section, include_extras=True))
+                for title, section in SECTIONS.items()}
     model, init = sections["model"], sections["init"]
     family, sizes = MODELS[model["name"]]
-    takers = {"model": (model_class(family).__init__, sizes | dict(model["options"]))}
+    model["options"] = _options("model", model["name"], model_class(family).__init__,
+                                sizes | model["options"], origin)
     if checks_init:
-        if init["name"] not in INITS:
-            refuse(f"init.name is '{init['name']}'{nearest(init['name'], INITS)}", "init.name")
-        try:
-            function = init_function(init["name"], family)
-        except ValueError as error:
-            refuse(str(error), "init.name")
-        has, renamed = inspect.signature(function).parameters, init["name"] != own_init
-        takers["init"] = function, {
-            key: value for key, value in init["options"].items()
-            if key in has or not renamed or where(f"init.options.{key}") != source}
-    for title, (function, options) in takers.items():
-        values = _checked(options, f"{title}.options", function, refuse,
-                          f" of {sections[title]['name']}")
-        sections[title]["options"] = ReadOnly(plain(values))
-    recipe = Recipe(name=name, **{title: kind(**sections[title])
-                                  for title, kind in SECTIONS.items()})
+        function = _init_function(init["name"], family, origin)
+        if init["name"] != init_before:              # of the file's options it keeps what it has
+            known = inspect.signature(function).parameters
+            init["options"] = {
+                key: value for key, value in init["options"].items()
+                if key in known or origin.of(f"init.options.{key}") != origin.source}
+        init["options"] = _options("init", init["name"], function, init["options"], origin)
+
+    recipe = Recipe(name=name, **{title: section(**sections[title])
+                                  for title, section in SECTIONS.items()})
     for keys, expected in contradictions(recipe):
         first, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
-        refuse(f"{first}{' with ' * bool(others)}{', '.join(others)}; expected {expected}", *keys)
+        origin.refuse(f"{first}{' with ' * bool(others)}{', '.join(others)}; expected {expected}",
+                      *keys)
     return recipe
 
 
-def _completed(tables: dict[str, Any], refuse: Callable[..., NoReturn]) -> dict[str, Any]:
+def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     """The tables of all sections, with those that a file may leave out."""
     if (version := tables.pop("version", None)) != VERSION:
-        refuse(f"a recipe of version {show(version)}, and this code reads {VERSION}; "
-               "commit bb39c50 reads those of versions 1 to 11")
+        origin.refuse(f"a recipe of version {show(version)}, and this code reads {VERSION}; "
+                      "commit bb39c50 reads those of versions 1 to 11")
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
-            refuse(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
+            origin.refuse(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
     tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
     for title in ("model", "init"):
         tables[title].setdefault("options", {})
@@ -195,28 +189,58 @@ def _completed(tables: dict[str, Any], refuse: Callable[..., NoReturn]) -> dict[
     return tables
 
 
-def _checked(body: Mapping[str, Any], title: str, takes: Callable, refuse: Callable[..., NoReturn],
-             of: str = "") -> dict[str, Any]:
-    """The values of a table, converted to their kinds, after the defaults of those that it lacks.
+def _apply(change: Override, tables: dict[str, Any], origin: Origin) -> None:
+    """Write the value of a change into the table that its key names."""
+    *parents, last = change.key.split(".")
+    if not parents:
+        origin.refuse(f"'{last}' is no section.key, such as eval.crop_pct", change.key)
+    for parent in parents:
+        if not isinstance(tables.get(parent), dict):
+            inner = [key for key, table in tables.items() if isinstance(table, dict)]
+            origin.refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
+        tables = tables[parent]
+    tables[last] = change.value
 
-    takes: the dataclass of a section, or a function whose keyword-only parameters are the keys but
-        for NO_OPTIONS. title, of: "init.options" and " of impulse", for error messages.
+
+def _init_function(name: str, family: str, origin: Origin) -> Callable[..., None]:
+    if name not in INITS:
+        origin.refuse(f"init.name is '{name}'{nearest(name, INITS)}", "init.name")
+    try:
+        return init_function(name, family)
+    except ValueError as error:
+        origin.refuse(str(error), "init.name")
+
+
+def _options(title: str, name: str, function: Callable[..., Any], options: Mapping[str, Any],
+             origin: Origin) -> ReadOnly:
+    """The options of the model or init `name`, which are keyword-only parameters of `function`."""
+    parameters = [parameter for parameter in inspect.signature(function).parameters.values()
+                  if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS]
+    hints = typing.get_type_hints(function)
+    kinds = {parameter.name: hints[parameter.name] for parameter in parameters}
+    defaults = {parameter.name: parameter.default for parameter in parameters
+                if parameter.default is not parameter.empty}
+    return ReadOnly(plain(_checked(options, f"{title}.options", origin, kinds, defaults,
+                                   f" of {name}")))
+
+
+def _checked(body: Mapping[str, Any], title: str, origin: Origin, kinds: Mapping[str, Any],
+             defaults: Mapping[str, Any] = ReadOnly(), of: str = "") -> dict[str, Any]:
+    """The values of a table, each converted to the kind of its key, after the defaults.
+
+    title, of: "init.options" and " of impulse", for error messages.
     """
-    fields, hints = getattr(takes, "__dataclass_fields__", {}), typing.get_type_hints(takes)
-    kinds, values = {}, {}                           # key → what `convert` takes; key → value
-    for name, parameter in inspect.signature(takes).parameters.items():
-        if fields or parameter.kind is parameter.KEYWORD_ONLY and name not in NO_OPTIONS:
-            kinds[name] = hints[name], fields[name].metadata if fields else {}
-            if parameter.default is not parameter.empty:
-                values[name] = parameter.default
+    values = dict(defaults)
     for key, value in body.items():
+        place = f"{title}.{key}"
         if key not in kinds:
-            refuse(f"[{title}]{of} has no key '{key}'{nearest(key, kinds)}", f"{title}.{key}")
+            origin.refuse(f"[{title}]{of} has no key '{key}'{nearest(key, kinds)}", place)
         try:
-            values[key] = convert(value, *kinds[key])
+            values[key] = convert(value, kinds[key])
         except TypeError as error:
-            refuse(f"{title}.{key} is {error}", f"{title}.{key}")
+            origin.refuse(f"{place} is {error}", place)
     for key, kind in kinds.items():
         if key not in values:
-            refuse(f"[{title}]{of} lacks the key '{key}' ({describe(*kind)})", f"{title}.{key}")
+            origin.refuse(f"[{title}]{of} lacks the key '{key}' ({in_words(kind)})",
+                          f"{title}.{key}")
     return values

@@ -9,9 +9,10 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ..bounds import LARGEST, PAIR, TINIEST, at_least, number, proportion
+from ..bounds import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative,
+                      Proportion, Size)
 from ..data.draw import Augment
 from ..data.mix import Mix
 from ..data.rand_augment import RandAugment
@@ -20,13 +21,15 @@ from ..train.optim import Distill, Optim, Schedule
 from .values import flat, plain, to_toml
 
 VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one
+Seed = Annotated[int, Bounds(minimum=0, below=2**63)]
+Deviation = Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
 
 
 @dataclass(frozen=True)
 class RunSection:
     """The run itself."""
 
-    seed: int = number(minimum=0, below=2**63)      # keys every random draw of the run
+    seed: Seed                                      # keys every random draw of the run
 
 
 @dataclass(frozen=True)
@@ -36,38 +39,39 @@ class DataSection:
     name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
                   "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
-    num_classes: int = at_least(0)                  # 0: as many as the data set has
-    subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
-    images_per_class: int = at_least(0)             # number of images instead; 0: no limit
+    num_classes: Count                              # 0: as many as the data set has
+    subset: Fraction                                # share of each class that is trained on
+    images_per_class: Count                         # number of images instead; 0: no limit
     # Decides which images those are; "run": run.seed does, and the held-out images are those of 0.
-    subset_seed: int | Literal["run"] = number(minimum=0, below=2**63)
-    held_out_per_class: int = at_least(0)           # training images per class
-                                                    # to validate on instead; 0: the test set
-    image_size: PAIR = at_least(1)                  # (height, width) that the model takes
-    mean: tuple[float, float, float] = proportion()  # per channel, in [0, 1]
-    std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
+    subset_seed: Seed | Literal["run"]
+    held_out_per_class: Count                       # training images per class to validate on
+                                                    # instead; 0: the test set
+    image_size: Size                                # (height, width) that the model takes
+    mean: tuple[Proportion, Proportion, Proportion]         # per channel, in [0, 1]
+    std: tuple[Deviation, Deviation, Deviation]
     apply_exif_orientation: bool                    # turn photographs upright; false: as stored
-    workers: int = at_least(0)                      # loader processes per training process
-    on_device_gib: float = number(minimum=0.0)      # sets up to this size are stored on the device
+    workers: Count                                  # loader processes per training process
+    on_device_gib: NonNegative                      # sets up to this size are stored on the device
 
 
 @dataclass(frozen=True)
 class EvalSection:
     """How and when the model is validated."""
 
-    crop_pct: float = number(minimum=0.1, maximum=1.0)  # resize to image_size / crop_pct, then crop
+    # Resize to image_size / crop_pct, then crop.
+    crop_pct: Annotated[float, Bounds(minimum=0.1, maximum=1.0)]
     interpolation: Literal["bilinear", "bicubic"]
-    batch_size: int = at_least(1)                   # images per process and forward pass
-    cache_gib: float = number(minimum=0.0)          # views up to this size per process are decoded
+    batch_size: AtLeastOne                          # images per process and forward pass
+    cache_gib: NonNegative                          # views up to this size per process are decoded
                                                     # once and stored; 0: decoded every time
-    every_epochs: int = at_least(1)                 # the last epoch is always evaluated
+    every_epochs: AtLeastOne                        # the last epoch is always evaluated
 
 
 @dataclass(frozen=True)
 class ModelSection:
     """The model, by its name in `vitinit.models.MODELS`."""
 
-    name: Literal[tuple(MODELS)]
+    name: Annotated[str, Literal[tuple(MODELS)]]
     options: Mapping[str, Any]                      # keyword arguments of that model
 
 
@@ -87,7 +91,7 @@ class InitSection:
 class EmaSection:
     """The exponential moving average of the weights."""
 
-    decay: float = number(minimum=0.0, below=1.0)   # 0: no moving average is kept
+    decay: BelowOne                                 # 0: no moving average is kept
     warmup: bool                                    # decay min(decay, 1 - (1 + update)^(-2/3))
 
 
@@ -105,9 +109,9 @@ class EngineSection:
 class CheckpointSection:
     """When checkpoints are written, which are kept for good, and which is the best."""
 
-    every_epochs: int = at_least(1)                 # between two last.pt; also at the end
-    every_steps: int = at_least(0)                  # also within an epoch; 0: never
-    keep_epochs: tuple[int, ...] = at_least(0)      # for good; 0: as initialised
+    every_epochs: AtLeastOne                        # between two last.pt; also at the end
+    every_steps: Count                              # also within an epoch; 0: never
+    keep_epochs: tuple[Count, ...]                  # for good; 0: as initialised
     best_by: Literal["val_top1", "val_loss", "ema_top1"]
 
 

@@ -1,28 +1,24 @@
 """Values of recipe keys: conversion to a type within bounds, what a key accepts in words, and TOML.
 
-A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR; bounds
-are what `number` was given.
+A `kind` is a type annotation, such as int, tuple[float, float] or Literal["a", "b"], perhaps
+Annotated: a number by its `Bounds`, a string by the Literal of its words where a table has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
-import operator
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
-from ..bounds import PAIR
-from ..messages import in_brief
+from ..bounds import Size
+from ..messages import in_brief, nearest
 
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
-         "maximum": ("≤", operator.le), "below": ("<", operator.lt)}
 
 
 class ReadOnly(dict):
@@ -37,36 +33,29 @@ class ReadOnly(dict):
         return ReadOnly, (dict(self),)
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """A hint for a mistyped word: '; did you mean X?', or all valid words if none is similar."""
-    valid = list(valid)
-    if close := difflib.get_close_matches(word, valid, n=1):
-        return f"; did you mean '{close[0]}'?"
-    return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
-
-
 def show(value: Any) -> str:
     """A value in an error message, cut short if it is long."""
     return in_brief(to_toml(value) if type(value) is bool else repr(value), 80)
 
 
-def describe(kind: Any, bounds: Mapping[str, float]) -> str:
-    """What a key of this kind accepts, in words, such as 'an integer ≥ 1 and < 101'."""
+def in_words(kind: Any) -> str:
+    """What a key of this kind accepts, such as 'an integer ≥ 1 and < 101'."""
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
+    if origin is Annotated:
+        base, limits = arguments
+        return in_words(limits) if base is str else f"{in_words(base)} {limits}"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(option, bounds) for option in arguments)
+        return " or ".join(map(in_words, arguments))
     if origin is tuple:
         count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
-        words = f"a list{count}, each {describe(arguments[0], bounds)}"
-        return f"an integer or {words}" if kind == PAIR else words
-    limits = [f"{SIGNS[name][0]} {limit:{',' if type(limit) is int else 'g'}}"
-              for name, limit in bounds.items()]
-    return f"{WORDS.get(kind, 'a table')} {' and '.join(limits)}".rstrip()
+        either = "an integer or " if kind == Size else ""
+        return f"{either}a list{count}, each {in_words(arguments[0])}"
+    return WORDS.get(kind, "a table")
 
 
-def convert(value: Any, kind: Any, bounds: Mapping[str, float]) -> Any:
+def convert(value: Any, kind: Any) -> Any:
     """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
 
     Raises TypeError, in the words "…, expected …", if the value is of another kind or beyond its
@@ -77,25 +66,33 @@ def convert(value: Any, kind: Any, bounds: Mapping[str, float]) -> Any:
         if value in arguments:
             return value
         raise TypeError(f"{show(value)}{nearest(str(value), arguments)}")
-    if origin in (typing.Union, types.UnionType):
+    if origin is Annotated:
+        base, limits = arguments
+        if base is str:
+            return convert(value, limits)
+        with suppress(TypeError):
+            if (number := convert(value, base)) in limits:
+                return number
+    elif origin in (typing.Union, types.UnionType):
         for option in arguments:
             with suppress(TypeError):
-                return convert(value, option, bounds)
+                return convert(value, option)
     elif origin is tuple:
-        items = [value] * 2 if kind == PAIR and type(value) is int else value
+        items = [value] * 2 if kind == Size and type(value) is int else value
         if isinstance(items, (list, tuple)):
             kinds = arguments[:1] * len(items) if arguments[-1] is Ellipsis else arguments
             with suppress(TypeError, ValueError):    # of an item, or of another number of them
-                return tuple(convert(item, each, bounds)
+                return tuple(convert(item, each)
                              for item, each in zip(items, kinds, strict=True))
     elif origin is Mapping and isinstance(value, Mapping):
         return ReadOnly(value)
-    elif type(value) is kind or kind is float and type(value) is int:
-        found = float(value) + 0.0 if kind is float else value   # makes a negative zero positive
-        if (kind is not float or math.isfinite(found)) and all(
-                SIGNS[name][1](found, limit) for name, limit in bounds.items()):
-            return found
-    raise TypeError(f"{show(value)}, expected {describe(kind, bounds)}")
+    elif kind is float and type(value) in (int, float):
+        with suppress(OverflowError):                # an integer beyond all floats
+            if math.isfinite(value):
+                return float(value)
+    elif type(value) is kind:
+        return value
+    raise TypeError(f"{show(value)}, expected {in_words(kind)}")
 
 
 def plain(value: Any) -> Any:
@@ -111,7 +108,7 @@ def plain(value: Any) -> Any:
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables: {"init": {"options": {"rank": 3}}} → {"init.options.rank": 3}."""
-    keys = {}
+    keys: dict[str, Any] = {}
     for name, value in table.items():
         keys |= (flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else
                  {f"{prefix}{name}": value})

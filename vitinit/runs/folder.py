@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from ..data.sources import SIZES
+from ..messages import warn
 from ..recipe.files import PACKAGE, RECIPES
 from ..recipe.sections import Recipe
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
                                 sync_folder, write_text_atomically)
-from ..train.distributed import warn
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
 # The weights in a folder that transformers or timm wrote.

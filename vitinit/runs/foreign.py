@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..bounds import PAIR
+from ..bounds import Size
 from ..messages import in_brief
 from ..models.layers import hidden_width
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
@@ -109,7 +109,7 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
         if value is not None and (name, type(value)) != ("mlp_ratio", list):     # two of a Mixer
             changes[f"model.options.{ours}"] = POOLS.get(value, value) if ours == "pool" else value
     if "input_size" in stated:
-        changes["data.image_size"] = convert(stated["input_size"][1:], PAIR, {"minimum": 1})
+        changes["data.image_size"] = convert(stated["input_size"][1:], Size)
     if classes := config.get("num_classes"):         # 0: a backbone
         changes["data.num_classes"] = classes
     return Description(file, "", changes, _names(config.get("label_names"), classes))
@@ -147,7 +147,7 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
                     "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(config["intermediate_size"],
                                                                       options["embed_dim"])}
     changes = {"model.name": "swin_tiny" if swin else "vit_base", "model.options": options,
-               "data.image_size": convert(config["image_size"], PAIR, {"minimum": 1})}
+               "data.image_size": convert(config["image_size"], Size)}
     classes = None
     if "Classification" in name:                     # transformers omits its default of 2 labels
         labels = config.get("id2label") or {}

@@ -29,10 +29,9 @@ from functools import cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ..messages import in_brief
+from ..messages import in_brief, warn
 from ..recipe.values import flat
 from ..train.checkpoint import CheckpointError, shortened, written_atomically
-from ..train.distributed import warn
 from ..train.metrics import METRICS
 from ..train.optim import NO_TEACHER
 from .folder import by_name, image_digests, parse_lines, parse_starts, read_bytes

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.sources import SIZES
+from ..messages import warn
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import plain, to_toml
 from ..train.checkpoint import CheckpointError
-from ..train.distributed import Processes, warn
+from ..train.distributed import Processes
 from .folder import RunFolder, in_one_line
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..bounds import PAIR
+from ..bounds import Size
 from ..data.sources import are_names, indices_by_name
+from ..messages import nearest
 from ..models.convert import native_tensors
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
-from ..recipe.values import convert, nearest
+from ..recipe.values import convert
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.transfer import load_exactly, start_from
 from . import foreign
@@ -101,11 +102,11 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], foreign.Description | None]
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(path, mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
-    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", PAIR, tuple),
+    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", Size, tuple),
                             ("recipe", Mapping[str, Any], dict)):
         if key in state and (state[key] is not None or key == "recipe"):
             try:
-                state[key] = form(convert(state[key], kind, {"minimum": 1} if kind == PAIR else {}))
+                state[key] = form(convert(state[key], kind))
             except TypeError as error:
                 raise CheckpointError(f"{path}: its '{key}' is {error}") from None
     return path, state, (None if "recipe" in state else
@@ -150,8 +151,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
     try:
-        size = convert(found.data.image_size if image_size is None else image_size, PAIR,
-                       {"minimum": 1})
+        size = convert(found.data.image_size if image_size is None else image_size, Size)
     except TypeError as error:
         raise RecipeError(f"the image size is {error}") from None
     return Saved(path, state, found, size, description)

@@ -18,9 +18,8 @@ from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError
 from ..data.sources import are_names, class_indices
-from ..messages import OneLineError, in_brief
+from ..messages import OneLineError, in_brief, nearest
 from ..recipe.sections import Recipe
-from ..recipe.values import nearest
 from ..train.checkpoint import model_state
 from ..train.distill import LearnFromTeacher, Teacher
 from ..train.transfer import load_exactly

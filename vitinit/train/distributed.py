@@ -10,7 +10,6 @@ import atexit
 import gc
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..messages import OneLineError, in_brief, one_line
+from ..messages import OneLineError, environment_rank, in_brief
 from .device import this_device
 from .interruption import Interrupted, StopRequest
 
@@ -144,17 +143,6 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
         if verdict:
             raise Interrupted(verdict)
         yield item
-
-
-def environment_rank() -> int:
-    """The rank of this process by its environment, known before the processes are connected."""
-    return int(os.environ.get("RANK", 0))
-
-
-def warn(line: str) -> None:
-    """Print a warning on standard error, by the main process alone."""
-    if environment_rank() == 0:
-        print(one_line(f"warning {line}"), file=sys.stderr, flush=True)
 
 
 def start() -> Processes:

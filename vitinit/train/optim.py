@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from ..bounds import LARGEST, TINIEST, at_least, number, proportion
+from ..bounds import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative,
+                      PositiveNumber, Proportion)
 
 LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
@@ -30,19 +31,18 @@ class Optim:
 
     name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and
                                                     # AdamW for all other weights
-    global_batch: int = at_least(1)                 # images per step, over all processes
-    max_batch_per_process: int = at_least(1)        # most images per micro-batch
-    base_lr: float = number(above=0.0, below=LARGEST)
+    global_batch: AtLeastOne                        # images per step, over all processes
+    max_batch_per_process: AtLeastOne               # most images per micro-batch
+    base_lr: PositiveNumber
     lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
-    weight_decay: float = number(minimum=0.0, below=LARGEST)
-    betas: tuple[float, float] = number(minimum=0.0, below=1.0)
-    eps: float = number(minimum=TINIEST, below=LARGEST)
-    layer_decay: float = number(above=0.0, maximum=1.0)  # factor on the learning rate per layer,
-                                                    # from the head down
-    muon_factor: float = number(above=0.0, below=LARGEST)  # on Muon's updates; 1: as large as
-                                                    # AdamW's
-    muon_momentum: float = number(minimum=0.0, below=1.0)
-    clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
+    weight_decay: Annotated[float, Bounds(minimum=0.0, below=LARGEST)]
+    betas: tuple[BelowOne, BelowOne]
+    eps: Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
+    layer_decay: Fraction                           # factor on the learning rate per layer, from
+                                                    # the head down
+    muon_factor: PositiveNumber                     # on Muon's updates; 1: as large as AdamW's
+    muon_momentum: BelowOne
+    clip_norm: NonNegative                          # global gradient norm; 0: no clipping
 
     @property
     def peak_lr(self) -> float:
@@ -60,12 +60,12 @@ class Schedule:
     """The learning rate over time, and for how long the run trains."""
 
     shape: Literal["cosine", "one_cycle"]           # one_cycle has its own warm-up, ⅖ of epochs
-    epochs: int = at_least(1)                       # warm-up and decay together
-    cooldown_epochs: int = at_least(0)              # further epochs at min_lr
-    warmup_epochs: int = at_least(0)
-    warmup_lr: float = number(minimum=0.0)          # where the warm-up starts; at most the peak
+    epochs: AtLeastOne                              # warm-up and decay together
+    cooldown_epochs: Count                          # further epochs at min_lr
+    warmup_epochs: Count
+    warmup_lr: NonNegative                          # where the warm-up starts; at most the peak
     cosine_after_warmup: bool                       # false: the cosine begins at epoch 0
-    min_lr: float = number(minimum=0.0)             # where the decay ends; at most the peak
+    min_lr: NonNegative                             # where the decay ends; at most the peak
     step_on: Literal["epoch", "update"]             # when the learning rate changes
 
     @property
@@ -82,8 +82,8 @@ class Distill:
                                 # of torch.export, or torchvision:NAME; "": none
     weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
     kind: Literal["hard", "soft"]                    # learn its decision, or its probabilities
-    alpha: float = proportion()                     # the teacher's share of the loss
-    tau: float = number(above=0.0, below=LARGEST)    # soft: the temperature of both
+    alpha: Proportion                                # the teacher's share of the loss
+    tau: PositiveNumber                              # soft: the temperature of both
 
 
 # The section of a recipe that states none: the constants of DeiT's code, for a --set of a teacher.
