@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from .bounds import Bounds
 from .messages import OneLineError, environment_rank, in_brief, nearest, one_line
 from .recipe.files import RecipeError
-from .recipe.values import convert, in_words
+from .recipe.values import accepted_values, convert
 from .train.device import ran_out_of_memory
 from .train.distributed import LostProcess
 from .train.interruption import Interrupted
@@ -49,7 +49,7 @@ def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
         with suppress(ValueError, TypeError):        # not a number, or NaN or infinity
             if (number := convert(kind(text), kind)) in within:
                 return number
-        raise argparse.ArgumentTypeError(f"{text}: expected {in_words(kind)} {within}".rstrip())
+        raise argparse.ArgumentTypeError(f"{text}: expected {accepted_values(kind)} {within}")
     return parse
 
 

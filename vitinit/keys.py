@@ -1,24 +1,22 @@
 """Keyed randomness: each random draw of a run has a generator of its own, identified by a key.
 
 `keyed_generator(seed, stream, *counters)` is a counter-based generator (Philox, Salmon et al.
-2011). The same key gives the same draws on any machine, in any process, in any order. So the
-results of a run do not depend on how many workers load its data, how many processes share its
-batch, or how often it was interrupted; and any single draw can be repeated in order to inspect it.
+2011): the same key gives the same draws on any machine, in any process, in any order. So a run does
+not depend on how many workers load its data, how many processes share its batch, or how often it
+was interrupted; and any single draw can be repeated in order to inspect it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 
 class Stream(IntEnum):
-    """What a draw is for. Different streams are independent. The numbers must never change.
-
-    The comments name the counters of each stream.
-    """
+    """What a draw is for, with its counters. Streams are independent; no number ever changes."""
 
     ORDER = 1           # (epoch): the order of an epoch
     CROP_AND_FLIP = 2   # (epoch, index, repeat): the crop and flip of a sample
@@ -41,14 +39,10 @@ def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Gene
 
 def keyed_generators(seed: int, stream: Stream, keys: Iterable[tuple[int, int, int]]
                      ) -> Iterator[np.random.Generator]:
-    """Yield `keyed_generator(seed, stream, *key)` for many keys, about ten times as fast.
-
-    It is always the same generator, set to each key in turn. So draw from it before you ask for the
-    next one.
-    """
+    """Yield one generator, set to each key in turn, ten times as fast: draw before the next one."""
     generator = keyed_generator(seed, stream)
     bits = generator.bit_generator
-    state = bits.state                               # of a generator that has drawn nothing
+    state: dict[str, Any] = dict(bits.state)         # of a generator that has drawn nothing
     # Python's own numbers, because numpy reads them faster than arrays when it sets the state.
     words = state["state"] = {name: words.tolist() for name, words in state["state"].items()}
     state["buffer"] = state["buffer"].tolist()

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 LONGEST = 1000                  # most characters of a message, with everything that it quotes
 IN_BRIEF = 120                  # most characters quoted from the error of another library
@@ -29,9 +30,8 @@ class OneLineError(ValueError):
 def one_line(text: object, longest: int = LONGEST) -> str:
     r"""`text` as one line of printable characters; a line break, for example, becomes "\n".
 
-    Control characters, escape sequences, invisible characters and bytes that are not UTF-8 (as
-    os.fsdecode represents them) are written as in a Python string. A text of more than `longest`
-    characters loses its middle. A line that is printable and short enough stays as it is.
+    Control and invisible characters, and bytes that are not UTF-8 (as os.fsdecode represents them),
+    are written as in a Python string. A text of more than `longest` characters loses its middle.
     """
     text = str(text)
     if not text.isprintable():
@@ -46,8 +46,7 @@ def one_line(text: object, longest: int = LONGEST) -> str:
 def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
     """The first words of a long text, such as another library's exception, to be quoted in a line.
 
-    Sequences of blanks and line breaks become one blank. If there are no words, the result is the
-    name of the exception's class.
+    Sequences of white space become one blank; no words at all, the name of the exception's class.
     """
     text = one_line(" ".join(str(essay).split()), longest=2**20)
     if not text:
@@ -79,7 +78,7 @@ def without_warnings() -> Iterator[None]:
     """A context without Python's warnings, in which threads may be at once: it only adds an entry
     and removes it. `warnings.catch_warnings` puts back what it found, another thread's filter, say.
     """
-    filters, ignore = warnings.filters, ("ignore", None, Warning, None, 0)
+    filters, ignore = cast(list, warnings.filters), ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)
     try:
         yield
@@ -88,10 +87,10 @@ def without_warnings() -> Iterator[None]:
 
 
 def own_words(text: str) -> str:
-    """The message of an error itself, without the traceback that torch adds to errors of workers.
+    """The message of an error itself.
 
-    When an error occurs in a worker of a loader, torch raises one of the same class in the training
-    process, with the worker's whole traceback as its text. The last line is the original error.
+    torch raises an error of a loader's worker again, with the worker's whole traceback as its text:
+    the last line is the original error.
     """
     if not (text.startswith("Caught ") and "\nOriginal Traceback " in text):
         return text

@@ -60,7 +60,7 @@ def view_of(augmentation: Augmentation, key: SampleKey, height: int, width: int)
 
 def cropped(augmentation: Augmentation, source: Source, key: SampleKey) -> Tensor:
     """The view of a sample, (3, H, W) uint8."""
-    image = source.image(key.index)
+    image = source.image(key.image)
     box, flip, interpolation = view_of(augmentation, key, *image.shape[1:])
     return crop_and_flip(image, box, flip, augmentation.size, interpolation)
 

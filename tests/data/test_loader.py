@@ -61,7 +61,7 @@ def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):
     """Named tuples of tensors, which can be pinned."""
     expected = []
     for each in loader_of(folder, workers=0).sampler:
-        labels = torch.from_numpy(folder.labels[[key.index for key in each.keys]])
+        labels = torch.from_numpy(folder.labels[[key.image for key in each.keys]])
         images = torch.stack([cropped(DRAWS, folder, key) for key in each.keys])
         expected.append(Batch(images, labels, DRAWS.draws(each)))
     for method in ("fork", "forkserver"):

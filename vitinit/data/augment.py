@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .draw import Augmentation, unpack
-from .loader import Batch
 from .mix import mix_images, mix_targets, smooth_one_hot
 from .operations import GROUP
 from .rand_augment import CPU_CHUNK, rand_augment
@@ -24,19 +22,16 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def normalise(images: Tensor, mean: Sequence[float] | Tensor,
               std: Sequence[float] | Tensor) -> Tensor:
-    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, per channel.
-
-    mean, std: three numbers each, of values in [0, 1].
-    """
+    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with 3 means and 3 stds."""
     mean = torch.as_tensor(mean, dtype=torch.float64, device=images.device).view(3, 1, 1)
     std = torch.as_tensor(std, dtype=torch.float64, device=images.device).view(3, 1, 1)
     # One product and one difference, because devices divide float32 in different ways.
     return (images * (1.0 / (255.0 * std)).float()).sub_((mean / std).float())
 
 
-def normal_quantiles(count: int = 2**16) -> Tensor:
-    """The quantiles of N(0, 1) at (i + ½) / count: (count,) float32, from -4.3 to 4.3."""
-    shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+def normal_quantiles() -> Tensor:
+    """The quantiles of N(0, 1) at (i + ½) / 2¹⁶: (2¹⁶,) float32, from -4.3 to 4.3."""
+    shares = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
     return torch.special.ndtri(shares).float()
 
 
@@ -58,12 +53,10 @@ def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
 def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tensor) -> Tensor:
     """Fill each image's erased box, in place; images: (B, 3, H, W) float32, normalised.
 
-    erased: (B, 5), as in `draw.Draws`, on the images' device. count: how many values all boxes have
-    (3 · height · width each), which the host must know. fill: "pixel" (noise per value), "rand"
-    (noise per channel) or "const" (zeros). quantiles: `normal_quantiles`, on the same device.
-
-    Noise is looked up among the quantiles by a hash of the image's noise key and the position in
-    the box (channel, row, column), so that it is the same, bit for bit, on every device.
+    erased: (B, 5), as in `draw.Draws`. count: how many values all boxes have (3 · height · width
+    each), which the host must know. fill: as the key augment.erase_fill. All tensors are on one
+    device. Noise is looked up among the quantiles (of `normal_quantiles`) by a hash of the image's
+    noise key and the position in the box (channel, row, column): the same bits on every device.
     """
     if not count:
         return images
@@ -92,10 +85,7 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
 
 
 class ToDevice:
-    """Prepare evaluation batches: normalised images (B, 3, H, W) float32 and labels (B,).
-
-    mean, std: per channel, of values in [0, 1]. channels_last: the memory format of the images.
-    """
+    """Prepare evaluation batches: normalised images (B, 3, H, W) float32 and labels (B,)."""
 
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
                  channels_last: bool) -> None:
@@ -103,7 +93,7 @@ class ToDevice:
         self.statistics = torch.tensor([mean, std], dtype=torch.float64, device=device)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
 
-    def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = (part.to(self.device, non_blocking=True) for part in batch)
         return normalise(images, *self.statistics).contiguous(memory_format=self.format), labels
 
@@ -111,40 +101,37 @@ class ToDevice:
 class TrainToDevice(ToDevice):
     """Prepare training batches: augmented images (B, 3, H, W) float32, and targets (B, K) float32.
 
-    A CPU normalises, erases and mixes what fits into its cache at once, and a GPU the whole
-    micro-batch, which takes fewest launches; the bits are the same.
+    as_input: those of `ToDevice`. A CPU normalises, erases and mixes what fits into its cache at
+    once, and a GPU the whole micro-batch, which takes fewest launches; the bits are the same.
     """
 
     def __init__(self, device: torch.device, augmentation: Augmentation, *, num_classes: int,
                  **as_input: Any) -> None:
-        """as_input: mean, std and channels_last, as of `ToDevice`."""
         super().__init__(device, **as_input)
         self.augmentation, self.num_classes = augmentation, num_classes
         self.chunk = CPU_CHUNK if device.type == "cpu" else 2**62        # pixels at once
         self.fill = torch.tensor(augmentation.rand_augment.fill, dtype=torch.uint8, device=device)
         self.quantiles = normal_quantiles().to(device)
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Augment a micro-batch, which holds every image with its mixing partner."""
-        images, labels, draws = (part.to(self.device, non_blocking=True) for part in batch)
-        draws, on_host = unpack(draws), unpack(batch.draws.numpy())
-        images = rand_augment(images, draws.operations, self.fill,
-                              groups=on_host.operations[..., GROUP])
+    def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Augment a micro-batch, a `loader.Batch` of images with their mixing partners."""
+        images, labels, packed = (part.to(self.device, non_blocking=True) for part in batch)
+        draws, on_host = unpack(packed), unpack(batch[2].numpy())
         mix = self.augmentation.mix
         targets = smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
         if mix.mixes:
             targets = mix_targets(targets, draws.mixed)
+        images = rand_augment(images, draws.operations, self.fill,
+                              groups=on_host.operations[..., GROUP])
         count, _, height, width = images.shape
         values = 3 * on_host.erased[:, 2] * on_host.erased[:, 3]         # (B,), erased of each
         if count * height * width <= self.chunk:
             return self.finish(images, draws.erased, int(values.sum()), draws.mixed), targets
-        done = torch.empty(images.shape, memory_format=self.format, device=self.device)
-        for chunk in pairs_in_chunks(count, self.chunk // (height * width)):
-            rows = torch.from_numpy(chunk).to(self.device)
-            done.index_copy_(0, rows, self.finish(
-                images.index_select(0, rows), draws.erased[rows], int(values[chunk].sum()),
-                draws.mixed[rows]))
-        return done, targets
+        inputs = torch.empty(images.shape, memory_format=self.format, device=self.device)
+        for rows in pairs_in_chunks(count, self.chunk // (height * width)):      # of a CPU
+            inputs[rows] = self.finish(images.index_select(0, rows), draws.erased[rows],
+                                       int(values[rows].sum()), draws.mixed[rows])
+        return inputs, targets
 
     def finish(self, images: Tensor, erased: Tensor, count: int, mixed: Tensor) -> Tensor:
         """Turn uint8 images (n, 3, H, W) into what the model takes; count: as in `erase`.
@@ -163,14 +150,8 @@ class TrainToDevice(ToDevice):
         return images.contiguous(memory_format=self.format)
 
 
-def pairs_in_chunks(count: int, most: int) -> Iterator[np.ndarray]:
-    """Yield the indices of `count` images in chunks that hold each image with its mixing partner.
-
-    Partners stand opposite each other, so a chunk is indices from the front of the batch and from
-    its end. most: how many images a chunk may have, which has at least one pair.
-    """
-    pairs = max(1, most // 2)
-    for first in range(0, (count + 1) // 2, pairs):
-        front = np.arange(first, min(first + pairs, (count + 1) // 2))
-        back = count - 1 - front[::-1]
-        yield np.concatenate([front, back[back > front[-1]]])
+def pairs_in_chunks(count: int, most: int) -> Iterator[Tensor]:
+    """Yield indices of `count` images in chunks of at most `most`, or one pair, of partners."""
+    for front in torch.arange((count + 1) // 2).split(max(1, most // 2)):
+        back = count - 1 - front.flip(0)
+        yield torch.cat([front, back[back > front[-1]]])

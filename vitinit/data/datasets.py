@@ -15,7 +15,7 @@ other 800 classes are left out (`sources.class_indices`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Fo
                                   OxfordIIITPet, VisionDataset)
 
 from ..messages import in_brief, one_line
+from . import shapes
 from .folders import SPLITS, TEST, TRAIN, VAL, folders_in, listed, splits_in
 from .images import DataError
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, Source, folder_of
@@ -37,15 +38,14 @@ WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 def open_folder(root: Path, split: str) -> ImageFolder:
     """Open a split of an image folder; folders.py says which folders are splits and classes.
 
-    split: "train", "val", or "whole", which stands for all images if the folder has no splits, else
-    for "val". Raises DataError if the folders are no such layout, if there are no images of the
-    split, or if the two splits do not have the same classes.
+    split: "train", "val", or "whole": all images if the folder has no splits, else "val". Raises
+    DataError if there are no images of the split, or if the splits do not have the same classes.
     """
     splits, names = splits_in(root), folders_in(root)
     used = (TRAIN, VAL if VAL in splits else TEST)
     train, held = map(splits.get, used)
     name = train if split == "train" else held
-    unused = [one for one in names if SPLITS.get(one.lower()) not in used]
+    unused = [folder for folder in names if SPLITS.get(folder.lower()) not in used]
     lacks = (f"no {'train/' if split == 'train' else 'val/ or test/'} in it" if name is None else
              "" if folders_in(root / name) else f"no class folders in {name}/")
     if not splits and split != "val":
@@ -64,25 +64,26 @@ def open_folder(root: Path, split: str) -> ImageFolder:
                         f"all are classes, they belong into {root}/train/ or {root}/val/")
     source = ImageFolder(root / name)
     if split != "train":
-        with_the_classes_of(root / (train or "train"), source, root / name)
+        require_the_classes_of(root / (train or "train"), source, root / name)
     if unused:
         line = one_line(f"left out: {len(unused):,} folder(s) in {root}: {listed(unused)}")
         source.left_out = f"{line}\n{source.left_out}".rstrip()
     return source
 
 
-def with_the_classes_of(train: Path, source: ImageFolder, held: Path) -> ImageFolder:
-    """The images in `held`, unless the training set, if it is there, has other classes."""
+def require_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
+    """Refuse the images in `held` if the training set, if it is there, has other classes."""
     if os.path.isdir(train) and (unshared := set(source.classes) ^ set(folders_in(train))):
         raise DataError(f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
                         f"and {held.name}/; both must hold the same classes")
-    return source
 
 
 def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
     source = open_wnids(root / split)
-    return source if split == "train" else with_the_classes_of(root / "train", source, root / split)
+    if split != "train":
+        require_the_classes_of(root / "train", source, root / split)
+    return source
 
 
 def open_wnids(folder: Path) -> ImageFolder:
@@ -106,10 +107,9 @@ def open_imagenet_v2(root: Path, split: str) -> ImageFolder:
 
 
 def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
-    """Tiny ImageNet, 64×64 pixels, 200 classes: train has 500 images per class, val has 50.
+    """Tiny ImageNet: 500 images of 64×64 pixels per class in train, 50 in val.
 
-    Training images are train/<wnid>/images/*.JPEG. All validation images are in val/images/; each
-    line of val/val_annotations.txt begins with the file name and the class of one, and tabs.
+    Lines of val/val_annotations.txt begin with a file's name in val/images/ and its class.
     """
     lines = (root / "val" / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
     if split == "train":
@@ -123,10 +123,7 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
 
 
 def imagenet_wnids() -> list[str]:
-    """The WordNet ids (wnids) of ImageNet-1K's classes, sorted: class 0 is n01440764, the tench.
-
-    Models that were trained on ImageNet's folders have their outputs in this order.
-    """
+    """The WordNet ids (wnids) of ImageNet-1K's classes, sorted, as a model's outputs are."""
     return WNIDS.read_text(encoding="ascii").split()
 
 
@@ -144,26 +141,26 @@ class LabelledSTL10(STL10):
     train_list = STL10.train_list[:2]                # images and labels
 
 
-def read_arrays(kind: type[VisionDataset], labels: str, splits: dict[str, str | bool], root: Path,
-                split: str) -> ImagesInMemory:
+def read_arrays(kind: type[VisionDataset], labels: str, splits: Mapping[str, str | bool],
+                root: Path, split: str) -> ImagesInMemory:
     """Read a split of a set of torchvision that holds its images in an array `data`.
 
     labels: the attribute that holds its labels. splits: what torchvision calls "train" and "val".
     """
-    found = kind(root, splits[split])
-    images = torch.from_numpy(found.data)            # (N, 3, H, W), or (N, H, W, 3) of CIFAR
+    arrays = kind(root, splits[split])
+    images = torch.from_numpy(arrays.data)           # (N, 3, H, W), or (N, H, W, 3) of CIFAR
     images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
     return ImagesInMemory(images.contiguous(memory_format=torch.channels_last),
-                          np.array(getattr(found, labels), np.int64),
-                          list(getattr(found, "classes", "0123456789")))     # SVHN's digits
+                          np.array(getattr(arrays, labels), np.int64),
+                          list(getattr(arrays, "classes", "0123456789")))    # SVHN's digits
 
 
 def list_food101(root: Path, split: str) -> ImageFiles:
     """Food-101 class by class in alphabetical order; its lists have another order of classes."""
-    found = Food101(root, TRAIN_AND_TEST[split])
-    order = np.argsort(found._labels, kind="stable")
-    return ImageFiles([str(found._image_files[index]) for index in order],
-                      np.sort(found._labels), found.classes)
+    foods = Food101(root, TRAIN_AND_TEST[split])
+    order = np.argsort(foods._labels, kind="stable")
+    return ImageFiles([str(foods._image_files[index]) for index in order],
+                      np.sort(foods._labels), foods.classes)
 
 
 def list_flowers102(root: Path, split: str) -> ImageFiles:
@@ -176,17 +173,11 @@ def list_flowers102(root: Path, split: str) -> ImageFiles:
 
 def list_pets(root: Path, split: str) -> ImageFiles:
     """Oxford-IIIT Pet; its classes are called as in its files, such as american_bulldog."""
-    found = OxfordIIITPet(root, "trainval" if split == "train" else "test")
+    pets = OxfordIIITPet(root, "trainval" if split == "train" else "test")
     breeds = {label: path.stem.rpartition("_")[0]
-              for label, path in zip(found._labels, found._images)}
-    return ImageFiles(list(map(str, found._images)), found._labels,
+              for label, path in zip(pets._labels, pets._images)}
+    return ImageFiles(list(map(str, pets._images)), pets._labels,
                       [breeds[label] for label in sorted(breeds)])
-
-
-def draw_shapes(root: Path, split: str) -> ImagesInMemory:
-    """The embedded data set, which needs no folder."""
-    from . import shapes  # which only its own runs need
-    return ImagesInMemory(*shapes.make_split(split), shapes.CLASSES)
 
 
 @dataclass(frozen=True)
@@ -201,7 +192,9 @@ class DataSet:
 
 
 DATA_SETS: dict[str, DataSet] = {
-    "shapes": DataSet(draw_shapes, "drawn and needs no folder: leave out --data-dir", 10),
+    "shapes": DataSet(
+        lambda root, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
+        "drawn and needs no folder: leave out --data-dir", 10),
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
@@ -243,15 +236,15 @@ EVAL_SETS: dict[str, DataSet] = {                    # which have no training sp
 def download(name: str, root: str) -> None:
     """Download a data set that torchvision offers, unless its files are there already.
 
-    Among processes that share the folder, on one or several machines, one downloads and the others
-    wait; if it dies, the next goes on. Raises DataError if the download fails.
+    Of processes that share the folder, on any machine, one downloads and the others wait; if it
+    dies, the next goes on. Raises DataError if the download fails.
     """
     data_set, folder = DATA_SETS[name], folder_of(root)
     if not data_set.downloads:
         return
     import fcntl  # which Windows has not
     try:
-        with ExitStack() as stack:
+        with ExitStack() as stack, suppress(ImportError):        # of scipy, see `open_split`
             with suppress(OSError):                  # for a folder that cannot be written
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = folder / f".{name}.downloading"
@@ -261,8 +254,6 @@ def download(name: str, root: str) -> None:
                 fcntl.lockf(file, fcntl.LOCK_EX)
             for download_part in data_set.downloads:
                 download_part(folder)
-    except ImportError:                              # of scipy, of which `open_split` tells
-        pass
     except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
         reason = in_brief(getattr(error, "reason", error))
         raise DataError(f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "
@@ -272,8 +263,8 @@ def download(name: str, root: str) -> None:
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     """Open a split, "train" or "val", of a data set that is on disk already; see `open_folder`.
 
-    num_classes: how many classes are expected; 0: any number. Raises DataError if a file is
-    missing or damaged, if a class has no image, or if the number of classes is different.
+    num_classes: how many are expected; 0: any number. Raises DataError for another number, a file
+    that is missing or damaged, and a class without images.
     """
     data_set, folder = (DATA_SETS | EVAL_SETS)[name], folder_of(root)
     if not os.path.isdir(folder):

@@ -1,9 +1,8 @@
 """All random draws for a training sample, keyed by (seed, epoch, index, repeat).
 
-A sample is one view of one image in one epoch. Its draws depend on its key alone: not on the
-worker, the process, the position in the batch, or on how often the run was resumed. Each kind of
-draw has a random stream of its own (keys.py), so that switching one augmentation off leaves the
-draws of all others as they were.
+A sample is one view of one image in one epoch. Its draws depend on its key alone, and each kind of
+draw has a random stream of its own (keys.py): one augmentation less leaves all other draws as they
+were.
 
     crop and flip   applied in the worker that decodes the image                   → View
     RandAugment     applied to whole batches on the device                         ┐
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -85,8 +84,8 @@ def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float]
                ratio: tuple[float, float]) -> tuple[int, int]:
     """Draw the two sides of a box, in whole pixels, possibly 0.
 
-    Its area is `pixels` times a number that is uniform on `share`; the first side over the second
-    is log-uniform on `ratio`.
+    Its area over `pixels` is uniform on `share`; the first side over the second is log-uniform on
+    `ratio`.
     """
     shortest, longest = math.log(ratio[0]), math.log(ratio[1])
     # As by rng.uniform, but faster.
@@ -99,10 +98,9 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
               ratio: tuple[float, float], padding: int) -> Box:
     """Draw the box of a random resized crop (Szegedy et al., arXiv 1409.4842).
 
-    This is the version of torchvision and timm: the area is a uniform share of the image's area,
-    width over height is log-uniform, and the position is uniform on the image extended by
-    `padding` pixels on each side. After ten boxes that do not fit, the crop is the centre of the
-    image, at the allowed ratio that is nearest to the image's.
+    As in torchvision and timm: sides by `draw_sides`, a position uniform on the image extended by
+    `padding` pixels on each side; after ten boxes that do not fit the centre of the image, at the
+    allowed ratio that is nearest to the image's.
     """
     for _ in range(ATTEMPTS):
         box_width, box_height = draw_sides(rng, height * width, scale, ratio)
@@ -118,10 +116,7 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
 
 def draw_erasing(rng: np.random.Generator, augment: Augment, height: int, width: int
                  ) -> tuple[Box, int]:
-    """Draw what is erased of an image of height × width pixels (Zhong et al., arXiv 1708.04896).
-
-    Returns the box, which is NOWHERE where nothing is erased, and the 63-bit key of its noise.
-    """
+    """Draw what is erased (arXiv 1708.04896): a box, or NOWHERE, and its noise's 63-bit key."""
     if rng.random() >= augment.erase_probability:
         return NOWHERE, 0
     noise_key = int(rng.integers(2**63))
@@ -139,33 +134,33 @@ class SampleKey(NamedTuple):
     """One view of one image: the epoch, the image, and which of its views in that epoch it is."""
 
     epoch: int
-    index: int
+    image: int
     repeat: int = 0
 
 
 class Samples(NamedTuple):
-    """The B samples of a micro-batch of the run's step number `step`."""
+    """The B samples of a micro-batch."""
 
-    step: int
+    step: int                   # of the run, from 0
     keys: list[SampleKey]
     groups: np.ndarray          # (B,), the mixing group of each sample
 
 
-class Draws(NamedTuple):
-    """What happens to the B samples of a micro-batch on the device, as float64.
+Array = TypeVar("Array", Tensor, np.ndarray)
 
-    Whole numbers are exact in float64, except for the key of the noise: its 64 bits stand in its
-    place as they are, to be read by `view(torch.int64)`.
-    """
 
-    operations: Tensor          # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
-    erased: Tensor              # (B, 5): top, left, height and width of the box that is erased
-                                # (height 0: none), and the key of the noise in it
-    mixed: Tensor               # (B, 5): a `MixDraw`, the same for two partners: λ, then top, left,
+class Draws(NamedTuple, Generic[Array]):
+    """What happens to the B samples of a micro-batch on the device, as float64."""
+
+    operations: Array           # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
+    erased: Array               # (B, 5): top, left, height and width of the box that is erased
+                                # (height 0: none), and the key of the noise in it,
+                                # whose bits stand there as they are: `view(torch.int64)`
+    mixed: Array                # (B, 5): a `MixDraw`, the same for two partners: λ, then top, left,
                                 # height and width of the box (0: none)
 
 
-def unpack(draws: Tensor) -> Draws:
+def unpack(draws: Array) -> Draws[Array]:
     """The parts of `Augmentation.draws`, as views; so also of an array."""
     layers = (draws.shape[1] - 10) // COLUMNS
     return Draws(draws[:, 10:].reshape(len(draws), layers, COLUMNS), draws[:, :5], draws[:, 5:10])

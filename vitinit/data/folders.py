@@ -44,10 +44,10 @@ def listed(names: Iterable[str]) -> str:
 def splits_in(root: Path) -> dict[int, str]:
     """The folders in `root` that are splits, by their names: TRAIN, VAL or TEST → name.
 
-    Raises DataError if two are the same split. So it does if there is none, but folders look like
-    splits: by words in their names, or if all hold the same two folders, at least, and no images.
+    Raises DataError if two are the same split, and if there is none but folders look like splits:
+    by words in their names, or because all hold the same folders, two at least, and no images.
     """
-    names, splits = folders_in(root), {}
+    names, splits = folders_in(root), dict[int, str]()
     for name in names:
         split = SPLITS.get(name.lower())
         if split is not None and not os.path.samefile(
@@ -76,7 +76,7 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     """
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
-    images, seen = {}, set()
+    images, seen = {}, set[str]()
     # Still to be read: how deep a link is, or 0 for what is none, its path, and the real path.
     waiting = [(0, os.fspath(folder), os.path.realpath(folder))]
     while waiting:
@@ -85,8 +85,8 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
             left_out["folder(s) read elsewhere"] += 1
             continue
         seen.add(real)
-        _, folders, files = next(os.walk(parent, onerror=refuse))
-        folders, files = (set(fnmatch.filter(names, "[!.]*")) for names in (folders, files))
+        _, *content = next(os.walk(parent, onerror=refuse))
+        folders, files = (fnmatch.filter(names, "[!.]*") for names in content)
         for name in folders:
             path = os.path.join(parent, name)
             linked = os.path.islink(path)
@@ -96,15 +96,12 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
             else:
                 heappush(waiting, (linked * path.count(os.sep), path, target))
         images[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
-        left_out.update(map(suffix_of, files.difference(images[parent])))
+        left_out.update(map(suffix_of, set(files).difference(images[parent])))
     return sorted(images.items())
 
 
 def images_in(folder: str | Path) -> tuple[list[str], str]:
-    """The paths of the images anywhere under `folder`, and a line on what is left out, or "".
-
-    Raises DataError if there is no image.
-    """
+    """The images anywhere under `folder` (DataError if none), and a line on what is left out."""
     left_out: Counter[str] = Counter()
     paths = [os.path.join(parent, name) for parent, names in images_below(folder, left_out)
              for name in names]
@@ -120,10 +117,7 @@ def suffix_of(name: str) -> str:
 
 
 def in_words(left_out: Counter[str], folder: str | Path) -> str:
-    """A line about what is left out under `folder`; "" if nothing is.
-
-    Example: "left out: 12 .heic, 3 .mov in photos/train; …", with how to convert the former.
-    """
+    """A line such as "left out: 12 .heic, 3 .mov in photos/train; …"; "" if nothing is."""
     if not left_out:
         return ""
     kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))

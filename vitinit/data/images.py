@@ -46,10 +46,7 @@ NOWHERE = Box(0, 0, 0, 0)
 
 
 def decode_image(path: str, *, apply_exif_orientation: bool = True) -> Tensor:
-    """Read and decode an image file: RGB, (3, H, W) uint8; see `decode_bytes`.
-
-    Raises DataError, which names the file, if it cannot be read or decoded.
-    """
+    """Read and decode an image file as `decode_bytes`. Raises DataError, which names the file."""
     try:
         with open(path, "rb") as file:
             content = file.read()
@@ -61,21 +58,17 @@ def decode_image(path: str, *, apply_exif_orientation: bool = True) -> Tensor:
 def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
     """Decode the content of an image file: RGB, (3, H, W) uint8.
 
-    torchvision decodes JPEGs, because it is fast, and Pillow all other formats. Pillow also decodes
-    JPEGs if torchvision has no decoder, and those that torchvision refuses; both give the same
-    pixels. Of an animation the first frame is taken; transparency is dropped as by Pillow's
-    convert("RGB"); of 16-bit values the higher 8 bits are kept.
+    torchvision decodes JPEGs, because it is fast, and Pillow other formats and what torchvision
+    refuses; both give the same pixels. Of an animation the first frame is taken; transparency is
+    dropped as by Pillow's convert("RGB"); of 16-bit values the higher 8 bits are kept.
 
-    apply_exif_orientation: turn the image as its EXIF data say, so that a photograph taken with an
-        upright camera is upright; False leaves it as it is stored, as torchvision's and timm's
-        loaders do. A TIFF is turned in any case, because Pillow does so.
+    apply_exif_orientation: turn a photograph upright, as its EXIF data say; False leaves it as it
+        is stored, as torchvision's and timm's loaders do. Pillow turns a TIFF in any case.
 
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
     image, if it has 32-bit values, or more pixels than Pillow reads (178,956,970 by default).
     """
-    # torchvision warns of its deprecation, torch of bytes that cannot be written to, and Pillow of
-    # damaged files and many pixels.
-    with without_warnings():
+    with without_warnings():                         # of deprecation, read-only bytes and damage
         try:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads its header
                 if decode_jpeg and image.format in ("JPEG", "MPO"):
@@ -95,10 +88,7 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
 
 
 def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> Tensor:
-    """Convert a Pillow image to RGB, (3, H, W) uint8, channels-last in memory.
-
-    Raises DataError for 32-bit values: which of them is black and which is white is not known.
-    """
+    """A Pillow image as RGB, (3, H, W) uint8, channels-last; DataError for 32-bit values."""
     # Pillow may read 16-bit values as 32-bit integers, too; PNG and PPM have no others.
     if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
         bits = getattr(image, "tag_v2", {}).get(258)             # TIFF's BitsPerSample
@@ -137,10 +127,7 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Resize an image (3, H, W) uint8 to (3, *size), antialiased like Pillow.
-
-    interpolation: "bilinear" or "bicubic".
-    """
+    """Resize (3, H, W) uint8 to (3, *size), "bilinear" or "bicubic", antialiased like Pillow."""
     if tuple(image.shape[1:]) == size:
         return image
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
@@ -174,12 +161,10 @@ def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float
     """
     height, width = image.shape[1:]
     # 1e-9 because floor(224 / 0.875) must not become 255 through a rounding error.
-    wanted = [int(side / crop_pct + 1e-9) for side in size]
-    if wanted[0] * width >= wanted[1] * height:      # height is scaled by the larger factor
-        target = (wanted[0], int(wanted[0] * width / height))
+    down, across = (int(side / crop_pct + 1e-9) for side in size)
+    if down * width >= across * height:              # height is scaled by the larger factor
+        across = int(down * width / height)
     else:
-        target = (int(wanted[1] * height / width), wanted[1])
-    image = resize(image, target, interpolation)
-    top = round((image.shape[1] - size[0]) / 2)
-    left = round((image.shape[2] - size[1]) / 2)
-    return crop(image, Box(top, left, *size))
+        down = int(across * height / width)
+    image = resize(image, (down, across), interpolation)
+    return crop(image, Box(round((down - size[0]) / 2), round((across - size[1]) / 2), *size))

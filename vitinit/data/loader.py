@@ -1,10 +1,9 @@
 """Loaders of uint8 batches on the host: worker processes decode, crop and flip images.
 
 A view is an image as it is cut out and resized for the model. `TrainViews` and `EvalViews` make
-them, for training and for evaluation, and `Loader` does so in worker processes. These are copies of
-the training process (fork, the default on Linux before Python 3.14), or of a server process that
-has imported the modules (forkserver, the default from 3.14 on, and where several processes train
-together). The batches are the same.
+them, and `Loader` does so in worker processes. These are copies of the training process (fork, the
+default on Linux before Python 3.14), or of a server process that has imported the modules
+(forkserver, the default since, and where several processes train together).
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Batch(NamedTuple):
 class TrainViews(Dataset):
     """Training batches, indexed by samples: views, labels, and draws for the device.
 
-    decode: False if all images are stored on the device, at the size that the model takes. Then a
-        view is not made but described, by (image index, top, left, 1 if it is flipped).
+    decode: False if all images are stored on the device, at the model's size. Then a view is not
+        made but described, by (image index, top, left, 1 if it is flipped).
     """
 
     def __init__(self, source: Source, augmentation: Augmentation, *, decode: bool = True) -> None:
@@ -56,21 +55,22 @@ class TrainViews(Dataset):
         self.source = source if decode else None     # not sent to workers that need not decode it
 
     def __getitem__(self, samples: Samples) -> Batch:
-        drawn, indices = self.augmentation, np.array([key.index for key in samples.keys])    # (B,)
-        generators = keyed_generators(drawn.seed, Stream.CROP_AND_FLIP, samples.keys)
+        augmentation, indices = self.augmentation, np.array([key.image for key in samples.keys])
+        generators = keyed_generators(augmentation.seed, Stream.CROP_AND_FLIP, samples.keys)
         if self.source is not None:
-            images = default_collate(list(map(self.view, indices.tolist(), generators)))
+            images = default_collate([self.view(self.source.image(index), rng)
+                                      for index, rng in zip(indices.tolist(), generators)])
         else:
-            views = [draw_view(rng, drawn.augment, *drawn.size) for rng in generators]
+            views = [draw_view(rng, augmentation.augment, *augmentation.size)
+                     for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in views]
             images = torch.from_numpy(np.column_stack([indices, corners]))
-        return Batch(images, torch.from_numpy(self.labels[indices]), drawn.draws(samples))
+        return Batch(images, torch.from_numpy(self.labels[indices]), augmentation.draws(samples))
 
-    def view(self, index: int, rng: np.random.Generator) -> Tensor:
-        """The view of an image by the draws of a generator, (3, H, W) uint8."""
-        image, drawn = self.source.image(index), self.augmentation       # (3, h, w)
-        box, flip, interpolation = draw_view(rng, drawn.augment, *image.shape[1:])
-        return crop_and_flip(image, box, flip, drawn.size, interpolation)
+    def view(self, image: Tensor, rng: np.random.Generator) -> Tensor:
+        """The view of an image (3, h, w) by the draws of a generator, (3, H, W) uint8."""
+        box, flip, interpolation = draw_view(rng, self.augmentation.augment, *image.shape[1:])
+        return crop_and_flip(image, box, flip, self.augmentation.size, interpolation)
 
 
 class EvalViews(Dataset):
@@ -98,8 +98,7 @@ class EvalViews(Dataset):
 class Loader(DataLoader):
     """torch's DataLoader, whose workers leave signals to this process and end when it ends.
 
-    workers: how many. options: those of DataLoader. Raises DataError, while awaiting a batch, where
-    a worker was killed or found no memory to work in.
+    Raises DataError, while awaiting a batch, where a worker was killed or found no memory.
     """
 
     def __init__(self, views: Dataset, *, workers: int, **options: Any) -> None:
@@ -110,7 +109,7 @@ class Loader(DataLoader):
         super().__init__(views, num_workers=workers, worker_init_fn=begin_work, **options,
                          multiprocessing_context=start_method() if workers else None)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:     # type: ignore[override]  # torch's is of a class
         try:
             batches = super().__iter__()
             if self.num_workers:
@@ -135,29 +134,22 @@ class Loader(DataLoader):
 def start_method() -> str:
     """How workers are started: as Python does, but not by a fork where processes train together.
 
-    A fork copies a process with the locks that its other threads hold at that moment. torch's
-    threads of communication take one of Python's own whenever they release a tensor. A worker that
-    was forked just then waits for it for ever, and all processes for the worker.
+    A fork copies the locks that other threads hold at that moment. torch's threads of communication
+    take one of Python's own to release a tensor; a worker forked just then waits for it for ever.
     """
     method = multiprocessing.get_start_method()
     return "forkserver" if method == "fork" and dist.is_initialized() else method
 
 
 def start_fork_server(workers: int) -> None:
-    """If workers are started by a fork server, start it early and let it import their modules.
-
-    Otherwise each worker would import torch itself.
-    """
+    """If workers are started by a fork server, let it import torch early, once for all of them."""
     if workers and start_method() == "forkserver":
         forkserver.set_forkserver_preload(["__main__", __name__])
         forkserver.ensure_running()
 
 
 def end_workers() -> None:
-    """Kill the workers of loaders that are still open when the program exits.
-
-    multiprocessing would send them a SIGTERM, which they ignore, and wait for them.
-    """
+    """Kill workers at exit: multiprocessing would wait for them, and they ignore its SIGTERM."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # torch's handler would report a crash
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -165,10 +157,9 @@ def end_workers() -> None:
 
 
 def begin_work(worker: int) -> None:
-    """What each worker does first (torch's `worker_init_fn`). Its number, `worker`, is not used.
+    """What each worker does first: ignore the signals that ask a run to end, and end with it.
 
-    It ignores the signals that ask a run to end, which often reach all of its processes: the
-    training process decides what to do, may still write a checkpoint, and then ends its workers.
+    They often reach all processes: the training process decides, and then ends its workers.
     """
     signal.set_wakeup_fd(-1)                         # a forked worker inherits the parent's
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
@@ -177,10 +168,7 @@ def begin_work(worker: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Wait until the training process ends, however it ends, then end this worker.
-
-    torch's own check does not suffice: it watches the process that the worker was forked from, and
-    a fork server lives on for as long as its workers do.
-    """
-    multiprocessing.parent_process().join()
+    """End this worker once the training process has ended: a fork server, its parent, lives on."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
     os._exit(1)

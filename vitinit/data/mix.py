@@ -1,8 +1,7 @@
 """Mixup and cutmix: each image of a micro-batch and its target are mixed with its partner's.
 
-The partner of image i is image B − 1 − i (the batch flipped), as in timm and DeiT. One random draw
-serves a whole group of images of the global batch (sampler.py), and a micro-batch may hold pairs of
-several groups. So there is one draw per image here; two partners have the same one.
+The partner of image i is image B − 1 − i (the batch flipped), as in timm and DeiT. One draw serves
+a group of images of the global batch (sampler.py); here each image has its group's.
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ def draw_box(rng: np.random.Generator, share: float, height: int, width: int) ->
 
 
 def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Turn labels (B,) into smoothed targets (B, K) float32 (arXiv 1512.00567, section 7).
-
-    With s = smoothing, every class gets s/K and the label 1 − s in addition.
-    """
+    """Labels (B,) → (B, K) float32: s/K, and 1 − s more for the label (arXiv 1512.00567, §7)."""
     off = np.float32(smoothing / num_classes)
     on = np.float32(1.0 - smoothing) + off
     targets = torch.full((len(labels), num_classes), float(off), device=labels.device)
@@ -83,10 +79,7 @@ def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor
 
 
 def mix_images(images: Tensor, mixed: Tensor) -> Tensor:
-    """Mix images (B, 3, H, W) with their partners; uint8 images are rounded to the nearest level.
-
-    mixed: (B, 5), as in `draw.Draws`, on the images' device.
-    """
+    """Mix (B, 3, H, W) with partners, uint8 rounded; mixed: (B, 5), see `draw.Draws`."""
     share, top, left, height, width = mixed.view(-1, 5, 1, 1, 1).unbind(1)   # (B, 1, 1, 1) each
     rows = torch.arange(images.shape[2], device=images.device)[:, None]
     columns = torch.arange(images.shape[3], device=images.device)
@@ -104,6 +97,6 @@ def mix_targets(targets: Tensor, mixed: Tensor) -> Tensor:
     return blend(targets, share.float(), (1.0 - share).float())
 
 
-def blend(batch: Tensor, own: Tensor, partners: Tensor) -> Tensor:
-    """own · batch + partners · flipped batch, in float32."""
-    return batch.flip(0).float().mul_(partners).add_(batch * own)
+def blend(batch: Tensor, weight: Tensor, partners: Tensor) -> Tensor:
+    """weight · batch + partners · flipped batch, in float32."""
+    return batch.flip(0).float().mul_(partners).add_(batch * weight)

@@ -1,25 +1,25 @@
 """RandAugment's fifteen operations on batches (n, 3, H, W) uint8, in three functions.
 
 Each operation is the one of Pillow that AutoAugment (arXiv 1805.09501) and RandAugment (arXiv
-1909.13719) use, with the same formula and the same rounding. (Only geometric operations may differ
-from Pillow's by one level, because they interpolate in float32 and Pillow in float64.)
+1909.13719) use, with the same formula and rounding. (Only geometric operations may differ by one
+level, because they interpolate in float32 and Pillow in float64.)
 
     map_levels   AutoContrast, Equalize, Invert, Posterize, Solarize, SolarizeAdd: a look-up
     enhance      Color, Contrast, Brightness, Sharpness: a blend with a plainer version
     affine       ShearX, ShearY, TranslateX, TranslateY, Rotate: one affine map per image
 
 Every kernel launch has a fixed cost on a GPU, so images with different operations go through such a
-function together. They are sorted by groups (rand_augment.py), and `counts` states how many images
-there are of each group of the function. `columns`, (n, COLUMNS) float64, describes the operation of
-each. A level is one of the 256 values of a channel.
+function together: sorted by groups (rand_augment.py), of which `counts` states how many images each
+has. `columns`, (n, COLUMNS) float64, describes the operation of each image. A level is one of the
+256 values of a channel.
 
-The result for an image is the same, bit for bit, whatever batch it is in, and whatever the device:
-all arithmetic is on integers, or single floating-point operations, whose rounding IEEE 754 defines.
+The bits of an image's result do not depend on the batch or the device: all arithmetic is on
+integers, or single floating-point operations, whose rounding IEEE 754 defines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,35 +37,33 @@ ARGUMENT, GROUP, MAP, MATRIX, COLUMNS = 1, 3, slice(4, 8), slice(8, 14), 14
 
 
 def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
-    """Replace each value by its entry in its channel's table.
-
-    counts: how many images AutoContrast, Equalize and the other maps have, in this order.
-    """
+    """Look up each value in its channel's table; counts: of AutoContrast, Equalize and others."""
     stretched, equalised, fixed = counts
-    some = slice(stretched, stretched + equalised)
+    middle = slice(stretched, stretched + equalised)             # the images that Equalize has
     levels = torch.arange(LEVELS, dtype=torch.int16, device=images.device)
     tables = images.new_empty(len(images), 3, LEVELS)
     first = torch.arange(0, tables.numel(), LEVELS, dtype=torch.int32, device=images.device)
     entries = images + first.view(-1, 3, 1, 1)       # of each value, in the flattened tables
     if fixed:
-        tables[some.stop:] = fixed_tables(columns[some.stop:], levels)
+        tables[middle.stop:] = fixed_tables(columns[middle.stop:], levels)
     if stretched or equalised:
-        lightest = images[:some.stop].amax((2, 3))[..., None]            # (·, 3, 1)
+        lightest = images[:middle.stop].amax((2, 3))[..., None]            # (·, 3, 1)
     if stretched:
         tables[:stretched] = auto_contrast_tables(images[:stretched], lightest[:stretched], levels)
     if equalised:
-        one = torch.ones(1, dtype=torch.int32, device=images.device)
-        values = entries[some].flatten()
-        histograms = one.new_zeros(tables.numel()).index_add_(0, values, one.expand(len(values)))
-        tables[some] = equalize_tables(histograms.view(tables.shape)[some], lightest[some], levels)
+        values = entries[middle].flatten()
+        counted = first.new_ones(1).expand(len(values))
+        histograms = first.new_zeros(tables.numel()).index_add_(0, values, counted)
+        tables[middle] = equalize_tables(histograms.view(tables.shape)[middle], lightest[middle],
+                                         levels)
     return tables.flatten().index_select(0, entries.flatten()).view(images.shape)
 
 
 def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
     """The tables of maps that do not depend on the image, (n, 1, 256).
 
-    To levels below the threshold an addend is added; no sum exceeds 255. From the threshold on,
-    levels are inverted if flip is 255. Of the result only the bits of the mask are kept.
+    Below the threshold an addend is added; no sum exceeds 255. From the threshold on, levels are
+    inverted if flip is 255. Of the result only the bits of the mask are kept.
     """
     table = columns[:, MAP].to(torch.int16)[..., None]
     threshold, addend, flip, mask = table.unbind(1)                      # (n, 1) each
@@ -83,9 +81,8 @@ def auto_contrast_tables(images: Tensor, lightest: Tensor, levels: Tensor) -> Te
 
 def equalize_tables(histograms: Tensor, lightest: Tensor, levels: Tensor) -> Tensor:
     """Spread the pixels of each channel's histogram, (n, 3, 256), evenly over the levels."""
-    # How many pixels each level would have if they were spread evenly, not counting those of the
-    # lightest value, (n, 3, 1), as in Pillow.
     so_far = histograms.cumsum(2)
+    # Pixels per level if spread evenly, without those of the lightest value, (n, 3, 1), as Pillow.
     step = (so_far[..., -1:] - histograms.gather(2, lightest.long())) // 255
     below = so_far - histograms
     spread = (below + step // 2) // step.clamp(min=1)
@@ -124,8 +121,7 @@ def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
 
 def to_levels(values: Tensor) -> Tensor:
     """Floats as uint8, clipped and truncated like in Pillow. The argument is clipped in place."""
-    # By way of int16, because that is faster on a CPU.
-    return values.clamp_(0, 255).to(torch.int16).to(torch.uint8)
+    return values.clamp_(0, 255).to(torch.int16).to(torch.uint8)     # faster so on a CPU
 
 
 def grey(images: Tensor) -> Tensor:
@@ -136,10 +132,7 @@ def grey(images: Tensor) -> Tensor:
 
 
 def smoothed(images: Tensor) -> Tensor:
-    """Smooth by the 3×3 kernel with 5/13 in the centre and 1/13 around it: float32, whole levels.
-
-    Pixels on the border stay as they are.
-    """
+    """Smooth by the kernel 1/13, in its centre 5/13, but for the border: whole levels, float32."""
     smooth = images.float()
     if min(images.shape[2:]) > 2:
         wide = images.to(torch.int16)
@@ -159,9 +152,9 @@ def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tens
     """Transform each image by its matrix, which maps (x, y, 1) to (x, y) in the old image.
 
     A pixel whose centre is mapped outside of the old image gets the colour `fill`, (3, 1, 1) uint8.
-    For all others, neighbours beyond the edge repeat the edge, as in Pillow. counts: of images
-    whose pixels move along x, along y and along both, with bilinear, then with bicubic
-    interpolation. few_launches: read all rows of neighbours at once, which takes much memory.
+    For all others, neighbours beyond the edge repeat it, as in Pillow. counts: of images whose
+    pixels move along x, along y and along both, with bilinear, then with bicubic interpolation.
+    few_launches: read all rows of neighbours at once, which takes much memory.
     """
     along_x, along_y, along_both, *_ = [a + b for a, b in zip(counts, counts[3:])]
     axes = "x" * (along_x + along_both > 0) + "y" * (along_y + along_both > 0)
@@ -178,10 +171,10 @@ def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tens
                          dtype=torch.int32, device=images.device)
     index = y * stride + x + first[:, None, None]
     bilinear = sum(counts[:3])
-    parts = [interpolated(words, index[some], dict(zip(axes, shares[some].split(1, dim=1))),
+    parts = [interpolated(words, index[part], dict(zip(axes, shares[part].split(1, dim=1))),
                           bicubic, few_launches)
-             for bicubic, some in ((False, slice(bilinear)), (True, slice(bilinear, None)))
-             if len(index[some])]
+             for bicubic, part in ((False, slice(bilinear)), (True, slice(bilinear, None)))
+             if len(index[part])]
     values = to_levels(parts[0] if len(parts) == 1 else torch.cat(parts))
     # uint8 arithmetic wraps around at 256: this gives the value where `inside` is 1, else the fill.
     return values.sub_(fill).mul_(inside.view(torch.uint8)).add_(fill)
@@ -192,14 +185,14 @@ def source_positions(matrices: Tensor, axes: str, size: Sequence[int]
     """Where in the old images the pixels of the new images come from, along the k axes.
 
     matrices: (n, 2, 3). size: (H, W). Returns the index of the source pixel, rounded down, int32
-    from -1 to side - 1, and the share of the way to the next pixel, float32 from 0 to 1, both
-    (n, k, H, W); and whether the position lies in the image, (n, 1, H, W) bool.
+    from -1 to side - 1, the share of the way to the next one, float32 from 0 to 1, both
+    (n, k, H, W), and whether the position lies in the image, (n, 1, H, W) bool.
     """
     y, x = (torch.arange(0.5, side, dtype=torch.float64, device=matrices.device) for side in size)
-    chosen = slice("xy".index(axes[0]), "xy".index(axes[-1]) + 1)
-    a, b, c = matrices[:, chosen, :, None, None].unbind(2)               # (n, k, 1, 1)
+    along = slice("xy".index(axes[0]), "xy".index(axes[-1]) + 1)
+    a, b, c = matrices[:, along, :, None, None].unbind(2)                # (n, k, 1, 1)
     old = (a * x + b * y[:, None]).add_(c)                               # (n, k, H, W)
-    sides = size[::-1][chosen]
+    sides = size[::-1][along]
     inside = old >= 0
     for within, positions, side in zip(inside.unbind(1), old.unbind(1), sides):
         within &= positions < side
@@ -231,13 +224,14 @@ def interpolated(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubi
     words: `framed`. index: (n, H, W), of the first of 4 × 4 neighbours, above on the left.
     shares: for each axis, (n, 1, H, W). Returns (n, 3, H, W) float32.
     """
-    between, taps = (cubic, range(4)) if bicubic else (linear, range(1, 3))
+    between: Callable[..., Tensor] = cubic if bicubic else linear
+    taps = range(4) if bicubic else range(1, 3)
     across = taps if "x" in shares else range(1, 2)
     down = taps if "y" in shares else range(1, 2)
-    rows = []                                        # (n, 3, H, W) each
-    for some in [down] if few_launches else [range(row, row + 1) for row in down]:
-        found = neighbours(words, index, some, across)
-        rows += between(*found.unbind(1), shares["x"]) if "x" in shares else found[:, 0]
+    rows: list[Tensor] = []                          # (n, 3, H, W) each
+    for part in [down] if few_launches else [range(row, row + 1) for row in down]:
+        pixels = neighbours(words, index, part, across)
+        rows += between(*pixels.unbind(1), shares["x"]) if "x" in shares else pixels[:, 0]
     return between(*rows, shares["y"]) if "y" in shares else rows[0]
 
 
@@ -248,8 +242,8 @@ def neighbours(words: Tensor, index: Tensor, down: range, across: range) -> Tens
     if size != (1, 1):                               # a view of all windows, which overlap
         words = words.as_strided((len(words) - (size[0] - 1) * stride - size[1] + 1, *size),
                                  (1, stride, 1))
-    found = words.index_select(0, index.flatten()).view(torch.uint8)
-    channels = found.view(*index.shape, *size, 4)[..., :3]
+    pixels = words.index_select(0, index.flatten()).view(torch.uint8)
+    channels = pixels.view(*index.shape, *size, 4)[..., :3]
     return channels.permute(3, 4, 0, 5, 1, 2).to(torch.int16, memory_format=torch.contiguous_format)
 
 

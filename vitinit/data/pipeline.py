@@ -45,23 +45,24 @@ class Ahead:
         training stream         . . . . . . . . [ 1 ################ ] [ 2 ################ ] [ 3 …
         preparing stream   [ 1 ] . . . . . . . [ 2 ] . . . . . . . .  [ 3 ] . . . .
 
-    The caller must launch all work on one batch before it asks for the next, and must not use a
-    batch after that, because the memory of batch k is used again for batch k + 2. So at most two
-    batches are on the device beside the one that is being prepared, however far the host is ahead.
+    The caller must launch all work on one batch before it asks for the next, and not use it after
+    that: its memory is that of the batch after the next. So at most two batches are on the device
+    beside the one that is being prepared, however far the host is ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.asked = self.batch = None
+        self.asked: torch.cuda.Event | None = None   # when the last batch was asked for
+        self.batch: Any = None
 
     def __call__(self, prepare: Callable[..., Any], *arguments: Any) -> Any:
-        """Return prepare(*arguments), a batch that work in the current stream may use."""
+        """prepare(*arguments), a batch that work in the current stream may use."""
         if self.device.type != "cuda":
             return prepare(*arguments)
         training, preparing = torch.cuda.current_stream(self.device), preparing_stream(self.device)
         # `before` follows all work on the batch before the current one, whose memory is then free.
-        before, self.asked = self.asked, training.record_event()
-        preparing.wait_event(before or self.asked)
+        before, self.asked = self.asked, (now := training.record_event())
+        preparing.wait_event(before or now)
         with torch.cuda.stream(preparing):
             self.batch = prepare(*arguments)         # the current batch is kept alive until here
         training.wait_stream(preparing)
@@ -80,13 +81,12 @@ class TrainingBatches:
     """The training set as a sequence of steps, epoch by epoch, starting at any step of an epoch.
 
     If the whole set fits on the device and its crops only move pixels, the images are stored there
-    and cropped there, and workers, if there are any, then only make draws. Otherwise workers decode
-    and crop them. The batches are the same, bit for bit.
+    and cropped there, and workers only make draws. Otherwise workers decode and crop them. The
+    batches are the same, bit for bit.
 
-    budget_gib: how much of the device's memory the whole set may take, in GiB.
-    workers: the number of loader processes of this process. Together they prepare at least one step
-        in advance, and each at least two micro-batches, which is torch's default.
-    advance: called after each image that is decoded to be stored (to show progress).
+    budget_gib: how much of the device's memory the whole set may take, in GiB. workers: how many
+    processes prepare, together at least one step in advance, and each at least two micro-batches,
+    which is torch's default. advance: called after each image that is decoded to be stored.
     """
 
     def __init__(self, source: Source, sampler: TrainSampler, prepare: TrainToDevice, *,
@@ -95,19 +95,19 @@ class TrainingBatches:
         self.sampler, self.prepare, drawn = sampler, prepare, prepare.augmentation
         self.stored = decode_to_device(source, prepare.device, drawn, budget_gib, advance)
         workers = min(workers, len(sampler))         # more workers would have nothing to do
-        ahead = {"prefetch_factor": max(2, math.ceil(sampler.plan.accumulation / workers)),
-                 "persistent_workers": True} if workers else {}
+        ahead = max(2, math.ceil(sampler.plan.accumulation / workers)) if workers else None
         self.resident = self.stored is not None      # all images are stored on the device
         self.steps_per_epoch = sampler.steps_per_epoch
-        self.loader = Loader(TrainViews(source, drawn, decode=not self.resident),
-                             workers=workers, batch_size=None, sampler=sampler,
-                             pin_memory=prepare.device.type == "cuda", **ahead)
+        self.loader = Loader(TrainViews(source, drawn, decode=not self.resident), workers=workers,
+                             batch_size=None, sampler=sampler, prefetch_factor=ahead,
+                             persistent_workers=workers > 0,
+                             pin_memory=prepare.device.type == "cuda")
 
     def steps(self, epoch: int, done: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
         """Yield the steps of `epoch` (counted from 0), without the first `done`.
 
-        Each is its number within the run and this process's micro-batches, all of which have been
-        loaded, so that an image that cannot be read (DataError) never leaves half a step.
+        Each is its number within the run and this process's micro-batches. All have been loaded, so
+        that an image that cannot be read (DataError) never leaves half a step.
         """
         self.sampler.start(epoch=epoch, step=done)
         plan, ahead = self.sampler.plan, Ahead(self.prepare.device)
@@ -127,10 +127,10 @@ class TrainingBatches:
 
 def decode_to_device(source: Source, device: torch.device, drawn: Augmentation,
                      budget_gib: float, advance: Callable[[], object]) -> Tensor | None:
-    """Store all images of `source` on `device`, (N, 3, H, W) uint8, if views only move pixels.
+    """All images of `source` on `device`, (N, 3, H, W) uint8; None if views are resized.
 
-    Returns None if views are resized, if images take more than `budget_gib` GiB, or if one has not
-    the size of a view. advance: called after each. Raises DataError if one cannot be decoded.
+    Likewise if images take more than `budget_gib` GiB, or if one has not the size of a view.
+    advance: called after each. Raises DataError if one cannot be decoded.
     """
     scale, ratio, size = drawn.augment.crop_scale, drawn.augment.crop_ratio, drawn.size
     moves = scale == ratio == (1.0, 1.0) and size[0] == size[1]
@@ -147,10 +147,7 @@ def decode_to_device(source: Source, device: torch.device, drawn: Augmentation,
 
 
 def cut(images: Tensor, windows: Tensor) -> Tensor:
-    """Crop and flip some of `images`, (N, 3, H, W): views (B, 3, H, W), black outside the images.
-
-    windows: (B, 4), as described in `TrainViews`.
-    """
+    """Cut `windows` (B, 4), as of `TrainViews`, out of images (N, 3, H, W); black outside them."""
     height, width = images.shape[2:]
     index, top, left, flip = windows[:, :, None].unbind(1)               # (B, 1) each
     planes, rows, columns = (torch.arange(count, device=images.device)
@@ -173,8 +170,8 @@ class EvaluationBatches:
     DataError for an image that cannot be read. `len` is the number of batches.
 
     Views never change, so the first complete pass stores them: on the device if all take at most
-    `on_device_gib` GiB, else in memory if they take at most `cache_gib` GiB, which is pinned where
-    the device is a GPU, so that the host need not wait for copies. Else every pass decodes them.
+    `on_device_gib` GiB, else in memory (for a GPU, in pinned memory) if they take at most
+    `cache_gib` GiB. Else every pass decodes them.
     """
 
     def __init__(self, views: EvalViews, prepare: ToDevice, *, batch_size: int, workers: int,
@@ -192,7 +189,7 @@ class EvaluationBatches:
                              persistent_workers=workers > 0 and self.place is None)
 
     def in_words(self) -> str:
-        """Where the views are stored and how large they are, in words for the start of a run."""
+        """Where the views are stored and how large they are, for the start of a run."""
         size = f"{self.nbytes / MIB:,.0f} MiB per process"
         if self.place is None:
             return f"decoded for every validation: {size} would be more than eval.cache_gib"

@@ -29,10 +29,7 @@ CPU_CHUNK, GPU_CHUNK = 2**17, 2**24
 
 
 class Operation(IntEnum):
-    """RandAugment's operations, by the names that papers and recipes use. Values never change.
-
-    The comments say what the argument of each operation means.
-    """
+    """RandAugment's operations, whose values never change, and what their arguments mean."""
 
     NONE = 0
     AutoContrast = 1
@@ -88,10 +85,7 @@ class RandAugment:
     solarize_add_levels: Level                      # what is added, at most 128
 
     def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-        """The arguments of operations at magnitudes in [0, 10], as float64; all of one shape.
-
-        signs: -1 or 1, used only by operations that have a direction.
-        """
+        """The arguments of operations at magnitudes in [0, 10]; signs: -1 or 1, of directions."""
         strengths = magnitudes / MAX_MAGNITUDE
         signed = signs * strengths
         values = np.zeros(codes.shape)
@@ -116,22 +110,21 @@ def draw_operations(generators: Iterable[np.random.Generator], count: int, setti
     """Draw the operations of `count` samples; each sample has a generator of its own.
 
     Returns (count, layers, 3) float64: the code of the operation (0 for none), its argument, and 1
-    if it is bicubic. Every number is drawn whether it is used or not, so that settings do not
-    change which numbers other draws get.
+    if it is bicubic. Every number is drawn, used or not, so that settings do not change others.
     """
     layers = settings.layers
-    chosen = np.empty((count, layers), np.int64)
+    indices = np.empty((count, layers), np.int64)    # of operations
     chances, normals = np.empty((2, count, layers))
     signs_and_kinds = np.empty((count, 2, layers))
-    for rng, which, chance, normal, rest in zip(generators, chosen, chances, normals,
+    for rng, index, chance, normal, rest in zip(generators, indices, chances, normals,
                                                 signs_and_kinds):
-        which[:] = [rng.integers(len(settings.operations)) for _ in range(layers)]
+        index[:] = [rng.integers(len(settings.operations)) for _ in range(layers)]
         rng.random(out=chance)
         rng.standard_normal(out=normal)
         rng.random(out=rest)
     signs, kinds = signs_and_kinds.swapaxes(0, 1)                        # (B, L) each
     known = np.array([Operation[name] for name in settings.operations], np.int64)
-    codes = np.where(chances < settings.probability, known[chosen], Operation.NONE)
+    codes = np.where(chances < settings.probability, known[indices], Operation.NONE)
     magnitudes = settings.magnitude + settings.magnitude_std * normals
     arguments = settings.arguments(codes, magnitudes.clip(0.0, MAX_MAGNITUDE),
                                    np.where(signs < 0.5, -1.0, 1.0))
@@ -152,14 +145,11 @@ for _group, _operations in enumerate(GROUPS):
 
 
 def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """All that the device needs to know, (B, L, COLUMNS) float64: see operations.py.
-
-    operations: of `draw_operations`. size: (height, width) of the views.
-    """
+    """What the device needs of `draw_operations`, (B, L, COLUMNS) float64; size: of the views."""
     codes, arguments, bicubic = np.moveaxis(operations, 2, 0)            # (B, L) each
     codes = codes.astype(np.int64)
     groups = GROUP_OF[codes]
-    groups = groups + 3 * ((bicubic > 0) & (groups >= 7) & (groups < 10))
+    groups = np.where((bicubic > 0) & (groups >= 7) & (groups < 10), groups + 3, groups)
     add, posterize = codes == Operation.SolarizeAdd, codes == Operation.Posterize
     maps = [np.select([add, posterize, codes == Operation.Solarize], [128, 256, arguments], 0),
             np.where(add, arguments, 0), np.where(add, 0, 255),          # threshold, addend, flip
@@ -179,8 +169,8 @@ def affine_matrices(codes: np.ndarray, arguments: np.ndarray, height: int, width
     for operation, (row, column), scale in [
             (Operation.ShearX, (0, 1), 1), (Operation.ShearY, (1, 0), 1),
             (Operation.TranslateX, (0, 2), width), (Operation.TranslateY, (1, 2), height)]:
-        chosen = codes == operation
-        matrices[chosen, row, column] = arguments[chosen] * scale
+        images = codes == operation
+        matrices[images, row, column] = arguments[images] * scale
     centre = np.array([width / 2.0, height / 2.0])
     for place in zip(*np.nonzero(codes == Operation.Rotate)):            # about the centre
         angle = -math.radians(arguments[place])
@@ -197,9 +187,8 @@ def rand_augment(images: Tensor, operations: Tensor, fill: Sequence[int] | Tenso
     operations: (n, L, COLUMNS), of `for_device`, on the images' device. fill: the colour of pixels
         from outside (three values, 0 to 255).
     groups: (n, L), the column GROUP of `operations` on the host; without it a GPU is waited for.
-    few_launches: all groups of a function go through it together, as a GPU needs, which has a fixed
-        cost per launch; else one after the other, which takes least arithmetic and memory. By
-        default what suits the device; the bits are the same.
+    few_launches: all groups of a function go through it together, for a GPU; else one after the
+        other, which takes least arithmetic and memory. None: what suits the device.
     """
     on_cpu = images.device.type == "cpu"
     few_launches = not on_cpu if few_launches is None else few_launches
@@ -211,14 +200,14 @@ def rand_augment(images: Tensor, operations: Tensor, fill: Sequence[int] | Tenso
     most = max(1, (CPU_CHUNK if on_cpu else GPU_CHUNK) // (images.shape[2] * images.shape[3]))
     images = images.clone(memory_format=torch.contiguous_format)
     for layer, order, bounds in zip(operations.unbind(1), orders.unbind(1), starts):
-        layer = layer.index_select(0, order)                             # (n, COLUMNS), sorted
+        columns = layer.index_select(0, order)                           # (n, COLUMNS), sorted
         for function, begin, end in ((map_levels, 0, 3), (enhance, 3, 7), (move, 7, 13)):
-            limits = bounds[begin:end + 1]           # of the function's groups
-            for first, last in [limits[::len(limits) - 1]] if few_launches else pairwise(limits):
-                for at in range(first, last, most):
-                    some = slice(at, min(at + most, last))
-                    counts = [max(0, min(b, some.stop) - max(a, at)) for a, b in pairwise(limits)]
-                    rows = order[some]
-                    part = function(images.index_select(0, rows), counts, layer[some])
-                    images.index_copy_(0, rows, part)
+            limits = bounds[begin:end + 1]           # where each of the function's groups begins
+            for first, last in [(limits[0], limits[-1])] if few_launches else pairwise(limits):
+                for start in range(first, last, most):
+                    stop = min(start + most, last)
+                    counts = [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(limits)]
+                    rows = order[start:stop]
+                    images.index_copy_(0, rows, function(images.index_select(0, rows), counts,
+                                                         columns[start:stop]))
     return images

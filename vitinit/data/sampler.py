@@ -1,8 +1,8 @@
 """Which images each micro-batch holds: epoch → global batches → mixing groups → micro-batches.
 
-An epoch is an order of the training set, cut into global batches, one per step. A global batch is
-divided in two ways: into groups that share a random draw of mixup or cutmix, and into the
-micro-batches of all processes. `BatchPlan` describes both, `TrainSampler` applies them.
+An epoch is an order of the training set, cut into global batches, one per step. `BatchPlan` divides
+each in two ways: into groups that share a draw of mixup or cutmix, and into the micro-batches of
+all processes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ class BatchPlan:
 
     **Groups.** The images of a group share one draw of mixup or cutmix. There are
     G = global_batch / group groups. Group g holds the images g, g + G, g + 2G, … of the global
-    batch, and image k of a group is mixed with image group − 1 − k of the same group. With repeated
-    augmentation the views of an image stand side by side in the global batch, so they are in
-    different groups if there are enough groups. In DeiT's code each process forms one such group.
+    batch, and image k of a group is mixed with image group − 1 − k of it. The views of one image
+    (augment.repeats) stand side by side in the global batch, so they are in different groups if
+    there are enough. In DeiT's code each process forms one such group.
 
     **Pairs.** Two images that are mixed with each other are always in the same micro-batch. Pair p
-    is image p of the global batch and its partner. A step has C micro-batches over all processes.
-    Micro-batch c holds the pairs c, c + C, c + 2C, …, and process r of W has the micro-batches r,
-    r + W, …. So the number of processes and the size of micro-batches change neither which images
-    are mixed nor how.
-
-    group = 1 means that nothing is mixed: each image is then distributed alone, without a partner.
+    is image p of the global batch and its partner; with group = 1 nothing is mixed, and it is the
+    image alone. Of C micro-batches over all processes micro-batch c holds the pairs c, c + C,
+    c + 2C, …, and process r of W has the micro-batches r, r + W, …. So the number of processes and
+    the size of micro-batches change neither which images are mixed nor how.
     """
 
     global_batch: int
@@ -68,11 +66,8 @@ class BatchPlan:
         return np.concatenate([first, partners[::-1]])
 
     def cautions(self, *, repeats: int, max_batch_per_process: int) -> list[str]:
-        """Warnings about settings that are valid but probably not intended, one line each.
-
-        repeats: how many views of an image stand side by side in the global batch.
-        """
-        lines: list[str] = []
+        """Warnings about settings that are valid but probably not intended, one line each."""
+        lines = []
         if self.group > 1 and self.groups < repeats:
             lines.append(f"some of the mix.group = {self.group} images that share a draw of mixing "
                          "are views of the same image: optim.global_batch = "
@@ -87,10 +82,7 @@ class BatchPlan:
 
 def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int, *,
                  group: int) -> BatchPlan:
-    """Plan a global batch with the largest micro-batches that divide a process's share evenly.
-
-    group: as in `BatchPlan`. Raises ValueError if the batch or its parts do not divide.
-    """
+    """The plan with the largest micro-batches that divide evenly; ValueError if nothing divides."""
     unit = min(group, 2)                             # images that must be in the same micro-batch
     if group % unit:
         raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs")
@@ -114,10 +106,10 @@ class TrainSampler:
 
     Each epoch has a new random order of all `count` images. In this order each image stands
     `repeats` times in a row, once for each of its views: repeated augmentation (Hoffer et al.,
-    arXiv 1901.09335), as in DeiT. The epoch ends after count // global_batch steps, so it is as
-    long as without repeats, and sees only about count / repeats different images, a new selection
-    every epoch. Without repeats it leaves out the last, incomplete batch (drop_last). A set that is
-    smaller than a global batch has epochs of one step, provided that its repeated views fill it.
+    arXiv 1901.09335), as in DeiT. The epoch ends after count // global_batch steps, as without
+    repeats, so it sees only about count / repeats different images. A last, incomplete batch is
+    left out. A set that is smaller than a global batch has epochs of one step, if its repeated
+    views fill it.
     """
 
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
@@ -125,8 +117,8 @@ class TrainSampler:
             views = f" in {repeats} views each" if repeats > 1 else ""
             raise ValueError(f"the training set has {count} images{views}, fewer than "
                              f"optim.global_batch = {plan.global_batch}")
-        self.count, self.plan, self.rank = count, plan, rank
-        self.seed, self.repeats = seed, repeats
+        self.count, self.plan, self.rank, self.seed = count, plan, rank, seed
+        self.repeats = repeats
         self.steps_per_epoch = max(1, count // plan.global_batch)
         self.start(epoch=0, step=0)
 

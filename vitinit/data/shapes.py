@@ -48,20 +48,11 @@ SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 CLASSES = list(SHAPES)
 
 
-def _points() -> tuple[np.ndarray, np.ndarray]:
-    """The columns and the rows of the sampling points, in pixels: two (n, n), n = 64."""
-    axis = (np.arange(SIZE * SUPERSAMPLING, dtype=np.float32) + 0.5) / SUPERSAMPLING
-    return np.meshgrid(axis, axis)
-
-
 def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
             scale: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """The points (x, y) in the coordinates of a shape with this centre and angle (in radians).
-
-    scale: its radius in pixels, or one number along each of its two axes.
-    """
+    """Points in the coordinates of a shape; scale: its radius in pixels, or one along each axis."""
     x, y = x - centre[0], y - centre[1]
-    across, down = (scale, scale) if np.isscalar(scale) else scale
+    across, down = np.broadcast_to(scale, 2)
     return ((x * np.cos(angle) + y * np.sin(angle)) / across,
             (y * np.cos(angle) - x * np.sin(angle)) / down)
 
@@ -76,10 +67,11 @@ def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
 def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """Draw one image (3, SIZE, SIZE) uint8, and return it with its class.
 
-    On a dark gradient of colours are a few thin bars and small ellipses in rather dark colours,
-    then the shape in a lighter colour. In the end some noise is added.
+    On a dark gradient are a few thin bars and small ellipses in rather dark colours, then the shape
+    in a lighter colour, then noise.
     """
-    x, y = _points()
+    axis = (np.arange(SIZE * SUPERSAMPLING, dtype=np.float32) + 0.5) / SUPERSAMPLING
+    x, y = np.meshgrid(axis, axis)                   # of the sampling points, in pixels: (64, 64)
     corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
     across, _ = _turned(x, y, np.full(2, SIZE / 2), rng.uniform(0, 2 * np.pi), SIZE)
     canvas = corner + (other - corner) * np.clip(across + 0.5, 0, 1)[..., None]  # (·, ·, 3)

@@ -1,9 +1,8 @@
 """Sources of images: in memory, or in files; and parts of them, drawn class by class.
 
-All sources have the same interface, for N images: `len(source)`, `source.image(i)` → (3, H, W)
-uint8 (DataError if it cannot be decoded), `source.labels`, (N,) int64, `source.classes`, their
-names, `source.left_out`, lines about what is left out of a folder, or "", and
-`source.part(indices)`: only these images, in this order.
+All sources of N images have `len`, `image(i)` → (3, H, W) uint8 (DataError if it cannot be
+decoded), `labels`, (N,) int64, the names `classes`, `left_out`, lines about what is left out of a
+folder, and `part(indices)`: only these images, in this order.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ class ImagesInMemory:
 class ImageFiles:
     """Images on disk; each is decoded anew whenever it is read.
 
-    Their paths are stored as bytes, (N, length of the longest) uint8, filled up by zeros. Worker
-    processes share the memory of this tensor, however they are started. Python strings would be
-    copied into each, since reading one writes to its reference count.
+    Their paths are bytes, (N, length of the longest) uint8, filled up by zeros: a tensor, whose
+    memory workers share. Strings would be copied into each, since reading one counts a reference.
     """
 
     apply_exif_orientation = True                    # `oriented` changes it
@@ -68,7 +66,6 @@ class ImageFiles:
 
     @property
     def paths(self) -> list[str]:
-        """The paths of all images."""
         encoded = self.encoded.numpy()
         return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
 
@@ -77,19 +74,16 @@ class ImageFiles:
         return decode_image(path, apply_exif_orientation=self.apply_exif_orientation)
 
     def part(self, indices: np.ndarray) -> ImageFiles:
-        chosen = copy.copy(self)
-        chosen.encoded, chosen.labels = self.encoded[indices], self.labels[indices]
-        return chosen
+        part = copy.copy(self)
+        part.encoded, part.labels = self.encoded[indices], self.labels[indices]
+        return part
 
 
 class ImageFolder(ImageFiles):
-    """The images `folder`/<class>/**/<image>: one folder per class, in alphabetical order.
-
-    Raises DataError for a folder without classes, and for a class without images.
-    """
+    """Images `folder`/<class>/**/<image>, sorted; DataError for no class, or one without images."""
 
     def __init__(self, folder: Path) -> None:
-        classes, left_out = folders_in(folder), Counter()
+        classes, left_out = folders_in(folder), Counter[str]()
         if not classes:
             reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
             raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
@@ -107,10 +101,7 @@ class ImageFolder(ImageFiles):
 
 
 class LooseImages(ImageFiles):
-    """The first `count` images anywhere under `folder`, without labels, for figures.
-
-    Raises DataError if there is none.
-    """
+    """The first `count` images anywhere under `folder`; DataError if there is none."""
 
     def __init__(self, folder: Path, count: int) -> None:
         paths = images_in(folder)[0][:count]
@@ -122,8 +113,9 @@ Source = ImagesInMemory | ImageFiles
 
 def oriented(source: Source, apply_exif_orientation: bool) -> Source:
     """The same images; those in files are turned as their EXIF data say, or left as stored."""
-    source = copy.copy(source)
-    source.apply_exif_orientation = apply_exif_orientation
+    if isinstance(source, ImageFiles):
+        source = copy.copy(source)
+        source.apply_exif_orientation = apply_exif_orientation
     return source
 
 
@@ -134,7 +126,7 @@ def folder_of(root: str) -> Path:
 
 def are_names(classes: Sequence[str] | None) -> bool:
     """Whether classes have names: not if none are known, or only the numbers 0, 1, … for them."""
-    return bool(classes) and [*classes] != [*map(str, range(len(classes)))]
+    return classes is not None and [*classes] != [*map(str, range(len(classes)))]
 
 
 def indices_by_name(known: Sequence[str], wanted: Sequence[str]) -> list[int | None]:
@@ -144,24 +136,18 @@ def indices_by_name(known: Sequence[str], wanted: Sequence[str]) -> list[int | N
 
 
 def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
-    """For each class of a data set, its index among the classes of a model.
-
-    The model's logits at these indices, in this order, are logits over the data set's classes.
-    Raises DataError that names the first class that the model does not know.
-    """
-    indices = indices_by_name(model_classes, set_classes)
-    if None in indices:
-        raise DataError(f"class '{set_classes[indices.index(None)]}' is none of the model's "
-                        f"{len(model_classes)} classes ({', '.join(model_classes[:2])}, … "
-                        f"{model_classes[-1]})")
-    return indices
+    """For each class of a data set its index among a model's; DataError names one that it lacks."""
+    indices = {name: index for index, name in enumerate(model_classes)}
+    if unknown := [name for name in set_classes if name not in indices]:
+        raise DataError(f"class '{unknown[0]}' is none of the model's {len(indices)} classes "
+                        f"({', '.join(model_classes[:2])}, … {model_classes[-1]})")
+    return [indices[name] for name in set_classes]
 
 
 def fingerprint(source: Source, root: str) -> str:
-    """A digest of the images' labels, classes and, for files, paths below `root`; not of pixels.
+    """A digest of labels, classes and, for files, paths below `root`; not of pixels.
 
-    Two processes, or two starts of a run, that have the same see the same images in the same order,
-    wherever the data set's folder is.
+    With the same, two processes, or two starts of a run, see the same images in the same order.
     """
     digest = hashlib.sha256("\0".join([*source.classes, ""]).encode("utf-8", "surrogateescape"))
     digest.update(source.labels.tobytes())
@@ -186,13 +172,11 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
     return {SIZES: hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]} if sizes else {}
 
 
-# ---------------------------------------------------------------------------------------------
-# Parts of a training set
+# Parts of a training set ----------------------------------------------------------------------
 #
 # The images of each class have a random order that is keyed by (seed, class) alone. Images to train
 # on are taken from its front, held-out images from its end. So with the same seed a smaller part is
 # contained in every larger one, and no image is both trained on and held out.
-# ---------------------------------------------------------------------------------------------
 
 
 def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int = 0,
@@ -208,8 +192,9 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     """
     if share == 1.0 and not images_per_class and not held_out:
         return source
-    orders, others = (shuffled_classes(source, one, max(images_per_class, 1), held_out)
-                      for one in (seed, seed if held_out_seed is None else held_out_seed))
+    seeds = seed, seed if held_out_seed is None else held_out_seed
+    orders, others = (shuffled_classes(source, number, max(images_per_class, 1), held_out)
+                      for number in seeds)
     fronts = []
     for order, other in zip(orders, others):
         order = order[~np.isin(order, other[len(other) - held_out:])]
@@ -218,20 +203,14 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
 
 
 def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> Source:
-    """The images of each class that are held out from training, in the order of `source`.
-
-    Raises DataError that names the class if a class would have no image left to train on.
-    """
+    """The held-out images of each class, in the source's order; DataError for too small classes."""
     ends = [order[len(order) - images_per_class:] for order in
             shuffled_classes(source, seed, 1, images_per_class)]
     return source.part(np.sort(np.concatenate(ends)))
 
 
 def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[np.ndarray]:
-    """Yield for each class the indices of its images, in the order of (seed, class).
-
-    Raises DataError for a class that has not `least` images to train on and `held_out` others.
-    """
+    """Yield the indices of each class in its order; DataError for too few to train and hold out."""
     for label, name in enumerate(source.classes):
         members = np.flatnonzero(source.labels == label)
         if len(members) < least + held_out:

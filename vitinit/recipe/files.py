@@ -23,7 +23,7 @@ from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
 from .sections import SECTIONS, VERSION, Recipe, contradictions
-from .values import ReadOnly, convert, in_words, plain, show, to_toml
+from .values import ReadOnly, accepted_values, convert, plain, show, to_toml
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -50,10 +50,7 @@ class Override(NamedTuple):
 
 
 def parse_override(text: str) -> Override:
-    """Parse `section.key=value`, the argument of --set. The value is in TOML's notation.
-
-    A value that is not valid TOML, such as a word without quotes, is a string. Raises RecipeError.
-    """
+    """Parse `section.key=value`, of --set: TOML, or else a string. Raises RecipeError."""
     key, equals, written = map(str.strip, text.partition("="))
     if not equals or "." not in key:
         raise RecipeError(f"--set {text}: expected section.key=value, for example "
@@ -80,18 +77,14 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
 
 
 def fresh_recipe(name: str | None, **flags: Any) -> Recipe:
-    """The recipe of a new run: the file with the changes of the command line.
-
-    name: as `load_recipe` takes it. flags: as `overrides` takes them. Raises RecipeError.
-    """
+    """The recipe of a new run: a file with `overrides(**flags)`. Raises RecipeError."""
     return load_recipe(name, overrides(**flags))
 
 
 def load_recipe(name: str | Path | None, changes: Sequence[Override] = ()) -> Recipe:
-    """Read a recipe, apply `changes` in order, and check everything.
+    """Read a recipe, the name of one in recipes/ or a .toml file, with `changes`; RecipeError.
 
-    name: that of a recipe in recipes/, or the path of a .toml file. If a change names another init,
-    it keeps only those of the file's init options that it has, such as `base`. Raises RecipeError.
+    An init that a change names keeps those of the file's options that it has, such as `base`.
     """
     if name is None:
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
@@ -111,10 +104,8 @@ def load_recipe(name: str | Path | None, changes: Sequence[Override] = ()) -> Re
 def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override] = ()) -> Recipe:
     """The recipe of which `Recipe.as_dict` made `table`, for instance in a checkpoint.
 
-    The init of a run that exists has been applied. So its name and options are a record, which may
-    be of an init that is no longer here, and are not checked.
-
-    source: how error messages call it. changes: applied in order. Raises RecipeError.
+    Its init has been applied: name and options are a record, perhaps of an init that is no longer
+    here, and are not checked. source: how error messages call the table. Raises RecipeError.
     """
     sections = plain(table)
     return _recipe(sections, str(sections.pop("name", "")), Origin(source, changes),
@@ -226,10 +217,7 @@ def _options(title: str, name: str, function: Callable[..., Any], options: Mappi
 
 def _checked(body: Mapping[str, Any], title: str, origin: Origin, kinds: Mapping[str, Any],
              defaults: Mapping[str, Any] = ReadOnly(), of: str = "") -> dict[str, Any]:
-    """The values of a table, each converted to the kind of its key, after the defaults.
-
-    title, of: "init.options" and " of impulse", for error messages.
-    """
+    """The values of a table after the defaults; title, of: for errors, such as " of impulse"."""
     values = dict(defaults)
     for key, value in body.items():
         place = f"{title}.{key}"
@@ -241,6 +229,6 @@ def _checked(body: Mapping[str, Any], title: str, origin: Origin, kinds: Mapping
             origin.refuse(f"{place} is {error}", place)
     for key, kind in kinds.items():
         if key not in values:
-            origin.refuse(f"[{title}]{of} lacks the key '{key}' ({in_words(kind)})",
+            origin.refuse(f"[{title}]{of} lacks the key '{key}' ({accepted_values(kind)})",
                           f"{title}.{key}")
     return values

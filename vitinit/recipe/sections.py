@@ -171,11 +171,7 @@ MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.c
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
-    """Values that are valid on their own but contradict each other.
-
-    Yields for each contradiction the keys, and what is expected of the first of them where the
-    others are as they are.
-    """
+    """Yield values that contradict each other: their keys, and what is expected of the first."""
     data, schedule, ema, peak = recipe.data, recipe.schedule, recipe.ema, recipe.optim.peak_lr
     of_peak = "optim.base_lr optim.lr_scaling optim.global_batch"
     no_more, no_average = f"at most the learning rate's peak, {peak:g}", "no moving average is kept"

@@ -38,28 +38,27 @@ def show(value: Any) -> str:
     return in_brief(to_toml(value) if type(value) is bool else repr(value), 80)
 
 
-def in_words(kind: Any) -> str:
+def accepted_values(kind: Any) -> str:
     """What a key of this kind accepts, such as 'an integer ≥ 1 and < 101'."""
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
     if origin is Annotated:
         base, limits = arguments
-        return in_words(limits) if base is str else f"{in_words(base)} {limits}"
+        return accepted_values(limits) if base is str else f"{accepted_values(base)} {limits}"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(in_words, arguments))
+        return " or ".join(map(accepted_values, arguments))
     if origin is tuple:
         count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
         either = "an integer or " if kind == Size else ""
-        return f"{either}a list{count}, each {in_words(arguments[0])}"
+        return f"{either}a list{count}, each {accepted_values(arguments[0])}"
     return WORDS.get(kind, "a table")
 
 
 def convert(value: Any, kind: Any) -> Any:
     """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
 
-    Raises TypeError, in the words "…, expected …", if the value is of another kind or beyond its
-    bounds.
+    Raises TypeError, "…, expected …", for a value of another kind or beyond its bounds.
     """
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
@@ -92,7 +91,7 @@ def convert(value: Any, kind: Any) -> Any:
                 return float(value)
     elif type(value) is kind:
         return value
-    raise TypeError(f"{show(value)}, expected {in_words(kind)}")
+    raise TypeError(f"{show(value)}, expected {accepted_values(kind)}")
 
 
 def plain(value: Any) -> Any:

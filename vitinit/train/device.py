@@ -56,9 +56,8 @@ def peak_gib(device: torch.device) -> float:
 def keep_freed_memory() -> None:
     """Let the C library keep what tensors free for the next ones, if it is glibc.
 
-    By default, it returns large blocks to the system, which fills every page with zeros before it
-    hands it out again. On a CPU that was a third of the time of an evaluation, and 4 % of that of a
-    training step (cifar10_small, one thread of two of an AMD EPYC).
+    By default the system zeroes large blocks anew: a third of the time of an evaluation on a CPU,
+    and 4 % of that of a training step (cifar10_small, one thread of two of an AMD EPYC).
     """
     with suppress(OSError, AttributeError, TypeError):       # another library, or Windows
         set_option = ctypes.CDLL(None).mallopt
@@ -75,11 +74,7 @@ def this_device(number: int = 0) -> torch.device:
 
 
 def copy_to(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to `device` without waiting for the device.
-
-    For a GPU the tensor is first copied to pinned memory: a copy from pageable memory may wait
-    until its stream has finished everything that was launched before.
-    """
+    """Copy a CPU tensor to `device` without waiting for it: a GPU copies so from pinned memory."""
     if device.type == "cuda":
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         values = pinned.copy_(values)
@@ -94,10 +89,7 @@ class OutOfMemory(OneLineError):
 
 @contextmanager
 def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
-    """A context that turns running out of memory into OutOfMemory.
-
-    It suggests to lower the recipe key `key` (a number of images), which is `value` now.
-    """
+    """A context in which too little memory is OutOfMemory: lower `key`, now `value` images."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:     # torch.OutOfMemoryError is a RuntimeError

@@ -38,24 +38,22 @@ def distillation_loss(student: Tensor, teacher: Tensor, distill: Distill) -> Ten
     """How far the student's logits (B, K) are from the teacher's (B, K): a scalar.
 
     hard: cross-entropy with the teacher's decision. soft: the divergence KL(teacher ‖ student) of
-    the probabilities at temperature τ, times τ² and divided by B · K, as in DeiT's code; by B alone
-    is the more usual convention.
+    the probabilities at temperature τ, times τ², over B · K as in DeiT's code (more usual: over B).
     """
     if distill.kind == "hard":
         return F.cross_entropy(student, teacher.argmax(dim=1))
-    ours, theirs = ((logits / distill.tau).log_softmax(dim=1) for logits in (student, teacher))
-    total = F.kl_div(ours, theirs, reduction="sum", log_target=True)
+    learned, taught = ((logits / distill.tau).log_softmax(dim=1) for logits in (student, teacher))
+    total = F.kl_div(learned, taught, reduction="sum", log_target=True)
     return total * distill.tau**2 / student.numel()
 
 
 class LearnFromTeacher:
     """The objective (1 − α) · cross-entropy with the targets + α · `distillation_loss`.
 
-    The teacher reads the student's views. Where it was trained with another mean and std they are
-    normalised anew, and where it takes another size they are resized, bicubic with antialiasing.
-
-    Called like `engine.cross_entropy`. Nothing waits for the device: if the teacher's logits are
-    infinite or NaN the loss becomes NaN, with which training ends, and `fault` says which images.
+    The teacher reads the student's views: normalised anew for another mean and std, and resized,
+    bicubic with antialiasing, for another size. Called like `engine.cross_entropy`. Nothing waits
+    for the device: if the teacher's logits are infinite or NaN the loss becomes NaN, with which
+    training ends, and `fault` says which images.
     """
 
     def __init__(self, teacher: Teacher, distill: Distill, *, mean: Sequence[float],
@@ -66,10 +64,10 @@ class LearnFromTeacher:
         self.teacher, self.distill, self.two_heads = teacher, distill, two_heads
         self.size = None if teacher.size in (None, size) else teacher.size
         # (x · std + mean − teacher's mean) / teacher's std, as x · scale + shift
-        own, theirs = (torch.tensor(part, device=device)[:, :, None, None]   # (2, 3, 1, 1)
-                       for part in ((mean, std), (teacher.mean, teacher.std)))
-        self.scale, self.shift = own[1] / theirs[1], (own[0] - theirs[0]) / theirs[1]
-        self.normalised_alike = torch.equal(own, theirs)
+        means, stds = (torch.tensor(part, device=device)[:, :, None, None]   # (2, 3, 1, 1)
+                       for part in ((mean, teacher.mean), (std, teacher.std)))
+        self.scale, self.shift = stds[0] / stds[1], (means[0] - means[1]) / stds[1]
+        self.normalised_alike = torch.equal(means[0], means[1]) and torch.equal(stds[0], stds[1])
         self.faulty = torch.full((2,), -1, device=device)    # call and row of the first bad logits
         self.calls = 0
 
@@ -89,18 +87,18 @@ class LearnFromTeacher:
     def __call__(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
                  targets: Tensor) -> Tensor:
         """The loss of one micro-batch, a scalar; see `engine.cross_entropy`."""
-        theirs = self.logits(images)                                     # (B, K)
+        teaching = self.logits(images)                                   # (B, K)
         if self.two_heads:
             of_labels, of_teacher = forward(images, *scales, apart=True).float().unbind(1)
         else:
             of_labels = of_teacher = forward(images, *scales).float()    # (B, K)
-        bad = ~theirs.isfinite().all(dim=1)                              # (B,)
+        bad = ~teaching.isfinite().all(dim=1)                              # (B,)
         first = torch.stack([torch.full_like(self.faulty[0], self.calls), bad.int().argmax()])
         self.faulty = torch.where(bad.any() & (self.faulty[0] < 0), first, self.faulty)
         self.calls += 1
         alpha = self.distill.alpha
         loss = ((1.0 - alpha) * F.cross_entropy(of_labels, targets)
-                + alpha * distillation_loss(of_teacher, theirs, self.distill))
+                + alpha * distillation_loss(of_teacher, teaching, self.distill))
         return torch.where(bad.any(), torch.nan, loss)               # argmax would hide it
 
     def __str__(self) -> str:
@@ -129,10 +127,7 @@ class LearnFromTeacher:
                 "weights")
 
     def fault(self, processes: Processes, accumulation: int) -> str:
-        """The teacher's first logits that were infinite or NaN, in words; "" if there were none.
-
-        accumulation: micro-batches per step. All processes call this, and get the same words.
-        """
+        """Words for the first bad logits of the teacher, the same on all processes; "" for none."""
         call, row = self.faulty.tolist()
         place = processes.maximum(0 if call < 0 else 1 + row + LONGEST * (call % accumulation))
         if not place:

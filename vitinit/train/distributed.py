@@ -80,8 +80,8 @@ class Processes:
             return
         of_each: list[dict[str, object]] = [{}] * self.world_size
         dist.all_gather_object(of_each, dict(facts))
-        for name in dict.fromkeys(name for found in of_each for name in found):
-            values = [found.get(name) for found in of_each]
+        for name in dict.fromkeys(name for stated in of_each for name in stated):
+            values = [stated.get(name) for stated in of_each]
             other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 raise LaunchError(f"process {other} has {name} = {values[other]} and process 0 has "
@@ -90,9 +90,7 @@ class Processes:
     def share(self, *models: torch.nn.Module) -> None:
         """Copy the main process's tensors of the models to every process.
 
-        Before training, since an init may draw other weights on another CPU or with more threads.
-        Before an evaluation, since BatchNorm's running statistics follow each process's images, and
-        all are to evaluate the model that the main process saves.
+        An init may draw other weights on another CPU; BatchNorm's statistics follow the images.
         """
         if self.world_size > 1:
             for model in models:
@@ -101,11 +99,7 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context that all processes leave together; a OneLineError of one is raised on all.
-
-        So a folder that is missing on one machine ends the run everywhere with one message. Inside,
-        `if processes.is_main` does something on the main process alone, while the others wait.
-        """
+        """A context that all processes leave together; a OneLineError of one is raised on all."""
         failure = None
         try:
             yield

@@ -18,9 +18,7 @@ SECOND_SECONDS = 1.0            # a Ctrl-C sooner after the first one counts as 
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end. Like KeyboardInterrupt, this is not a subclass of Exception.
-
-    It is raised between two steps, by the code that looks at `StopRequest.number`.
+    """A signal asked the run to end: raised between two steps. Like KeyboardInterrupt no Exception.
     """
 
     def __init__(self, number: int) -> None:
@@ -32,11 +30,9 @@ class StopRequest:
     """A context in which the signals in `STOP_SIGNALS` are only remembered, as `number`.
 
     The program looks at `number` between two steps and two batches, never within one. A second
-    Ctrl-C ends the program immediately, wherever Python is. Signals that were ignored when the
-    program started, as under nohup, stay ignored. At the end the old handlers return. Outside of
-    the main thread there are no handlers, and nothing is remembered.
-
-    second: called in place of that at a second Ctrl-C.
+    Ctrl-C calls `second`, by default to end at once. Signals that were ignored when the program
+    started, as under nohup, stay ignored. At the end the old handlers return. Outside of the main
+    thread there are no handlers, and nothing is remembered.
     """
 
     def __init__(self, second: Callable[[], object] | None = None) -> None:

@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 
 class StepRow(NamedTuple):
-    """What steps.jsonl records of one step.
-
-    All values but the last two are the same for a resumed run as for one that ran through.
-    """
+    """A row of steps.jsonl. All but its last two values are the same for a resumed run."""
 
     step: int                   # number of steps done, including this one
     loss: float                 # mean over the global batch of this step alone
@@ -53,8 +50,7 @@ class Diverged(OneLineError):
 class Progress:
     """How far a run has come, and the sums of its current epoch; every checkpoint has the fields.
 
-    The loss of a step, and in fp16 whether the step was skipped, stay on the device until
-    `read_losses`, so that the host can launch the next step before the device has finished this.
+    What a step says stays on the device until `read_losses`, so that the host can launch the next.
     """
 
     step: int = 0               # global batches since the start of the run, skipped steps included
@@ -83,8 +79,7 @@ class Progress:
     def read_losses(self, processes: Processes) -> None:
         """Add the steps since the last call: losses, averaged over the processes, and seconds.
 
-        This waits for the device. Raises Diverged, on all processes together, for a loss that is
-        infinite or NaN.
+        Raises Diverged, on all processes together, for a loss that is infinite or NaN.
         """
         losses = []
         if self.losses:
@@ -116,10 +111,7 @@ class Progress:
                        waiting / seconds)
 
     def improves(self, value: float | None, by: str) -> bool:
-        """Whether `value` of the metric `by` is the best so far; if it is, remember it.
-
-        None, NaN and infinity never count as best: no later value would compare as better than NaN.
-        """
+        """Whether `value` of the metric `by` is the best so far, and remember it; NaN never is."""
         if value is None or not math.isfinite(value):
             return False
         better = self.best is None or (value < self.best if by == "val_loss" else value > self.best)
@@ -138,10 +130,9 @@ class Progress:
 def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
     """The model FLOPs of training per image: its share of one forward and one backward pass.
 
-    size: (H, W). A multiplication followed by an addition counts as two operations. torch counts
-    matrix products, attention and convolutions from the shapes of their operands, on the meta
-    device, where nothing is computed; all other operations are negligible. What a kernel repeats
-    does not count, as in PaLM's "model FLOPs utilization" (arXiv 2204.02311, appendix B).
+    size: (H, W). A multiplication followed by an addition counts as two. torch counts products,
+    attention and convolutions by the shapes of their operands, on the meta device; others are
+    negligible. What a kernel repeats does not count, as in PaLM (arXiv 2204.02311, appendix B).
     """
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}

@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # The quintic polynomial of the iteration, p(s) = a s + b s³ + c s⁵, has a large slope at 0, so that
 # small singular values grow fast. Large ones end between .7 and 1.2 and not at 1 (Jordan et al.).
@@ -26,10 +26,7 @@ ADAMW_RMS = 0.2                 # of AdamW's updates, which Muon's match (arXiv 
 
 
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Replace all singular values of each matrix by values near 1: (B, rows, columns) → the same.
-
-    dtype: in which the products are computed. A matrix of zeros stays one.
-    """
+    """Make all singular values of each matrix about 1: (B, rows, columns); products in `dtype`."""
     a, b, c = COEFFICIENTS
     norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=TINIEST_NORM)
     x = (matrices / norms).to(dtype)                 # no singular value exceeds 1
@@ -54,13 +51,12 @@ class MuonWithAdamW(torch.optim.AdamW):
     is at factor 1 (Liu et al., arXiv 2502.16982, §2.2). Weights of 1×1 convolutions, (rows,
     columns, 1, 1), count as matrices.
 
-    This is one optimiser and not two, so that GradScaler finds an overflow in the gradients of
-    either kind and skips both.
+    factor, momentum: of Muon. lr: of both. betas, eps: of AdamW. This is one optimiser and not two,
+    so that GradScaler finds an overflow in the gradients of either kind and skips both.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, factor: float, momentum: float, lr: float,
                  betas: tuple[float, float], eps: float) -> None:
-        """factor, momentum: of Muon. lr: of both. betas, eps: of AdamW."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self.factor, self.momentum = factor, momentum
 
@@ -69,7 +65,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:    # type: ignore[override]  # it calls no closure
         """Do one update of all weights. If gradients overflowed in fp16, nothing changes.
 
         Around this call GradScaler sets two scalars on the device: `grad_scale`, by which gradients
@@ -91,11 +87,12 @@ class MuonWithAdamW(torch.optim.AdamW):
         skipped: a boolean on the device; gradients may then hold infinities and are replaced before
             they are used. None without loss scaling.
         """
-        shapes: dict[torch.Size, list[tuple[nn.Parameter, float]]] = {}
+        shapes: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
         for group in self.param_groups:
             trained = [p for p in group["params"] if group["muon"] and p.grad is not None]
             for parameter in trained:
-                shapes.setdefault(parameter.shape, []).append((parameter, group["lr"]))
+                shapes.setdefault(parameter.shape, []).append(
+                    (parameter, parameter.grad, group["lr"]))
                 if not self.state[parameter]:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             if trained:
@@ -105,29 +102,29 @@ class MuonWithAdamW(torch.optim.AdamW):
         if not shapes:
             return
 
-        momenta, directions, batches = [], [], []
+        momenta, directions, batches = list[Tensor](), list[Tensor](), list[Tensor]()
         for together in shapes.values():
-            gradients = torch.stack([p.grad.flatten(1) for p, _ in together])   # (B, rows, columns)
-            own = [self.state[p]["momentum_buffer"].flatten(1) for p, _ in together]     # views
+            gradients = torch.stack([gradient.flatten(1) for _, gradient, _ in together])
+            buffers = [self.state[p]["momentum_buffer"].flatten(1) for p, *_ in together]    # views
             if scale is not None:
-                gradients /= scale
+                gradients /= scale                                       # (B, rows, columns)
             if skipped is not None:                  # with this gradient the momentum stays
-                gradients = torch.where(skipped, torch.stack(own), gradients)
+                gradients = torch.where(skipped, torch.stack(buffers), gradients)
             batches.append(gradients)
             directions += gradients.unbind()                                     # views
-            momenta += own
+            momenta += buffers
         torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
         torch._foreach_lerp_(directions, momenta, self.momentum)         # Nesterov's, into batches
 
-        weights, updates, steps = [], [], []
+        weights, updates, steps = list[Tensor](), list[Tensor](), list[float]()
         for together, batch in zip(shapes.values(), batches):
             half = batch.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
             update = orthogonalised(batch, torch.bfloat16 if half else torch.float32)
             if skipped is not None:
                 update = torch.where(skipped, 0.0, update)
             updates += update.unbind()
-            weights += [p.flatten(1) for p, _ in together]
+            weights += [p.flatten(1) for p, *_ in together]
             size = self.factor * ADAMW_RMS * math.sqrt(max(batch.shape[1:]))
-            steps += [-size * lr for _, lr in together]
+            steps += [-size * lr for *_, lr in together]
         torch._foreach_mul_(updates, steps)
         torch._foreach_add_(weights, updates)

@@ -18,8 +18,7 @@ from ..bounds import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fra
 LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
 # Parameters with these names are exempt from weight decay, whatever their shape, as in DeiT, Swin
-# and timm 1.0. The lists agree but for dist_token, which DeiT's own code decays; like timm 1.0, we
-# do not.
+# and timm 1.0 (but for dist_token, which DeiT's own code decays).
 UNDECAYED_NAMES = {"pos_embed", "cls_token", "dist_token", "reg_token",
                    "relative_position_bias_table"}
 BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
@@ -46,10 +45,7 @@ class Optim:
 
     @property
     def peak_lr(self) -> float:
-        """The peak learning rate; only here base_lr is scaled by the global batch.
-
-        The linear rule is that of Goyal et al., arXiv 1706.02677.
-        """
+        """The peak learning rate; only here base_lr is scaled by the batch (arXiv 1706.02677)."""
         if self.lr_scaling == "none":
             return self.base_lr
         return self.base_lr * self.global_batch / LINEAR_SCALING_BATCH
@@ -112,11 +108,7 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """The names of the weights that Muon trains: those of matrix products within the blocks.
-
-    These are the weights of linear layers and of 1×1 convolutions from the first block to the last,
-    Swin's patch merging included, and neither the patch embedding nor the classifier.
-    """
+    """What Muon trains, by name: weights of linear layers and 1×1 convolutions in the blocks."""
     layers = layer_numbers(dict(model.named_parameters()))
     last = max((layers[name] for name in layers if BLOCK.match(name)), default=0)
     return {f"{name}.weight" for name, module in model.named_modules()
@@ -129,11 +121,11 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
                      muon: bool = False) -> list[dict[str, Any]]:
     """Parameter groups for an optimiser: Muon's, then the decayed parameters, then the exempt ones.
 
-    model: the bare model, since a wrapper such as DistributedDataParallel changes the names that
-        `decays` compares. Parameters that do not require gradients are in no group.
+    model: the bare model, since a wrapper changes the names that `decays` compares. Parameters that
+        do not require gradients are in no group.
     layer_decay: splits the groups by layer. A parameter of layer i of `layer_numbers` has the
-        factor layer_decay ** (L + 1 − i) on its learning rate, for L blocks (ELECTRA, arXiv
-        2003.10555; for ViT: BEiT, arXiv 2106.08254). Each group states it as "layer_factor".
+        "layer_factor" layer_decay ** (L + 1 − i) on its learning rate, for L blocks (ELECTRA, arXiv
+        2003.10555; for ViT: BEiT, arXiv 2106.08254).
     muon: whether the weights of `hidden_matrices` are in groups of their own, with "muon": True.
     """
     layers = layer_numbers(dict(model.named_parameters()))
@@ -151,11 +143,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
 
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Fused AdamW (Loshchilov and Hutter, arXiv 1711.05101) for all parameters of the model.
-
-    With name "muon" the weights of `hidden_matrices` are trained by Muon instead. The learning rate
-    is 0 until the engine sets it.
-    """
+    """Fused AdamW (arXiv 1711.05101), with Muon for `hidden_matrices`; the engine sets its rate."""
     groups = parameter_groups(model, optim.weight_decay, layer_decay=optim.layer_decay,
                               muon=optim.name == "muon")
     if optim.name == "adamw":
@@ -181,14 +169,12 @@ def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: 
         warmup_epochs ≤ t < T:  min_lr + ½ (peak − min_lr) (1 + cos(π t / T))
         t ≥ T:                  min_lr (the cool-down)
 
-    As in timm and DeiT, the cosine starts at t = 0, not at the end of the warm-up, so that the
-    learning rate drops slightly there. With cosine_after_warmup it starts at the end of the warm-up
-    w, as in Swin's code and big_vision's: π (t − w) / (T − w). DeiT's schedule lags by one epoch;
-    this one does not.
+    As in timm and DeiT (which lags by one epoch), the cosine starts at t = 0, so that the learning
+    rate drops slightly at the end w of the warm-up. With cosine_after_warmup it starts there, as in
+    Swin's code and big_vision's: π (t − w) / (T − w).
 
     With shape "one_cycle", the schedule of ConvMixer's code (arXiv 2201.09792), the learning rate
-    is piecewise linear through warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at
-    T; warmup_epochs plays no part.
+    is piecewise linear: warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at T.
     """
     epochs, warmup_lr, min_lr = schedule.epochs, schedule.warmup_lr, schedule.min_lr
     time = step / steps_per_epoch if schedule.step_on == "update" else step // steps_per_epoch

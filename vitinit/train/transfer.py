@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isqrt
+from math import isqrt, prod
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -60,32 +61,33 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
         pos_embed                           if the model's is fixed
         tensors no forward pass reads       mask_token, decoder_…, Swin's indices and masks
 
-    tensors: the checkpoint's state dict, under this package's names. path: the file that error
-    messages name, or words for it. grid: (rows, columns) of patches in the checkpoint; None: see
-    `_grid_and_entries`. rows: for each class of the model the row of the checkpoint's classifiers
-    that it takes; None, for a class: none, or for all: their own, if there are as many.
+    tensors: the checkpoint's state dict, under this package's names. path: what error messages
+    name. grid: (rows, columns) of patches in the checkpoint; None: see `_grid_and_entries`. rows:
+    for each class of the model the row of the checkpoint's classifiers that it takes, or None; None
+    for all: their own, if there are as many.
 
     Raises CheckpointError, listing the names, and changes nothing, if nothing but the classifier
-    fits, or if any other tensor has another shape or is on one side only: the model would then
-    compute another function than the one that was trained.
+    fits, or if any other tensor has another shape or is on one side only.
     """
-    own = model.state_dict()
-    tensors = unread_tokens_as_registers(own, tensors)
-    heads = _classifiers(own, tensors, rows)
+    target = model.state_dict()
+    tensors = unread_tokens_as_registers(target, tensors)
+    heads = _classifiers(target, tensors, rows)
     new_head = not any(name.startswith("head.") for name in heads)
-    loaded, resized, dropped, surplus = {}, [], [], []
+    loaded: dict[str, Tensor] = {}
+    resized, dropped, surplus = list[str](), list[str](), list[str]()
     for name, value in tensors.items():
-        if name == "pos_embed" and name in own:
+        if name == "pos_embed" and name in target:
             if not model.learns_positions:
                 dropped.append("pos_embed (the model's are fixed)")
                 continue
-            value, change = _fit_pos_embed(own, tensors, model.grid, grid, path)
+            value, change = _fit_pos_embed(target, tensors, cast(tuple[int, int], model.grid), grid,
+                                           path)
             resized += [f"pos_embed {change}"] * bool(change)
-        if name not in own:
+        if name not in target:
             # With fc_norm the classifier read the patches alone, and the class token acted through
             # attention only: without it the function would change for a model that pools alike.
             may_lack = name in PREFIX_TOKENS[:2] and "fc_norm.weight" not in tensors
-            may_lack |= bool(UNREAD.search(name)) or _may_differ(name, own, new_head)
+            may_lack |= bool(UNREAD.search(name)) or _may_differ(name, target, new_head)
             (dropped if may_lack else surplus).append(name)
         elif name.startswith("head") and name not in heads:
             dropped.append(f"{name} {tuple(value.shape)}")
@@ -94,56 +96,55 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
     if all(name.startswith("head") for name in loaded):
         raise CheckpointError(f"{path}: none of its tensors fits the model; it holds "
                               f"{shortened(list(tensors))}")
-    kept = [name for name in own if name not in loaded]
+    kept = [name for name in target if name not in loaded]
     missing = [name for name in kept if not (
         name in PREFIX_TOKENS or name == "pos_embed" and not model.learns_positions
         or name.endswith("num_batches_tracked") or _may_differ(name, tensors, new_head))]
-    _require_fit(own, path, missing=missing, surplus=surplus, loaded=loaded)
-    model.load_state_dict(own | loaded)
+    _require_fit(target, path, missing=missing, surplus=surplus, loaded=loaded)
+    model.load_state_dict(target | loaded)
     return Transfer([name for name in loaded if not (resized and name == "pos_embed")], resized,
                     dropped, kept)
 
 
 @torch.no_grad()
 def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `tensors` into `model`, built for the checkpoint's image size, to evaluate it.
+    """Copy `tensors` into `model`, built for their image size, so that it is the trained function.
 
-    It then computes exactly the function that was trained; if it cannot, CheckpointError lists the
-    tensors that do not fit. Position embeddings without entries for the tokens before the patches
-    get entries of zero there, which does not change the function.
+    Tokens without a position get one of zero. Raises CheckpointError, listing what does not fit.
     """
-    own = model.state_dict()
-    tensors = {name: value for name, value in unread_tokens_as_registers(own, tensors).items()
-               if name in own or not UNREAD.search(name)}
-    missing, surplus = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    if missing and not surplus and missing == sorted(n for n in own if n.startswith("head")):
+    target = model.state_dict()
+    tensors = {name: value for name, value in unread_tokens_as_registers(target, tensors).items()
+               if name in target or not UNREAD.search(name)}
+    missing = sorted(target.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - target.keys())
+    if missing and not surplus and missing == [n for n in sorted(target) if n.startswith("head")]:
         raise CheckpointError(f"{path}: holds no classifier ({shortened(missing)}), so that there "
                               "is nothing to evaluate; init.checkpoint fine-tunes it")
-    if "pos_embed" in own.keys() & tensors.keys() and (
-            tensors["pos_embed"].shape != own["pos_embed"].shape and model.learns_positions):
-        tensors["pos_embed"], _ = _fit_pos_embed(own, tensors, model.grid, model.grid, path)
-    _require_fit(own, path, missing=missing, surplus=surplus, loaded=tensors)
+    if "pos_embed" in target.keys() & tensors.keys() and (
+            tensors["pos_embed"].shape != target["pos_embed"].shape and model.learns_positions):
+        grid = cast(tuple[int, int], model.grid)
+        tensors["pos_embed"], _ = _fit_pos_embed(target, tensors, grid, grid, path)
+    _require_fit(target, path, missing=missing, surplus=surplus, loaded=tensors)
     model.load_state_dict(tensors)
 
 
 # Tokens before the patches, and their position embeddings -------------------------------------
 
 
-def unread_tokens_as_registers(own: Mapping[str, Tensor],
+def unread_tokens_as_registers(target: Mapping[str, Tensor],
                                tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Make tokens of the checkpoint that the model does not read into registers, if it has those.
 
-    In a model that averages over the patches alone (fine-tuned MAE, timm's `avg` pooling), the
-    class token takes part in attention but is not read afterwards, so it is a register token. So is
-    the distillation token of a DeiT whose only classifier reads the class token. They are renamed
-    if the model, of state dict `own`, has as many registers as the checkpoint has of all these.
+    The class token of a model that averages over the patches (fine-tuned MAE, timm's `avg` pooling)
+    is read by attention alone, as registers are; likewise a distillation token without its head.
+    `target`, the model's state dict, must have as many registers as the checkpoint of all these.
     """
     tensors = dict(tensors)
-    unread = [name for name in ("cls_token", "dist_token") if name in tensors and name not in own]
+    unread = [name for name in PREFIX_TOKENS[:2] if name in tensors and name not in target]
     registers = [tensors[name] for name in (*unread, "reg_token") if name in tensors]
     shapes = {(*token.shape[:1], *token.shape[2:]) for token in registers}
-    if unread and "reg_token" in own and shapes == {own["reg_token"].shape[::2]} and (
-            sum(token.shape[1] for token in registers) == own["reg_token"].shape[1]):
+    if unread and "reg_token" in target and shapes == {target["reg_token"].shape[::2]} and (
+            sum(token.shape[1] for token in registers) == target["reg_token"].shape[1]):
         tensors["reg_token"] = torch.cat(registers, dim=1)
         for name in unread:
             del tensors[name]
@@ -156,36 +157,35 @@ def _prefix_counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             for name in PREFIX_TOKENS if name in tensors}
 
 
-def _fit_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
+def _fit_pos_embed(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
                    wanted: tuple[int, int], grid: tuple[int, int] | None, path: Path | str
                    ) -> tuple[Tensor, str]:
     """The checkpoint's position embeddings for the model's tokens, (1, N, D), and a description.
 
-    own, wanted: the model's state dict and grid. Tokens before the patches to which the checkpoint
-    adds no position get zeros; if it lacks such a token, the model's own entry for it stays. The
-    description is as in `Transfer.resized`, or "" if nothing was resized.
+    target, wanted: the model's state dict and grid. Tokens before the patches to which the
+    checkpoint adds no position get zeros; if it lacks such a token, the model's entry for it stays.
+    The description is as in `Transfer.resized`, or "" if nothing was resized.
     """
-    pos_embed, own_pos_embed = tensors["pos_embed"], own["pos_embed"]
-    if pos_embed.ndim != 3 or pos_embed.shape[2] != own_pos_embed.shape[2]:
+    pos_embed, initial = tensors["pos_embed"], target["pos_embed"]
+    if pos_embed.ndim != 3 or pos_embed.shape[2] != initial.shape[2]:
         return pos_embed, ""                         # another width: the caller raises the error
-    saved, needed = _prefix_counts(tensors), _prefix_counts(own)         # tokens before the patches
+    saved, needed = _prefix_counts(tensors), _prefix_counts(target)      # tokens before the patches
     grid, entries = _grid_and_entries(pos_embed.shape[1], saved, wanted, grid, path)
     before, patches = pos_embed[:, :entries], pos_embed[:, entries:]
     before = F.pad(before, (0, 0, 0, sum(saved.values()) - entries))     # registers come last
     trained = dict(zip(saved, before.split([*saved.values()], dim=1)))   # name → (1, count, D)
-    initial = own_pos_embed[:, :sum(needed.values())].to(pos_embed)
-    initial = dict(zip(needed, initial.split([*needed.values()], dim=1)))
-    before = [trained[name] if saved.get(name) == count else initial[name]
-              for name, count in needed.items()]
+    drawn = initial.to(pos_embed).split([*needed.values(), prod(wanted)], dim=1)
+    tokens = [trained[name] if saved.get(name) == count else embedding
+              for (name, count), embedding in zip(needed.items(), drawn)]
     if grid == wanted:
-        return torch.cat([*before, patches], dim=1), ""
+        return torch.cat([*tokens, patches], dim=1), ""
     image = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=grid[0])
     image = F.interpolate(image, wanted, mode="bicubic", antialias=True)
     patches = rearrange(image, "1 d h w -> 1 (h w) d").to(pos_embed)
     # Which tokens have no position follows from numbers alone, so the user is told.
     lacking = [name for name, end in zip(saved, accumulate(saved.values())) if end > entries]
     without = f" without {', '.join(lacking)}" if lacking else ""
-    return (torch.cat([*before, patches], dim=1),
+    return (torch.cat([*tokens, patches], dim=1),
             f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}")
 
 
@@ -195,16 +195,19 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
     """The grid of the patches among `count` position embeddings, and the number before the patches.
 
     saved: the checkpoint's tokens before the patches. Either each has an embedding, or all but the
-    registers have (DINOv2), or none has (DeiT-III). Which it is must follow from `count`, by the
-    first of these that agrees: `grid`, or if that is None a square and embeddings for all tokens;
-    the model's own grid `wanted`; a square and fewer embeddings. So n² embeddings and a class token
-    are taken for DeiT-III's at n×n, and not for those of a ViT at (n−1)×(n+1).
+    registers have (DINOv2), or none has (DeiT-III). Which it is follows from `count`, by the first
+    grid that agrees: `grid`, or if that is None a square with embeddings for all tokens; the
+    model's grid `wanted`; a square with fewer. So n² embeddings and a class token are taken for
+    DeiT-III's at n×n, and not for those of a ViT at (n−1)×(n+1).
     """
     total = sum(saved.values())
-    possible = (total, total - saved.get("reg_token", 0), 0)
-    stated, own = ([(side, entries) for entries in possible] for side in (grid, wanted))
-    for shape, entries in stated + own if grid else stated[:1] + own + stated[1:]:
-        rows, columns = shape or [isqrt(max(count - entries, 0))] * 2    # a square
+    possible = (total, total - saved.get("reg_token", 0), 0)     # entries before the patches
+    of_model = [(*wanted, entries) for entries in possible]
+    squares = [(side, side, entries) for entries in possible
+               for side in [isqrt(max(count - entries, 0))]]
+    candidates = ([(*grid, entries) for entries in possible] + of_model if grid else
+                  [squares[0], *of_model, *squares[1:]])
+    for rows, columns, entries in candidates:
         if rows and rows * columns == count - entries:
             return (rows, columns), entries
     shape = "square" if grid is None else "×".join(map(str, grid))
@@ -215,34 +218,32 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
 # What a checkpoint and a model may differ in --------------------------------------------------
 
 
-def _classifiers(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
+def _classifiers(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
                  rows: Sequence[int | None] | None) -> dict[str, Tensor]:
     """The classifiers that a model gets, but for those of another width or without any row."""
-    heads = {name: value for name, value in tensors.items() if name in own and value.ndim
-             and name.startswith("head") and value.shape[1:] == own[name].shape[1:]}
+    heads = {name: value for name, value in tensors.items() if name in target and value.ndim
+             and name.startswith("head") and value.shape[1:] == target[name].shape[1:]}
     if rows is None:
-        return {name: value for name, value in heads.items() if value.shape == own[name].shape}
+        return {name: value for name, value in heads.items() if value.shape == target[name].shape}
     taken = [row for row in rows if row is not None]
     return {name: torch.stack([initial if row is None else value[row].to(initial)
-                               for row, initial in zip(rows, own[name], strict=True)])
+                               for row, initial in zip(rows, target[name], strict=True)])
             for name, value in heads.items() if taken and max(taken) < len(value)}
 
 
 def _may_differ(name: str, others: Mapping[str, Tensor], new_head: bool) -> bool:
-    """Whether the checkpoint or the model may have this tensor, which the other lacks.
-
-    Of norm and fc_norm a model has one; the other may take its place before a new classifier.
-    """
+    """Whether the other side may lack this tensor: of a head, or of the norm before a new one."""
     layer, _, part = name.partition(".")
     other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
     return name.startswith("head") or new_head and f"{other}.{part}" in others
 
 
-def _require_fit(own: Mapping[str, Tensor], path: Path | str, *, missing: list[str],
+def _require_fit(target: Mapping[str, Tensor], path: Path | str, *, missing: list[str],
                  surplus: list[str], loaded: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError, listing names, for tensors on one side only and for other shapes."""
-    shapes = [f"{name} {tuple(value.shape)} where the model has {tuple(own[name].shape)}"
-              for name, value in loaded.items() if name in own and value.shape != own[name].shape]
+    shapes = [f"{name} {tuple(value.shape)} where the model has {tuple(target[name].shape)}"
+              for name, value in loaded.items()
+              if name in target and value.shape != target[name].shape]
     problems = [f"; {title}: {shortened(names)}" for title, names in (
         ("missing", missing), ("surplus", surplus), ("other shape", shapes)) if names]
     if problems:
