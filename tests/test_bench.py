@@ -11,7 +11,7 @@ import torchvision
 from launches import launches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitinit.bench import __main__ as bench, loader, report, step
+from vitinit.bench import __main__ as bench, all as everything, loader, step, timing
 from vitinit.bench.memory import saved_bytes
 from vitinit.bench.timing import interleave, times_as_fast
 from vitinit.bench.training import recipe_of
@@ -159,15 +159,15 @@ def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_pa
         "def test_other(): pytest.skip('no such thing here')\n")
     sleeps = ("import subprocess, sys; subprocess.run([sys.executable, '-c', "
               "'import time; time.sleep(600)'])")
-    now, within = [0.0], report.run_within
+    now, within = [0.0], everything.run_within
 
     def run(words: list[str], seconds: float, environment: dict) -> tuple[int, str]:
         now[0] += 700.0 * (sleeps in words)          # the time is over after this one
         return within(words, 5.0 if sleeps in words else seconds, environment)
-    monkeypatch.setattr(report, "run_within", run)
-    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(report, "CHECKS", checks)
-    monkeypatch.setattr(report, "speeds", lambda device, data: [
+    monkeypatch.setattr(everything, "run_within", run)
+    monkeypatch.setattr(everything, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(everything, "CHECKS", checks)
+    monkeypatch.setattr(everything, "speeds", lambda device, data: [
         ["-c", "import os; os.kill(os.getpid(), 11)"], ["-m", "platform"], ["-c", "1/0"],
         ["-c", sleeps], ["-m", "platform"]])
     out = tmp_path / "new" / "report.md"
@@ -184,7 +184,7 @@ def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_pa
 
 def test_the_commands_of_the_report_are_commands():
     for device in ("cpu", "cuda"):
-        for words in report.speeds(device, ["--data-dir", "photographs"]):
+        for words in everything.speeds(device, ["--data-dir", "photographs"]):
             if words[:2] == ["-m", "vitinit.bench"]:
                 args = bench.parse_arguments(words[2:])
                 names = getattr(args, "recipe", [])
@@ -194,8 +194,8 @@ def test_the_commands_of_the_report_are_commands():
 
 def test_rows_become_a_table():
     rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
-    assert report.row_table(rows).splitlines() == [
+    assert timing.row_table(rows).splitlines() == [
         "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |",
         "| 2 | – | x\\|y |"]
-    assert [report.cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
+    assert [timing.cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
         "–", "3", "0.5", "1,234", "inf"]

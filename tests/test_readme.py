@@ -16,9 +16,9 @@ from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
 from vitinit import export, predict
-from vitinit.compare import mean_and_std, t_interval
 from vitinit.data import shapes
 from vitinit.recipe.files import load_recipe, overrides
+from vitinit.runs.comparison import mean_and_std, t_interval
 from vitinit.runs.model import build
 from vitinit.runs.records import read_archive
 

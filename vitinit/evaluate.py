@@ -34,7 +34,7 @@ from .data.sources import Source, class_indices
 from .messages import nearest
 from .recipe.files import RecipeError, overrides
 from .runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
-from .runs.report import Finding, report
+from .runs.results import Finding, print_results
 from .runs.saved import Saved, open_saved
 from .train import distributed
 from .train.device import memory_for
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                     asked or [own_set(saved.recipe.data)])]
             findings = evaluate_checkpoints(checkpoints, pairs, processes, stop)
             if processes.is_main:
-                report(findings, per_class=args.per_class, json_file=args.json)
+                print_results(findings, per_class=args.per_class, json_file=args.json)
     return run_program(name, program)
 
 

@@ -54,6 +54,7 @@ from .runs.trained import VIEW_KEYS, Trained, load
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
                                write_text_atomically, written_atomically)
 
+OURS: Names = {}                # the names of our own state_dict
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
 NEAR_IN_HALF = 0.02             # the same, with weights in half precision
 
@@ -90,7 +91,7 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
 
     None: under ours, and the file says which model of timm takes them, or null.
     """
-    notes, names = metadata(trained) | {"timm": None}, {}
+    notes, names = metadata(trained) | {"timm": None}, OURS
     with suppress(RecipeError) if library is None else nullcontext():
         name, arguments, names = taken_by(library or "timm", trained)
         notes[library or "timm"] = {"class": name, "arguments": arguments | {
@@ -107,9 +108,10 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     full_name, arguments, names = taken_by(library.replace("timm", "timm.create_model"), trained)
     name = full_name.rpartition(".")[2]
     if library == "transformers":
-        prefix, labels = f"{arguments['model_type']}.", dict(enumerate(trained.classes))
-        files = {"config.json": arguments | {"architectures": [name], "id2label": labels,
-                                             "label2id": dict(map(reversed, labels.items()))},
+        prefix, classes = f"{arguments['model_type']}.", trained.classes
+        files = {"config.json": arguments | {
+                     "architectures": [name], "id2label": dict(enumerate(classes)),
+                     "label2id": {label: index for index, label in enumerate(classes)}},
                  "preprocessor_config.json": preprocessor_config(trained.recipe,
                                                                  trained.image_size)}
     else:
@@ -181,7 +183,7 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
                       extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
     archive.seek(0)
     run = torch.export.load(archive).module()
-    checked = compare(run, model, images, NEAR, f"{out}: the exported program's")
+    checked = require_same_logits(run, model, images, NEAR, f"{out}: the exported program's")
     with written_atomically(out) as file:
         file.write(archive.getvalue())
     return checked
@@ -198,7 +200,8 @@ def export_run(trained: Trained, out: Path) -> str:
     stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
     of_run = "recipe" in stored
     recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
-    state = {name: stored[name] for name in ("grid", "step", "progress") if name in stored}
+    state: dict[str, Any] = {name: stored[name] for name in ("grid", "step", "progress")
+                             if name in stored}
     invented = tuple(map(str, range(len(trained.classes)))) == trained.classes
     state |= {"model": {name: value.half() if value.is_floating_point() else value
                         for name, value in trained.model.state_dict().items()},
@@ -212,8 +215,9 @@ def export_run(trained: Trained, out: Path) -> str:
             shutil.copy(source.metrics.path, out)
         write_text_atomically(without_folders(recipe).as_toml(), folder.recipe)
         save_atomically(state, folder.last)
-        return compare(load(out).model, trained.model, as_input(noise(trained), trained.recipe),
-                       NEAR_IN_HALF, f"{out}: with weights in half precision,")
+        return require_same_logits(load(out).model, trained.model,
+                                   as_input(noise(trained), trained.recipe), NEAR_IN_HALF,
+                                   f"{out}: with weights in half precision,")
 
 
 @contextmanager
@@ -227,10 +231,11 @@ def new_folder(out: Path) -> Iterator[None]:
         raise
 
 
-def compare(found: nn.Module, model: nn.Module, images: Tensor, near: float, whose: str) -> str:
+def require_same_logits(export: nn.Module, model: nn.Module, images: Tensor, near: float,
+                        whose: str) -> str:
     """How far two models' logits are apart, in words; an error if over `near` of the largest."""
     logits = model(images)
-    far, largest = (found(images) - logits).abs().max().item(), logits.abs().max().item()
+    far, largest = (export(images) - logits).abs().max().item(), logits.abs().max().item()
     if not far <= near * max(largest, 1.0):
         raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up "
                               f"to {largest:.1f}; nothing was written")
@@ -245,7 +250,6 @@ def noise(trained: Trained) -> Tensor:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; RecipeError for options that do not fit the kind of export."""
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
@@ -256,9 +260,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     args = parser.parse_args(arguments)
-    for flag, fits in (("--normalise", args.to == "torch"), ("--names", args.to == "safetensors"),
-                       ("--image-size", args.to != "run")):
-        if getattr(args, flag[2:].replace("-", "_")) and not fits:
+    for flag, given, fits in (("--normalise", args.normalise, ("torch",)),
+                              ("--names", args.names, ("safetensors",)),
+                              ("--image-size", args.image_size, ("safetensors", "torch"))):
+        if given and args.to not in fits:
             parser.error(f"{flag} does not go with --to {args.to}")
     args.folder = args.to == "run" or args.names == "transformers" or (
         args.to == "safetensors" and args.names in (None, "timm") and
@@ -273,22 +278,21 @@ def export(args: argparse.Namespace) -> None:
     """Write the export that the arguments ask for, and print what was written and checked."""
     trained, out = load(**run_arguments(args)), args.out
     trained.require_classifier()
-    if args.to == "safetensors" and args.folder:
-        found = export_folder(trained, out, args.names or "timm")
-    elif args.to == "safetensors":
-        found = export_weights(trained, out, args.names)
+    if args.to == "run":
+        checked = export_run(trained, out)
     elif args.to == "torch":
-        found = export_program(trained, out, inside=args.normalise)
+        checked = export_program(trained, out, inside=args.normalise)
+    elif args.folder:
+        checked = export_folder(trained, out, args.names or "timm")
     else:
-        found = export_run(trained, out)
+        checked = export_weights(trained, out, args.names)
     (height, width), kind = trained.image_size, "uint8" if args.normalise else "normalised"
     written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
     print(f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
-          f"{height}, {width}) {kind} → logits (B, {len(trained.classes)})\nchecked {found}")
+          f"{height}, {width}) {kind} → logits (B, {len(trained.classes)})\nchecked {checked}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program with these arguments (default: the command line); return the exit status."""
     return run_program("vitinit.export", lambda: export(parse_arguments(arguments)))
 
 

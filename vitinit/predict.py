@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,13 +52,12 @@ class Guess(NamedTuple):
         """Whether the likeliest class is the true one; None if the truth is not known."""
         return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
 
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object of --json."""
-        known = {"image": self.path} | ({} if self.truth is None else {"truth": self.truth})
-        if self.problem:
-            return known | {"problem": self.problem}
-        return known | {"classes": [{"class": name, "probability": share}
-                                    for name, share in self.ranked]}
+    def as_json(self) -> str:
+        """The line of --json."""
+        classes = [{"class": name, "probability": share} for name, share in self.ranked]
+        return json.dumps({"image": self.path}
+                          | ({} if self.truth is None else {"truth": self.truth})
+                          | ({"problem": self.problem} if self.problem else {"classes": classes}))
 
 
 def images_of(arguments: Sequence[str]) -> list[str]:
@@ -70,15 +69,15 @@ def images_of(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         if not os.path.exists(argument):
             raise DataError(f"{argument}: no such file or folder")
-        found, line = images_in(argument) if os.path.isdir(argument) else ([argument], "")
+        files, line = images_in(argument) if os.path.isdir(argument) else ([argument], "")
         if line:
             print(f"vitinit.predict: {line}", file=sys.stderr, flush=True)
-        paths += found
+        paths += files
     return paths
 
 
-def guesses(trained: Trained, paths: Sequence[str], *, top: int
-            ) -> Iterator[tuple[Guess, Tensor | None]]:
+def classify(trained: Trained, paths: Sequence[str], *, top: int
+             ) -> Iterator[tuple[Guess, Tensor | None]]:
     """Yield for each file, in order, its prediction and the view it was made from.
 
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
@@ -88,32 +87,30 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int
             return trained.view(path)
         except DataError as error:
             return str(error)
-    names = set(trained.classes)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for start in range(0, len(paths), BATCH):
             chunk = paths[start:start + BATCH]
             views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
             readable = [view for view in views if isinstance(view, Tensor)]
-            ranked = iter(())
-            if readable:
-                inputs = trained.inputs(torch.stack(readable))
-                ranked = iter(trained.ranked(trained.probabilities(inputs), top))
+            inputs = trained.inputs(torch.stack(readable)) if readable else None
+            ranked = iter(() if inputs is None else
+                          trained.ranked(trained.probabilities(inputs), top))
             for path, view in zip(chunk, views):
                 folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
-                truth = folder if folder in names else None
+                truth = folder if folder in trained.classes else None
                 if isinstance(view, str):
                     yield Guess(path, truth, [], view), None
                 else:
                     yield Guess(path, truth, next(ranked)), view
 
 
-def summary(found: Sequence[Guess]) -> str:
-    """How many predictions were right, and how many files could not be read; "" for neither."""
-    judged = [guess.right for guess in found if guess.right is not None]
-    broken = sum(bool(guess.problem) for guess in found)
+def share_right(guesses: Sequence[Guess]) -> str:
+    """How many guesses were right, and how many files could not be read; "" for neither."""
+    judged = [guess.right for guess in guesses if guess.right is not None]
+    broken = sum(bool(guess.problem) for guess in guesses)
     parts = [f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
              f"({100 * sum(judged) / len(judged):.2f} %)"] if judged else []
-    parts += [f"{broken:,} of {len(found):,} could not be read"] if broken else []
+    parts += [f"{broken:,} of {len(guesses):,} could not be read"] if broken else []
     return "; ".join(parts)
 
 
@@ -122,37 +119,33 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
 
     Returns the exit status: 1 if a file could not be read, otherwise 0.
     """
-    top = min(args.top, len(trained.classes))
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
-    found: list[Guess] = []
+    guesses: list[Guess] = []
     tiles: list[Tile] = []
     with ProgressBar("predict", len(paths), shown=sys.stderr.isatty()) as bar:
-        for guess, view in bar.over(guesses(trained, paths, top=top)):
+        for guess, view in bar.over(classify(trained, paths, top=args.top)):
             if view is None:
                 print(f"vitinit.predict: {guess.problem}", file=sys.stderr, flush=True)
             else:
                 words = (f"{name} {100 * share:.1f} %" for name, share in guess.ranked)
                 print(one_line("  ".join([guess.path, *words]), longest=2**20))
-                if args.sheet is not None and len(found) in on_sheet:
+                if args.sheet is not None and len(guesses) in on_sheet:
                     heat = attended(trained, view) if args.attention else None
                     tiles.append(Tile(guess.path, view, heat, guess.truth, *guess.ranked[0]))
-            found.append(guess)
-    last_line = summary(found)
-    if last_line:
+            guesses.append(guess)
+    if last_line := share_right(guesses):
         print(last_line, flush=True)
     if args.json is not None:
-        write_text_atomically("".join(json.dumps(guess.as_dict()) + "\n" for guess in found),
-                              args.json)
+        write_text_atomically("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
     if args.sheet is not None:
         draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                    f"{len(paths):,} images{last_line and ': '}{last_line}")
     for file in filter(None, (args.json, args.sheet)):
         print(f"wrote {file}")
-    return int(any(guess.problem for guess in found))
+    return int(any(guess.problem for guess in guesses))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; RecipeError for options that do not go together."""
     parser = Parser(prog="python -m vitinit.predict", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
@@ -170,7 +163,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> int:
         args = parse_arguments(arguments)
         trained = load(**run_arguments(args), device=this_device())

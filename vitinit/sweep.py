@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .command_line import Parser, integer, run_program
-from .compare import compare
 from .recipe.files import RecipeError, fresh_recipe
+from .runs.comparison import compare_runs
 from .runs.folder import RunFolder
-from .runs.records import read_run
+from .runs.records import read_run, read_runs
 from .runs.resume import DONE, require_same_recipe, task_in
 from .train.device import cores
 from .train.interruption import StopRequest
@@ -234,8 +234,8 @@ def sweep(args: argparse.Namespace) -> int:
         print(f"stopped by signal {stopped_by}; the same command goes on")
         return 128 + stopped_by
     if len(failures) < len(runs):
-        print(flush=True)
-        compare([run.folder for run in runs if run.folder not in failures])
+        done = read_runs([run.folder for run in runs if run.folder not in failures])
+        print(f"\n{compare_runs(done)[1]}", end="", flush=True)
     return int(bool(failures))
 
 

@@ -83,3 +83,12 @@ def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeyp
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(5))
     assert torch.equal(rows[6].maps, maps.position_maps(model, 1, "softmax")[[2, 0]])
     assert torch.equal(rows[3].maps, maps.position_maps(model, 0, "qk")[[2, 0]])
+
+
+def test_without_a_recipe_or_a_run_nine_heads_are_shown_after_three_inits(draw, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(maps, "draw_grid",
+                        lambda *arguments: (drawn.extend(arguments[1]), plot.draw_grid(*arguments)))
+    draw("maps", "--kinds", "softmax")
+    assert [row.label.partition("\n")[0] for row in drawn] == ["default", "mimetic", "impulse"]
+    assert all(len(row.maps) == 9 for row in drawn)

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import vitinit
-from vitinit import compare
 from vitinit.figures.__main__ import main
 from vitinit.figures.page import rounded
-from vitinit.runs.groups import group_runs
+from vitinit.runs.comparison import compare_runs, t_interval
 from vitinit.runs.records import read_run, write_archive
 
 IMAGES = Path(__file__).parents[1] / "data" / "cifar10"
@@ -56,9 +55,9 @@ def four_runs(written_run) -> list[Path]:
 
 def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
     meta, _ = contents(report(*four_runs))
-    groups = group_runs([read_run(folder) for folder in four_runs])
-    assert meta["comparison"]["text"] == compare.report(groups)
-    mean, half = compare.t_interval([10.0, 14.0])
+    _, text = compare_runs([read_run(folder) for folder in four_runs])
+    assert meta["comparison"]["text"] == text
+    mean, half = t_interval([10.0, 14.0])
     assert meta["comparison"]["base"] == "default"
     assert meta["comparison"]["intervals"] == [{
         "label": "impulse", "weights": "model", "by_seed": [10.0, 14.0],

@@ -7,9 +7,10 @@ import re
 import pytest
 from pages import PAGES
 
-from vitinit.compare import main, mean_and_std, t_interval
+from vitinit.compare import main
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.recipe.values import plain
+from vitinit.runs.comparison import mean_and_std, t_interval
 from vitinit.runs.groups import CAME_OR_WENT, FREE_KEYS, group_runs
 from vitinit.runs.records import Run, read_archive
 

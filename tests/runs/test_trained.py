@@ -16,7 +16,7 @@ from PIL import Image
 import vitinit
 from vitinit.data.datasets import imagenet_wnids
 from vitinit.figures.sheet import attended
-from vitinit.predict import guesses
+from vitinit.predict import classify
 from vitinit.recipe.values import ReadOnly
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import load as load_checkpoint
@@ -136,7 +136,7 @@ def test_images_have_the_precision_of_the_model(dtype, tmp_path):
     Image.fromarray(pixels).save(path := str(tmp_path / "image.png"))
     trained.model.to(dtype)
     assert trained.preprocess(path).dtype == dtype
-    (guess, view), = guesses(trained, [path], top=3)                     # of the program
+    (guess, view), = classify(trained, [path], top=3)                     # of the program
     for ranked in (trained.predict(path), guess.ranked):
         assert dict(ranked) == pytest.approx(expected, abs=0.02)
     assert attended(trained, view).isfinite().all()

@@ -17,25 +17,23 @@ import torch
 
 from ..command_line import Parser, integer, one_of, real, run_program
 from ..train.device import cores
+from .all import bench_all, machine
 from .loader import fed_rows, image_folder, loader_rows
 from .memory import memory_row
-from .report import bench_all, machine, row_table
 from .step import step_rows
+from .timing import row_table
 from .training import recipe_of
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; `arguments` stands for sys.argv[1:]."""
     parser = Parser(prog="python -m vitinit.bench", description=__doc__)
-    size = integer(1)
     commands = parser.add_subparsers(dest="bench", required=True)
     everything = commands.add_parser("all", help="checks and speeds, in one report")
     everything.add_argument("--out", type=Path, required=True, help="file of the report")
     everything.add_argument("--minutes", type=real(above=0.0), default=10.0)
     step = commands.add_parser("step", help="images/s of a training step")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
-    loader.add_argument("--workers", nargs="+", type=integer(0, 2**15),
-                        default=[cores()],
+    loader.add_argument("--workers", nargs="+", type=integer(0, 2**15), default=[cores()],
                         help="numbers of loader processes; default: that of the cores")
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
@@ -44,24 +42,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                              help="names in recipes/, or paths")
     loader.add_argument("--recipe", default="deit_small", help="name in recipes/, or path")
     for command in (step, loader):
-        command.add_argument("--batch", type=size, help="images per step (in `step` fewer if they "
-                                                        "do not fit); default: the recipe's")
+        command.add_argument("--batch", type=integer(1), help="images per step (in `step` fewer if "
+                             "they do not fit); default: the recipe's")
     for command in (step, loader, memory):
         command.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                              help="override any key of the recipe; may be repeated")
     for command in (everything, loader):
         command.add_argument("--data-dir", type=Path,
                              help="folder of photographs; default: drawn ones")
-    found = "cuda" if torch.cuda.is_available() else "cpu"
     for command in (everything, step, loader):
-        command.add_argument("--device", type=one_of(["cuda", "cpu"]), default=found)
+        command.add_argument("--device", type=one_of(["cuda", "cpu"]),
+                             default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(arguments)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one command and print its tables."""
-    on_gpu = getattr(args, "device", "cpu") == "cuda"
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     if args.bench == "all":
         return bench_all(args.out, device=device, photographs=args.data_dir, minutes=args.minutes)
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
@@ -83,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; return its exit status."""
     return run_program("vitinit.bench", lambda: run(parse_arguments(arguments)))
 
 

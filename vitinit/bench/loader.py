@@ -17,9 +17,8 @@ from torchvision.transforms import InterpolationMode
 from ..data.sources import LooseImages
 from ..recipe.sections import Recipe
 from ..runs.data import open_data
-from .report import Row
 from .step import synthetic_batch
-from .timing import clock_of, interleave, times_as_fast
+from .timing import Row, clock_of, interleave, times_as_fast
 from .training import alone, given_step, recipe_of, set_up, train_on
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
@@ -35,13 +34,14 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
     source: a folder of photographs, of which PHOTOGRAPHS are taken; None: 50 are drawn. All are in
     the disk's cache, so that the disk is not measured. Raises DataError if there are none.
     """
-    found = draw_photographs(root / "drawn", 50) if source is None else [
+    paths = draw_photographs(root / "drawn", 50) if source is None else [
         Path(path) for path in LooseImages(source, PHOTOGRAPHS).paths]
     for split, number in (("train", count), ("val", 2)):
-        for label in ("one", "two"):
-            (root / split / label).mkdir(parents=True)
-        for index, path in zip(range(number), itertools.cycle(found)):
-            link = root / split / ("one", "two")[index % 2] / f"{index:06}{path.suffix.lower()}"
+        folders = [root / split / label for label in ("one", "two")]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        for index, path in zip(range(number), itertools.cycle(paths)):
+            link = folders[index % 2] / f"{index:06}{path.suffix.lower()}"
             link.symlink_to(path.resolve())
     return ["data.name=image_folder", f"data.root={root}", "data.num_classes=2"]
 
@@ -103,9 +103,9 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
             pipeline(Image.open(path).convert("RGB")) for path in paths]}, clock)
     decoding, pillow = seconds["decoding alone"], seconds["torchvision's pipeline on Pillow"]
     return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
-             "images/s": BATCH / median(found), "× as fast as torchvision's":
-             times_as_fast(found, pillow), "% of decoding": 100 * median(decoding) / median(found)}
-            for part, found in seconds.items()]
+             "images/s": BATCH / median(times), "× as fast as torchvision's":
+             times_as_fast(times, pillow), "% of decoding": 100 * median(decoding) / median(times)}
+            for part, times in seconds.items()]
 
 
 def fed_rows(name: str, sets: list[str], device: torch.device, batch: int,
@@ -123,11 +123,11 @@ def fed_rows(name: str, sets: list[str], device: torch.device, batch: int,
         ahead, count = 2 * workers + 2, max(4, 2 * workers)
         given = [given_step(number, [part]) for number in range(count)]
 
-        def seconds(chosen: Iterator) -> float:
+        def seconds(work: Iterator) -> float:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             began = time.perf_counter()
-            train_on(state, chosen, forward=forward, amp=recipe.engine.amp)
+            train_on(state, work, forward=forward, amp=recipe.engine.amp)
             return (time.perf_counter() - began) / count
         pairs = []
         for _ in range(3):

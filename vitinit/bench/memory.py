@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..command_line import building
+from ..models.layers import Classifier
 from ..recipe.sections import Recipe
 from ..runs.model import build, without_data
 from ..train.engine import autocast
 from ..train.optim import hidden_matrices
-from .report import Row
+from .timing import Row
 
 GIB, MIB = 2**30, 2**20
 STATE_BYTES = 20                # per parameter: weight, gradient, AdamW's two moments, EMA; float32
@@ -20,16 +21,16 @@ MUON_BYTES = 16                 # the same with Muon's one moment
 SHARE = 0.5                     # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
-def saved_bytes(model: nn.Module, images: Tensor, amp: str) -> int:
+def saved_bytes(model: Classifier, images: Tensor, amp: str) -> int:
     """Bytes that a forward pass saves for the backward pass, without parameters and buffers.
 
     images: (B, 3, H, W). Tensors with a common storage count once.
     """
-    own = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    stored = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Tensor] = {}                    # keeps tensors alive, so that ids stay unique
 
     def save(tensor: Tensor) -> Tensor:
-        if id_of(tensor) not in own:
+        if id_of(tensor) not in stored:
             saved[id_of(tensor)] = tensor
         return tensor
     drop_path = (torch.ones(len(model.drop_path_rates), len(images)),) if any(

@@ -22,8 +22,7 @@ from ..runs.teacher import learn_from_teacher
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.metrics import training_flops
-from .report import Row
-from .timing import clock_of, interleave, times_as_fast
+from .timing import Row, clock_of, interleave, times_as_fast
 from .training import Part, given_step, set_up, train_on
 
 STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement

@@ -1,20 +1,23 @@
-"""Honest times: in turn with an alternative, on a clock that other programs do not move."""
+"""Honest times: in turn with an alternative, on a clock that other programs do not move; tables."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from ..runs.results import table
 from ..train.device import keep_freed_memory
 
 ROUNDS = 7
-Clock = Callable[[], float]
+Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> Callable[[], float]:
     """A clock in seconds for the work of this process on a device.
 
     On a GPU it is the wall clock, read when the GPU has done all its work. On a CPU it is the
@@ -32,24 +35,40 @@ def clock_of(device: torch.device) -> Clock:
     return read
 
 
-def interleave(actions: Mapping[str, Callable[[], object]], clock: Clock, rounds: int = ROUNDS
-               ) -> dict[str, list[float]]:
+def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], float],
+               rounds: int = ROUNDS) -> dict[str, list[float]]:
     """The seconds of each action in each round, by name.
 
     The actions run in turn, in every second round in the opposite order, so that what disturbs the
     machine affects all of them alike. A first round, for caches and compilers, does not count.
     """
-    found: dict[str, list[float]] = {name: [] for name in actions}
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):
-        for name in list(actions) if number % 2 else reversed(actions):
+        for name in list(actions)[::1 if number % 2 else -1]:
             began = clock()
             actions[name]()
             if number:
-                found[name].append(clock() - began)
-    return found
+                seconds[name].append(clock() - began)
+    return seconds
 
 
 def times_as_fast(ours: Sequence[float], others: Sequence[float]) -> str:
     """How many times as fast as the other ours is: the median of all rounds, and their range."""
-    ratios = [other / own for own, other in zip(ours, others, strict=True)]
+    ratios = [other / our for our, other in zip(ours, others, strict=True)]
     return f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """A Markdown table with every column in which any of the rows has a value."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
+    return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+
+
+def cell(value: Any) -> str:
+    """A value as text: floats with three significant digits, from 1000 on and integers in full."""
+    if value is None:
+        return "–"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    full = isinstance(value, int) or 1000 <= abs(value) < math.inf
+    return f"{value:,.0f}" if full else f"{value:.3g}"

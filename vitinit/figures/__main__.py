@@ -40,10 +40,14 @@ from .plot import FigureError, pyplot
 from .report import write_report
 from .subjects import Subject, fresh, of_runs
 
-# The figure `kernels` shows this variant of quickstart: a head for each offset of a 3×3 kernel.
-KERNELS = ["model.options.embed_dim=288", "model.options.num_heads=9"]
+# Without --recipe and --run, this variant of quickstart is shown after these inits: it has a head
+# for each offset of a 3×3 kernel.
+VARIANT = ["model.options.embed_dim=288", "model.options.num_heads=9"]
+VARIANT_INITS = ["default", "mimetic", "impulse"]
 MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")   # arguments about models
-RUNS = "folders of runs, archives of runs, or archive/pattern"
+
+
+# Parts of the command line --------------------------------------------------------------------
 
 
 def numbers(text: str) -> list[int] | Literal["all"]:
@@ -64,73 +68,81 @@ def pair(text: str) -> tuple[int, int]:
     return row, column
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line.
+def models(figure: Parser) -> None:
+    """Add MODELS: models freshly initialised from recipes, or read from runs."""
+    source = figure.add_mutually_exclusive_group()
+    source.add_argument("--recipe", nargs="+", metavar="NAME",
+                        help="models freshly initialised from these recipes; default: quickstart "
+                             f"with nine heads, after the inits {', '.join(VARIANT_INITS)}")
+    source.add_argument("--run", nargs="+", type=Path, metavar="RUN",
+                        help="run folders or their checkpoints")
+    figure.add_argument("--init", nargs="+", metavar="NAME", type=one_of(INITS),
+                        help="for --recipe: one or more inits in place of the recipe's: "
+                             f"{', '.join(INITS)}")
+    figure.add_argument("--seed", type=integer(0, 2**63), help="for --recipe: run.seed")
+    figure.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="for --recipe: override any key")
+    figure.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
+                        help="for --run: epochs whose checkpoints the run kept, or `all` of these "
+                             "with the last; default: last.pt")
+    figure.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
 
-    `draw` is the figure's function. What belongs to that figure alone has the name of the
-    function's parameter.
+
+def images(figure: Parser) -> None:
+    figure.add_argument("--data-dir", type=Path, dest="folder",
+                        help="a folder with photographs; default: the images that a recipe of "
+                             "`shapes` draws")
+    figure.add_argument("--count", type=integer(1), default=24,
+                        help="use the first COUNT of them")
+
+
+def blocks_and_heads(figure: Parser) -> None:
+    index = integer(-2**31)                          # range checked once the model is known
+    figure.add_argument("--blocks", nargs="+", type=index, default=[0])
+    figure.add_argument("--heads", nargs="+", type=index, help="default: all")
+
+
+def photograph(figure: Parser) -> None:
+    figure.add_argument("photograph", type=Path)
+
+
+def runs(figure: Parser) -> None:
+    figure.add_argument("runs", nargs="+", type=Path, metavar="RUN",
+                        help="folders of runs, archives of runs, or archive/pattern")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """`draw` is the figure's function; what belongs to that figure alone is named as its parameter.
     """
     parser = Parser(prog="python -m vitinit.figures", description=__doc__)
-    figures = parser.add_subparsers(dest="figure", required=True)
-    size, seed, init = integer(1), integer(0, 2**63), one_of(INITS)
-    index = integer(-2**31)                          # range checked once the model is known
+    figures = parser.add_subparsers(metavar="FIGURE", required=True)
 
-    def figure(name: str, draw: Callable[..., None], text: str) -> Parser:
+    def figure(name: str, draw: Callable[..., None], text: str,
+               *parts: Callable[[Parser], None]) -> Parser:
         added = figures.add_parser(name, help=text, description=text)
         added.add_argument("--out", type=Path, required=True, help="file to write: PNG, or HTML")
         added.set_defaults(draw=draw)
+        for part in parts:
+            part(added)
         return added
 
-    def of_models(name: str, draw: Callable[..., None], text: str) -> Parser:
-        """Add a figure of models, either freshly initialised from recipes or read from runs."""
-        added = figure(name, draw, text)
-        source = added.add_mutually_exclusive_group(required=name != "kernels")
-        source.add_argument("--recipe", nargs="+", metavar="NAME",
-                            help="models freshly initialised from these recipes")
-        source.add_argument("--run", nargs="+", type=Path, metavar="RUN",
-                            help="run folders or their checkpoints")
-        added.add_argument("--init", nargs="+", metavar="NAME", type=init,
-                           help="for --recipe: one or more inits in place of the recipe's: "
-                                f"{', '.join(INITS)}")
-        added.add_argument("--seed", type=seed, help="for --recipe: run.seed")
-        added.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                           help="for --recipe: override any key")
-        added.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
-                           help="for --run: epochs whose checkpoints the run kept, or `all` of "
-                                "these with the last; default: last.pt")
-        added.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
-        return added
-
-    def of_images(name: str, draw: Callable[..., None], text: str) -> Parser:
-        """Add a figure of models and some images."""
-        added = of_models(name, draw, text)
-        added.add_argument("--data-dir", type=Path, dest="folder",
-                           help="a folder with photographs; default: the images that a recipe of "
-                                "`shapes` draws")
-        added.add_argument("--count", type=size, default=24, help="use the first COUNT of them")
-        return added
-
-    kernels = of_images("kernels", draw_kernels,
-                        "mean attention by offset: the kernels that heads start as")
-    maps = of_models("maps", draw_maps, "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs")
+    figure("kernels", draw_kernels, "mean attention by offset: the kernels that heads start as",
+           models, images, blocks_and_heads)
+    maps = figure("maps", draw_maps, "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs",
+                  models, blocks_and_heads)
     maps.add_argument("--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS),
                       help=", ".join(KINDS))
-    attention = of_models("attention", draw_attention, "what tokens of a photograph attend to")
-    attention.add_argument("photograph", type=Path)
+    attention = figure("attention", draw_attention, "what tokens of a photograph attend to",
+                       photograph, models, blocks_and_heads)
+    attention.set_defaults(heads=[0, 1, 2])
     attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
                            help="query patches, counted from 0; default: the one in the middle")
-    explore = of_models("explore", write_explorer,
-                        "an HTML page of the attention of every head of every block")
+    explore = figure("explore", write_explorer,
+                     "an HTML page of the attention of every head of every block", models)
     explore.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
-    of_images("mass", draw_mass, "share of attention on the heads' targets, by depth")
-    for added in (kernels, maps, attention):
-        added.add_argument("--blocks", nargs="+", type=index, default=[0])
-    for added in (kernels, maps, attention):
-        added.add_argument("--heads", nargs="+", type=index, help="default: all",
-                           default=[0, 1, 2] if added is attention else None)
+    figure("mass", draw_mass, "share of attention on the heads' targets, by depth", models, images)
     curves = figure("curves", draw_runs,
-                    "validation top-1 of finished runs by epoch, or quantities by step")
-    curves.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
+                    "validation top-1 of finished runs by epoch, or quantities by step", runs)
     instead = curves.add_mutually_exclusive_group()
     instead.add_argument("--steps", action="store_true",
                          help="loss, learning rate and gradient norm by step; also of unfinished "
@@ -139,21 +151,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                          help="top-1 of the last epoch by this key, such as schedule.epochs, or by "
                               '"training images", their number')
     report = figure("report", write_report,
-                    "an HTML page about runs: curves, mistakes, recipe, comparison")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
+                    "an HTML page about runs: curves, mistakes, recipe, comparison", runs)
     report.add_argument("--data-dir", help="folder of the data set, if not the recipe's")
     report.add_argument("--images", type=integer(0), default=10_000, metavar="N",
                         help="validation images to judge a run on, at most (10000)")
     report.add_argument("--weights", choices=["model", "ema"], default="model")
     operations = figure("operations", draw_operations,
-                        "a photograph under each of RandAugment's operations")
-    operations.add_argument("photograph", type=Path)
+                        "a photograph under each of RandAugment's operations", photograph)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
     batch = figure("batch", draw_batch, "batches after the whole augmentation")
     batch.add_argument("--data-dir", type=Path, dest="folder", required=True,
                        help="a folder with images in it")
-    batch.add_argument("--seed", type=seed, default=0)
+    batch.add_argument("--seed", type=integer(0, 2**63), default=0)
     return parser.parse_args(arguments)
+
+
+# What is drawn --------------------------------------------------------------------------------
 
 
 def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -> None:
@@ -172,9 +185,9 @@ def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -
 
 
 def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str] | None,
-             seed: int | None, set: list[str], epochs: list[int] | str, weights: str | None
-             ) -> Iterator[Subject]:
-    """The models that these arguments name, built one at a time; KERNELS if none is named.
+             seed: int | None, set: list[str], epochs: list[int] | Literal["all"],
+             weights: str | None) -> Iterator[Subject]:
+    """The models that these arguments name, built one at a time.
 
     Raises FigureError for an option of --recipe that comes with --run, and the other way round.
     """
@@ -185,16 +198,16 @@ def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str
             raise FigureError(f"{option} goes with {'--recipe' if run else '--run'}")
     if run:
         return of_runs(run, epochs, weights or "model")
-    if not recipe:
-        recipe, init, set = ["quickstart"], init or ["default", "mimetic", "impulse"], KERNELS + set
-    return fresh(recipe, init or [None], seed=seed, sets=set)
+    if recipe:
+        return fresh(recipe, init or [None], seed=seed, sets=set)
+    return fresh(["quickstart"], init or VARIANT_INITS, seed=seed, sets=VARIANT + set)
 
 
 def main(arguments: list[str] | None = None) -> int:
     def program() -> None:
         args = vars(parse_arguments(arguments))
         pyplot()                                     # fails at once if matplotlib is missing
-        draw, out, _ = (args.pop(key) for key in ("draw", "out", "figure"))
+        draw, out = args.pop("draw"), args.pop("out")
         if "recipe" in args:
             args["subjects"] = subjects(**{key: args.pop(key) for key in MODELS})
         draw(out, **args)

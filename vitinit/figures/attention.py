@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
+from ..models.swin import SwinTransformer
 from ..runs.data import as_input, evaluation_view
 from .plot import FigureError, draw_heat, pyplot, save
-from .subjects import Subject, require_family, require_indices
+from .subjects import VITS, Subject, indices, unfit
 
 PHOTO_DPI = 80                  # makes a photograph 150 pixels wide, enough for 14 patches
 
@@ -42,18 +43,19 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     """
     rows = []
     for subject in subjects:
-        require_family(subject, "attention", "vit", "simple_vit", "swin")
+        if not isinstance(subject.model, kinds := (*VITS, SwinTransformer)):
+            raise unfit(subject, "attention", kinds)
         grids = block_grids(subject.model)
-        require_indices("block", blocks, len(grids))
+        blocks = indices("block", blocks, len(grids))
         image = evaluation_view(decode_image(str(photograph)), subject.recipe)      # (3, H, W)
         matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe),
                                    blocks=blocks)
         for block in blocks:
             weights, grid = matrices[block][0], grids[block]             # (h, N, N)
-            require_indices("head", heads, len(weights))
+            weights = weights[indices("head", heads, len(weights))]
             for query in queries or [(grid[0] // 2, grid[1] // 2)]:
                 rows.append((f"{subject.state}\nblock {block}", image, grid, query,
-                             heat_maps(weights[list(heads)], grid, query)))
+                             heat_maps(weights, grid, query)))
 
     plt = pyplot()
     largest = max(maps.max().item() for *_, maps in rows)

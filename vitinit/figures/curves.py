@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..runs.folder import RunFolder
 from ..runs.groups import Group, experiment
-from .plot import FigureError, add_legend, looks_of, pyplot, save
+from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save
 
 if TYPE_CHECKING:
     import matplotlib
@@ -30,7 +30,7 @@ class Band(NamedTuple):
 
     label: str                  # of the group, such as "impulse (3 seeds)"
     colour: str
-    line: str | tuple
+    line: Line
     across: Tensor              # (points,), epochs or steps
     values: Tensor              # (seeds, points) float64; NaN where one was not measured
 
@@ -40,10 +40,10 @@ def by_epoch(groups: Sequence[Group], metric: str = "val_top1") -> list[Band]:
 
     Only epochs that all seeds of a group have reached, and evaluated, have a point.
     """
-    measured = [[{row["epoch"]: row[metric] for row in run.rows if row[metric] is not None}
-                 for run in group.runs.values()] for group in groups]
-    bands = [band(group, look, rows) for group, look, rows in zip(groups, looks(groups), measured)]
-    return [one for one in bands if len(one.across)]
+    bands = [band(group, look, [{row["epoch"]: row[metric] for row in run.rows
+                                 if row[metric] is not None} for run in group.runs.values()])
+             for group, look in zip(groups, looks(groups))]
+    return [curve for curve in bands if len(curve.across)]
 
 
 def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
@@ -53,29 +53,45 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
     recorded steps are averages over equally many neighbouring ones.
     Raises FigureError for a group without a recorded step that all seeds share.
     """
-    bands, most = {key: [] for key in QUANTITIES}, 1
+    bands: dict[str, list[Band]] = {key: [] for key in QUANTITIES}
+    most = 1
     for group, look in zip(groups, looks(groups)):
         rows = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
         for key in QUANTITIES:
-            one = band(group, look, [{row["step"]: math.nan if row[key] is None else row[key]
-                                      for row in seed} for seed in rows])
-            if not len(one.across):
-                raise FigureError(f"{next(iter(group.runs.values())).path.name}: no steps on record"
-                                  " to draw; steps.jsonl has a line from the tenth on")
-            merged = -(-len(one.across) // POINTS)
+            curve = band(group, look, [{row["step"]: math.nan if row[key] is None else row[key]
+                                        for row in seed} for seed in rows])
+            if not len(curve.across):
+                run, *_ = group.runs.values()
+                raise FigureError(f"{run.path.name}: no steps on record to draw; steps.jsonl has a "
+                                  "line from the tenth on")
+            merged = -(-len(curve.across) // POINTS)
             most = max(most, merged)
-            bands[key].append(one._replace(across=averaged(one.across[None], merged)[0],
-                                           values=averaged(one.values, merged)))
+            bands[key].append(curve._replace(across=averaged(curve.across[None], merged)[0],
+                                             values=averaged(curve.values, merged)))
     return bands, most
 
 
-def band(group: Group, look: tuple, by_seed: Sequence[Mapping[int, float]]) -> Band:
+def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float]]) -> Band:
     """The band of a group, whose seeds have these values by epoch or step."""
     shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
     values = torch.tensor([[values[place] for place in shared] for values in by_seed],
                           dtype=torch.float64)
     label = f"{group.label} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
     return Band(label, *look, torch.tensor(shared), values)
+
+
+def averaged(values: Tensor, merged: int) -> Tensor:
+    """Average each `merged` neighbours of a row: (rows, columns) → (rows, ⌈columns / merged⌉).
+
+    NaN is left out of the means.
+    """
+    return torch.stack([part.double().nanmean(1) for part in values.split(merged, dim=1)], dim=1)
+
+
+def looks(groups: Sequence[Group]) -> list[Look]:
+    """The colour and the line of each group, which are those of its init."""
+    firsts = [next(iter(group.runs.values())) for group in groups]
+    return looks_of([run.keys["init.name"] for run in firsts])
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
@@ -85,8 +101,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     without an evaluation are left out.
     """
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
-    for one in by_epoch(groups):
-        draw_band(axis, one)
+    draw_bands(axis, by_epoch(groups))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(xlabel="epoch", ylabel="validation top-1 (%)")
     finish(figure, out, groups, "Top-1 by epoch")
@@ -101,13 +116,23 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     bands, merged = by_step(groups)
     figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(9.0, 3.6), layout="constrained")
     for axis, (key, words) in zip(axes, QUANTITIES.items()):
-        for one in bands[key]:
-            draw_band(axis, one)
+        draw_bands(axis, bands[key])
         axis.set(xlabel="step", title=words)
         axis.locator_params(axis="x", nbins=4)
     axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
     finish(figure, out, groups,
            f"Every tenth step, {merged} of them to a point" if merged > 1 else "Every tenth step")
+
+
+def draw_bands(axis: matplotlib.axes.Axes, bands: Sequence[Band]) -> None:
+    """Draw each mean over seeds as a line and, of two or more, the range as an area."""
+    for label, colour, line, across, values in bands:
+        few = len(across) < 20                       # marked one by one
+        axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
+                  marker="." if few else None)
+        if len(values) > 1:
+            axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2,
+                              linewidth=0)
 
 
 def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
@@ -121,7 +146,7 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     """
     lines: dict[str, dict[float, Group]] = {}
     for group in groups:
-        run = next(iter(group.runs.values()))
+        run, *_ = group.runs.values()
         settings = experiment(run)
         if key == IMAGES:
             settings = {name: value for name, value in settings.items() if name not in SUBSET}
@@ -136,18 +161,18 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
         if line.setdefault(value, group) is not group:
             raise FigureError(f"{line[value].label} and {group.label} are alike but for the code; "
                               "expected the runs of one of them")
-    if all(len(line) < 2 for line in lines.values()):
+    drawn = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
+    if not drawn:
         raise FigureError(f"no two of these groups differ in {key} alone")
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
-    drawn = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
-    for line, (colour, dashes) in zip(drawn, looks([next(iter(one.values())) for one in drawn])):
+    firsts = [next(iter(line.values())) for line in drawn]
+    for line, first, (colour, dashes) in zip(drawn, firsts, looks(firsts)):
         tops = [list(group.last("val_top1").values()) for group in line.values()]
         means = [sum(values) / len(values) for values in tops]
         ranges = [[mean - min(values) for mean, values in zip(means, tops)],
                   [max(values) - mean for mean, values in zip(means, tops)]]
-        words = next(iter(line.values())).label.split(", ")
-        across = SUBSET if key == IMAGES else (key,)
-        label = ", ".join(word for word in words if word.partition(" = ")[0] not in across)
+        label = ", ".join(words for words in first.label.split(", ")
+                          if words.partition(" = ")[0] not in (SUBSET if key == IMAGES else [key]))
         axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
                       capsize=4, label=label)
     values = sorted({value for line in drawn for value in line})
@@ -156,11 +181,6 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     axis.set(xlabel=key, ylabel="validation top-1 of the last epoch (%)")
     finish(figure, out, [group for line in drawn for group in line.values()], f"Top-1 by {key}",
            spread="bar")
-
-
-def looks(groups: Sequence[Group]) -> list[tuple]:
-    """The colour and the line of each group, which are those of its init."""
-    return looks_of([next(iter(group.runs.values())).keys["init.name"] for group in groups])
 
 
 def finish(figure: matplotlib.figure.Figure, out: Path, groups: Sequence[Group], heading: str, *,
@@ -174,20 +194,3 @@ def finish(figure: matplotlib.figure.Figure, out: Path, groups: Sequence[Group],
     add_legend(figure, dict(zip(labels, handles)))
     figure.suptitle(heading, fontsize=11)
     save(figure, out)
-
-
-def draw_band(axis: matplotlib.axes.Axes, one: Band) -> None:
-    """Draw the mean over seeds as a line and, of two or more, the range as an area."""
-    axis.plot(one.across, one.values.mean(0), color=one.colour, linestyle=one.line,
-              label=one.label, marker="." if len(one.across) < 20 else None)    # marked one by one
-    if len(one.values) > 1:
-        axis.fill_between(one.across, one.values.amin(0), one.values.amax(0), color=one.colour,
-                          alpha=0.2, linewidth=0)
-
-
-def averaged(values: Tensor, merged: int) -> Tensor:
-    """Average each `merged` neighbours of a row: (rows, columns) → (rows, ⌈columns / merged⌉).
-
-    NaN is left out of the means.
-    """
-    return torch.stack([part.double().nanmean(1) for part in values.split(merged, dim=1)], dim=1)

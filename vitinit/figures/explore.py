@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.images import decode_image
 from ..init.mass import has_targets, mass_on_images
@@ -39,40 +39,27 @@ MOST = 4_700_000                # letters of them in a page, which is then of at
 LEVELS = (254, 62, 14)          # how finely weights are told apart: even, so that 0 has a level
 
 
-def quantise(weights: Tensor, signed: bool) -> tuple[np.ndarray, list[float]]:
-    """Matrices (h, Q, N) as levels from 0 to LEVELS[0], and the largest weight of each head.
-
-    Levels rise with the square root of a weight, so that small ones keep more of their digits. They
-    begin at 0, or for signed weights at minus the largest.
-    """
-    largest = weights.abs().amax(dim=(1, 2)).clamp(min=1e-12)            # (h,)
-    shares = weights / largest[:, None, None]
-    roots = shares.abs().sqrt() * shares.sign()
-    levels = (roots + 1) / 2 if signed else roots
-    return (levels * LEVELS[0]).round().to(torch.uint8).numpy(), largest.tolist()
-
-
-def distances(patches: Tensor, grid: tuple[int, int]) -> Tensor:
-    """How far each head attends, (h,), in patches: the mean over all queries and keys.
-
-    patches: (h, N, N), not negative. The mean distance of arXiv 2010.11929, figure 7.
-    """
-    rows, columns = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
-    cells = torch.stack([rows.flatten(), columns.flatten()], dim=1).float()      # (N, 2)
-    return (patches * torch.cdist(cells, cells)).sum(-1).mean(-1) / patches.sum(-1).mean(-1)
-
-
 def block_view(weights: Tensor, grid: tuple[int, int], signed: bool
                ) -> tuple[np.ndarray, dict[str, Any]]:
     """One block on one image: the levels of its weights, and what the page shows beside them.
 
-    weights: (h, P + N, P + N), with the P prefix tokens first.
+    weights: (h, P + N, P + N), with the P prefix tokens first. The levels, (h, P + N, N), rise from
+    0 to LEVELS[0] with the square root of a weight, so that small ones keep more of their digits.
+    They begin at 0, or for signed weights at minus the largest of the head.
     """
-    levels, largest = quantise(weights[:, :, -grid[0] * grid[1]:], signed)
-    patches = among_patches(weights, grid)
+    keys = weights[:, :, -grid[0] * grid[1]:]
+    largest = keys.abs().amax(dim=(1, 2)).clamp(min=1e-12)               # (h,)
+    shares = keys / largest[:, None, None]
+    roots = shares.abs().sqrt() * shares.sign()
+    levels = ((roots + 1) / 2 if signed else roots) * LEVELS[0]
+    patches = among_patches(weights, grid)                               # (h, N, N)
     kernels = by_offset(patches if signed else shares_of_patches(weights, grid), grid, RADIUS)
-    return levels, {"largest": rounded(largest), "kernels": rounded(kernels.flatten(1).tolist()),
-                    "distance": rounded(distances(patches.abs(), grid).tolist())}
+    # How far a head attends, in patches, over all queries and keys: arXiv 2010.11929, figure 7.
+    cells = torch.cartesian_prod(*map(torch.arange, grid)).float()       # (N, 2)
+    far = (patches.abs() * torch.cdist(cells, cells)).sum((1, 2)) / patches.abs().sum((1, 2))
+    return levels.round().to(torch.uint8).numpy(), {
+        "largest": rounded(largest.tolist()), "kernels": rounded(kernels.flatten(1).tolist()),
+        "distance": rounded(far.tolist())}
 
 
 @torch.no_grad()
@@ -99,18 +86,14 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
     if has_targets(model, recipe.init.name, recipe.init.options):
         mass = mass_on_images(model, recipe.init.name, recipe.init.options, inputs)
         masses = [rounded(kinds) for kinds in zip(mass.centre, mass.others, mass.uniform)]
+    prefix = [f"{kind} token" for kind, token in (("class", "cls_token"),
+                                                  ("distillation", "dist_token"))
+              if hasattr(model, token)]
+    prefix += [f"register {number}" for number in range(model.num_prefix_tokens - len(prefix))]
     return levels, {
         "name": subject.state, "recipe": recipe.name, "signed": signed, "masses": masses,
-        "grids": grids, "prefix": prefix_tokens(model), "images": images,
+        "grids": grids, "prefix": prefix, "images": images,
         "classes": list(subject.classes or (f"class {n}" for n in range(model.num_classes)))}
-
-
-def prefix_tokens(model: nn.Module) -> list[str]:
-    """The names of the tokens before the patches, in order."""
-    names = [name for parameter, name in (("cls_token", "class token"), ("dist_token",
-             "distillation token")) if hasattr(model, parameter)]
-    registers = model.num_prefix_tokens - len(names)
-    return names + [f"register {number}" for number in range(registers)]
 
 
 def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence[Path]) -> None:
@@ -119,16 +102,16 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
     Raises FigureError for a ConvMixer, for models whose images differ in size, and where the
     weights would make the page larger than 5 MB even if they are told apart coarsely.
     """
-    levels, models, views = [], [], None
+    images = [decode_image(str(path)) for path in photographs]
+    levels, models, sizes = [], [], []
     for subject in subjects:
-        own = torch.stack([evaluation_view(decode_image(str(path)), subject.recipe)
-                           for path in photographs])                     # (n, 3, H, W)
-        if views is not None and own.shape != views.shape:
-            sizes = [f"{part.shape[2]}×{part.shape[3]}" for part in (own, views)]
-            raise FigureError(f"{subject.state}: takes images of {sizes[0]} pixels, and the model "
-                              f"before it of {sizes[1]}; draw a page each")
-        views = own
-        parts, view = model_view(subject, own)
+        height, width = subject.recipe.data.image_size
+        sizes.append(f"{height}×{width}")
+        if sizes[-1] != sizes[0]:
+            raise FigureError(f"{subject.state}: takes images of {sizes[-1]} pixels, and the model "
+                              f"before it of {sizes[0]}; draw a page each")
+        views = torch.stack([evaluation_view(image, subject.recipe) for image in images])
+        parts, view = model_view(subject, views)
         levels += parts
         models.append(view)
         if sum(part.size for part in levels) > LARGEST:
@@ -136,9 +119,9 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
     steps, weights = coarse_enough(levels)
     write_page(out, "explore.html", {
         "levels": steps, "top": TOP, "radius": RADIUS, "colours": colours(OVERLAY),
-        "signed_colours": colours(DIVERGING), "models": models, "height": views.shape[2],
-        "width": views.shape[3], "images": [{"name": one_line(path.name), "source": as_png(view)}
-                                            for path, view in zip(photographs, views)]}, weights)
+        "signed_colours": colours(DIVERGING), "models": models, "height": height,
+        "width": width, "images": [{"name": one_line(path.name), "source": as_png(view)}
+                                   for path, view in zip(photographs, views)]}, weights)
 
 
 def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..mixing import mean_kernel, mixing_matrices
 from ..models.attention import attention_weights
+from ..models.simple_vit import SimpleViT
 from .plot import FigureError, Row, draw_grid
-from .subjects import Subject, chosen_heads, photographs, require_family, require_indices
+from .subjects import VITS, Subject, Vit, indices, photographs, unfit
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
 KINDS = {
@@ -31,10 +32,10 @@ SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour sc
 
 
 @torch.no_grad()
-def position_maps(model: nn.Module, block: int, kind: str) -> Tensor:
+def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     """One kind of map for every head of a block.
 
-    model: a ViT or a SimpleViT. kind: one of KINDS.
+    kind: one of KINDS.
     Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D), is the position
     embedding as it reaches the queries and keys where the content is 0: after the block's own first
     norm, in a SimpleViT also weighted and read as the model does. Biases of queries and keys are
@@ -47,7 +48,8 @@ def position_maps(model: nn.Module, block: int, kind: str) -> Tensor:
             raise FigureError('Q and K of this model (reads = "free") are no weights of channels; '
                               "expected --kinds logits softmax")
         return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
-    if model.family == "simple_vit":
+    if isinstance(model, SimpleViT):
+        attention = model.blocks[block].attn
         share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
         x = norm(share * model.pos_embed)[None]                          # (1, N, D)
         if kind == "softmax":
@@ -65,15 +67,15 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
 
     Each kind has one colour scale. heads: indices; None: all heads.
     """
-    rows = {kind: [] for kind in kinds}
+    rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
     for subject in subjects:
-        require_family(subject, "maps")
-        require_indices("block", blocks, len(subject.model.blocks))
-        for block in blocks:
-            chosen = chosen_heads(heads, subject.model.blocks[block].attn.num_heads)
+        if not isinstance(model := subject.model, VITS):
+            raise unfit(subject, "maps", VITS)
+        for block in indices("block", blocks, len(model.blocks)):
             for kind in kinds:
                 unit, down, across, diverging = KINDS[kind]
-                maps = position_maps(subject.model, block, kind)[chosen]
+                maps = position_maps(model, block, kind)
+                maps = maps[indices("head", heads, len(maps))]
                 # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
                 # other entries would be pale.
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
@@ -92,12 +94,13 @@ def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None,
     """
     rows = []
     for subject in subjects:
-        require_family(subject, "kernels")
-        require_indices("block", blocks, len(subject.model.blocks))
+        if not isinstance(model := subject.model, VITS):
+            raise unfit(subject, "kernels", VITS)
         images = photographs(folder, count, subject.recipe)
-        for block, weights in mixing_matrices(subject.model, images, blocks=blocks).items():
-            chosen = chosen_heads(heads, weights.shape[1])               # weights: (B, h, N, N)
-            kernel = mean_kernel(weights[:, chosen], subject.model.grid, RADIUS).mean(0)
+        numbers = indices("block", blocks, len(model.blocks))
+        for block, weights in mixing_matrices(model, images, blocks=numbers).items():
+            weights = weights[:, indices("head", heads, weights.shape[1])]       # (B, h, N, N)
+            kernel = mean_kernel(weights, model.grid, RADIUS).mean(0)
             rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
                             "patches down", "patches right", diverging=False, centred=True))
     draw_grid(out, rows, heads,

@@ -14,7 +14,7 @@ import torch
 
 from ..init.mass import Mass, has_targets, mass_on_images
 from .plot import add_legend, looks_of, pyplot, save
-from .subjects import Subject, photographs, require_family
+from .subjects import VITS, Subject, photographs, unfit
 
 PARTS = {"centre": "centre heads", "others": "other heads"}      # of a Mass
 
@@ -24,8 +24,7 @@ def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
 
     An init that aims at no neighbours is measured on the targets that `impulse` would have.
     """
-    init = subject.recipe.init
-    name, options = init.name, init.options
+    name, options = subject.recipe.init.name, subject.recipe.init.options
     if name == "mimetic" or not has_targets(subject.model, name, options):
         name, options = "impulse", {}
     return mass_on_images(subject.model, name, options, photographs(folder, count, subject.recipe))
@@ -37,21 +36,22 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     The upper panels show the heads whose target is the query token itself, the lower ones all
     others; blocks without such heads are left out. folder, count: see `photographs`.
     """
-    found: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
+    by_recipe: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
     for subject in subjects:
-        require_family(subject, "mass")
+        if not isinstance(subject.model, VITS):
+            raise unfit(subject, "mass", VITS)
         subject = subject._replace(state=subject.state.removeprefix(f"{subject.recipe.name}, "))
         mass = mass_of(subject, folder, count)
         for part in PARTS:
             print(f"{subject.recipe.name}, {subject.state}: {part}",
                   *(f"{value:.3f}" for value in getattr(mass, part)))
-        found[subject.recipe.name].append((subject, mass))
+        by_recipe[subject.recipe.name].append((subject, mass))
 
-    figure, axes = pyplot().subplots(2, len(found), squeeze=False, sharey=True,
+    figure, axes = pyplot().subplots(2, len(by_recipe), squeeze=False, sharey=True,
                                      layout="constrained",
-                                     figsize=(max(7.6, 2.4 * len(found) + 0.8), 6.0))
+                                     figsize=(max(7.6, 2.4 * len(by_recipe) + 0.8), 6.0))
     legend = {}
-    for column, (name, masses) in zip(axes.T, found.items()):
+    for column, (name, masses) in zip(axes.T, by_recipe.items()):
         looks = looks_of([subject.recipe.init.name for subject, _ in masses])
         for axis, (part, words) in zip(column, PARTS.items()):
             legend["uniform attention"], = axis.plot(masses[0][1].uniform, color="0.8", linewidth=6)

@@ -36,7 +36,7 @@ def write_page(out: Path, template: str, meta: dict[str, Any], weights: str = ""
                       allow_nan=False, ensure_ascii=False)
     parts = {"style": (HERE / "page.css").read_text(encoding="utf-8"), "weights": weights,
              "meta": text.replace("<", "\\u003c")}
-    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]],
+    page = re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]],
                   (HERE / template).read_text(encoding="utf-8")).encode("utf-8", "replace")
     with written_atomically(out) as file:
         file.write(page)

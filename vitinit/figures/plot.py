@@ -22,20 +22,22 @@ from ..train.checkpoint import written_atomically
 if TYPE_CHECKING:
     import matplotlib
 
+Line = str | tuple[int, tuple[int, ...]]
+Look = tuple[str, Line]         # a colour and a line, as matplotlib takes them
 # Each init has one colour and one line in every picture, here and in the lessons. The colours are
 # those of Okabe and Ito.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#000000"
-LOOKS = {"default": (BLUE, "-"), "torch": (SKY, "--"), "lecun": (BLACK, "--"),
-         "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."),
-         "deep_impulse": (PURPLE, (0, (6, 1))), "norm_matched": (ORANGE, ":"),
-         "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-."), "whitened": (BLUE, ":")}
-OTHER = (BLACK, "-")            # an init that is not in the table
+LOOKS: dict[str, Look] = {
+    "default": (BLUE, "-"), "torch": (SKY, "--"), "lecun": (BLACK, "--"),
+    "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."), "deep_impulse": (PURPLE, (0, (6, 1))),
+    "norm_matched": (ORANGE, ":"), "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-."),
+    "whitened": (BLUE, ":")}
+OTHER: Look = (BLACK, "-")      # an init that is not in the table
 LINES = ("-", "--", "-.", ":")
 SEQUENTIAL = "cividis"          # colour map for values from 0 up
 OVERLAY = "viridis"             # the same over a grey photograph, since cividis contains greys
 DIVERGING = "RdBu_r"            # blue below 0, white at 0, red above; ColorBrewer lists it as safe
-LUMA = (0.299, 0.587, 0.114)    # weights of red, green and blue in grey (ITU-R BT.601)
 HEAT = 0.7                      # opacity of heat over a photograph
 LEVELS = 63                     # colours in a map: odd, so that 0 is white; more make larger files
 DPI = 100
@@ -89,16 +91,16 @@ def save(figure: matplotlib.figure.Figure, out: Path, dpi: int = DPI, *,
         file.write(drawn.getvalue())
 
 
-def looks_of(inits: Sequence[str]) -> list[tuple]:
+def looks_of(inits: Sequence[str]) -> list[Look]:
     """The colour and the line of each of these inits, in order.
 
     An init that comes again, as after other epochs, keeps its colour and takes a line that is free.
     """
     firsts = [LOOKS.get(init, OTHER) for init in inits]
-    looks: list[tuple] = []
-    for own in firsts:
-        free = [(own[0], line) for line in LINES if (own[0], line) not in {*firsts, *looks}]
-        looks.append(own if own not in looks or not free else free[0])
+    looks: list[Look] = []
+    for look in firsts:
+        free = [(look[0], line) for line in LINES if (look[0], line) not in {*firsts, *looks}]
+        looks.append(look if look not in looks or not free else free[0])
     return looks
 
 
@@ -114,10 +116,9 @@ def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
 def draw_heat(axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor,
               scale: matplotlib.colors.Normalize) -> matplotlib.image.AxesImage:
     """Draw heat (rows, columns) over an image (3, H, W) uint8 in grey; return the heat's layer."""
-    height, width = image.shape[1:]
-    extent = (0, width, height, 0)                   # the same for both layers
-    grey = sum(share * plane.float() for share, plane in zip(LUMA, image))
-    axis.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
+    grey = Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L")
+    extent = (0, grey.width, grey.height, 0)         # the same for both layers
+    axis.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=extent)
     return axis.imshow(heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT, extent=extent,
                        interpolation="nearest")
 

@@ -1,9 +1,8 @@
 """The page `report`: one HTML file about one run or several.
 
-It holds the curves (curves.py), for several runs their comparison (compare.py), and for each run
-what its recipe changes in the one it comes from, when and on what it ran, and how it does on its
-validation images, where these and its weights are at hand. report.html is its template; page.py
-fills it.
+It holds the curves (curves.py), for several runs their comparison, and for each run what its recipe
+changes in the one it comes from, when and on what it ran, and how it does on its validation images,
+where these and its weights are at hand. report.html is its template; page.py fills it.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 
 import torch
 
-from ..compare import origin, paired, report, t_interval
 from ..data.images import DataError
 from ..messages import OneLineError
 from ..recipe.files import load_recipe
 from ..recipe.values import to_toml
+from ..runs.comparison import compare_runs, origin, paired, t_interval
 from ..runs.data import evaluation_batches, own_set, require_same_images
-from ..runs.groups import Group, finished_runs, group_runs
+from ..runs.groups import Group, group_runs
 from ..runs.records import Run, read_runs
 from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
@@ -47,63 +46,57 @@ def write_report(out: Path, runs: Sequence[Path], *, data_dir: str | None, image
     that each is judged on, evenly chosen; 0: none. weights: "model" or "ema".
     Raises CheckpointError if there is no run at a path.
     """
-    found = read_runs(runs)
-    groups, notes, comparison = group_runs(found), [], None
-    curves = panels(groups, notes)
+    records = read_runs(runs)
+    groups = group_runs(records)
+    curves, notes = panels(groups)
+    comparison = None
     try:
-        finished, unfinished = finished_runs(found)
-        if len(found) > 1:
-            compared = group_runs(finished)
-            comparison = {"text": report(compared, unfinished), "intervals": intervals(compared),
-                          "base": compared[0].label}
+        compared, text = compare_runs(records)
+        if len(records) > 1:
+            intervals = [
+                {"label": label, "weights": weights, "by_seed": rounded([*by_seed.values()]),
+                 "interval": rounded(t_interval([*by_seed.values()])) if len(by_seed) > 1 else None}
+                for label, weights, by_seed in paired(compared) if by_seed]
+            comparison = {"text": text, "base": compared[0].label, "intervals": intervals}
     except OneLineError as error:
         notes.append(str(error))
     write_page(out, "report.html", {
-        "recipes": list(dict.fromkeys(run.recipe for run in found)), "notes": notes,
+        "recipes": list(dict.fromkeys(run.recipe for run in records)), "notes": notes,
         "curves": curves, "comparison": comparison, "origin": origin(groups),
         "runs": [run_view(run, group, data_dir=data_dir, images=images, weights=weights)
                  for group in groups for run in group.runs.values()]})
 
 
-# Curves and comparison ------------------------------------------------------------------------
+# Curves ---------------------------------------------------------------------------------------
 
 
-def panels(groups: Sequence[Group], notes: list[str]) -> list[dict[str, Any]]:
-    """The panels of curves; a line is added to `notes` where there are none by step."""
-    drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in EPOCHS.items()]
+def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The panels of curves, and a line about those by step where there are none, or only means."""
+    by, notes = dict(EPOCHS), []
     try:
         bands, merged = by_step(groups)
-    except FigureError as error:
-        notes.append(f"{error}; loss and learning rate are drawn by epoch")
-        drawn += [panel(words, "epoch", by_epoch(groups, key)) for key, words in
-                  (("train_loss", "training loss"), ("lr", "learning rate"))]
-    else:
-        drawn += [panel(words, "step", bands[key]) | {"log": key == "grad_norm"}
-                  for key, words in QUANTITIES.items()]
         if merged > 1:
             notes.append(f"A point of the curves by step is the mean of {merged} recorded steps.")
-    return [one for one in drawn if one["lines"]]
+    except FigureError as error:
+        bands, by = {}, by | {"train_loss": "training loss", "lr": "learning rate"}
+        notes.append(f"{error}; loss and learning rate are drawn by epoch")
+    drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in by.items()]
+    drawn += [panel(QUANTITIES[key], "step", lines) | {"log": key == "grad_norm"}
+              for key, lines in bands.items()]
+    return [curves for curves in drawn if curves["lines"]], notes
 
 
 def panel(title: str, across: str, bands: Sequence[Band]) -> dict[str, Any]:
     """A panel of `meta`: for each group the mean over seeds, and the range of two or more."""
     lines = []
-    for one in bands:
-        dash = DASHES[one.line] if isinstance(one.line, str) else " ".join(map(str, one.line[1]))
-        several = len(one.values) > 1
-        lines.append({
-            "label": one.label, "colour": one.colour, "dash": dash, "x": one.across.tolist(),
-            "mean": rounded(one.values.mean(0).tolist()),
-            "low": rounded(one.values.amin(0).tolist()) if several else None,
-            "high": rounded(one.values.amax(0).tolist()) if several else None})
+    for label, colour, line, places, values in bands:
+        dash = DASHES[line] if isinstance(line, str) else " ".join(map(str, line[1]))
+        several = len(values) > 1
+        lines.append({"label": label, "colour": colour, "dash": dash, "x": places.tolist(),
+                      "mean": rounded(values.mean(0).tolist()),
+                      "low": rounded(values.amin(0).tolist()) if several else None,
+                      "high": rounded(values.amax(0).tolist()) if several else None})
     return {"title": title, "across": across, "lines": lines, "log": False}
-
-
-def intervals(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The paired differences from the first group: mean, half of the interval if any, by seed."""
-    return [{"label": label, "weights": weights, "by_seed": rounded(list(by_seed.values())),
-             "interval": rounded(t_interval(list(by_seed.values()))) if len(by_seed) > 1 else None}
-            for label, weights, by_seed in paired(groups) if by_seed]
 
 
 # One run --------------------------------------------------------------------------------------
@@ -112,18 +105,17 @@ def intervals(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weights: str
              ) -> dict[str, Any]:
     """What the page shows of one run."""
-    judged = None
+    judged, note = None, "" if images else "left out, as --images 0 asks"
     try:
         judged = judge(run.path, data_dir, images, weights) if images else None
-        note = "" if images else "left out, as --images 0 asks"
     except OneLineError as error:
         note = str(error)
+    changes: list[list[str]] | str
     try:
         source = load_recipe(run.source).keys
-        own = run.keys
-        changes = [[key, *(to_toml(keys[key]) if key in keys else "–" for keys in (source, own))]
-                   for key in dict.fromkeys([*source, *own])
-                   if key not in source or key not in own or source[key] != own[key]]
+        changes = [[key, *(to_toml(keys[key]) if key in keys else "–"
+                           for keys in (source, run.keys))]
+                   for key in source | run.keys if source.get(key) != run.keys.get(key)]
     except OneLineError as error:
         changes = str(error)
     starts = [{key: str(start.get(key, "unknown")) for key in (
@@ -137,22 +129,22 @@ def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weigh
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """The numbers of a run that stand above all others, in words."""
-    found = [("epochs", f"{len(run.rows)} of {run.epochs}")]
+    numbers = [("epochs", f"{len(run.rows)} of {run.epochs}")]
     for metric, words in (("val_top1", "top-1"), ("ema_top1", "EMA top-1")):
         if values := run.measured(metric):
-            found += [(f"{words}, last", f"{values[-1]:.2f} %"),
-                      (f"{words}, best epoch", f"{max(values):.2f} %")]
+            numbers += [(f"{words}, last", f"{values[-1]:.2f} %"),
+                        (f"{words}, best epoch", f"{max(values):.2f} %")]
     if run.rows:
         minutes, seconds = divmod(round(sum(row["seconds"] for row in run.rows)), 60)
-        found.append(("training", f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else
-                      f"{minutes} min {seconds:02} s"))
+        numbers.append(("training", f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60
+                        else f"{minutes} min {seconds:02} s"))
     for key, words, form, summarise in (
             ("images_per_second", "images/s, median", "{:,.0f}", statistics.median),
             ("waiting", "waiting for data", "{:.0%}", statistics.median),
             ("peak_memory_gib", "peak memory", "{:.2f} GiB", max)):
         if values := run.measured(key):
-            found.append((words, form.format(summarise(values)).replace("%", " %")))
-    return found
+            numbers.append((words, form.format(summarise(values)).replace("%", " %")))
+    return numbers
 
 
 @torch.no_grad()
@@ -166,26 +158,26 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
         raise CheckpointError(f"{path}: an archive holds no weights")
     saved = open_saved(path)
     recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
-    own = own_set(recipe.data)
-    require_same_images(own, source := own.open(), path if path.is_dir() else path.parent)
+    data_set = own_set(recipe.data)
+    require_same_images(data_set, source := data_set.open(), path)
     classes = list(source.classes)
     if list(saved.classes or classes) != classes or len(classes) != recipe.data.num_classes:
-        raise DataError(f"{own}: its classes are not those of {saved.name}")
+        raise DataError(f"{data_set}: its classes are not those of {saved.name}")
     device = this_device()
-    model, found = saved.model(weights).eval().to(device), []
+    model, judged = saved.model(weights).eval().to(device), []
     batches = evaluation_batches(recipe, source, saved.size, device,
                                  world_size=-(-len(source) // images))
     with ProgressBar(f"validate {saved.name}", len(batches)) as bar:
         for inputs, of_images in bar.over(batches):
             with autocast(device, recipe.engine.amp):
                 logits = model(inputs)                                   # (B, K)
-            found.append([part.cpu() for part in (*logits.float().softmax(1).max(1), of_images)])
-    shares, guesses, labels = map(torch.cat, zip(*found))                # (n,) each
+            judged.append([part.cpu() for part in (*logits.float().softmax(1).max(1), of_images)])
+    shares, guesses, labels = map(torch.cat, zip(*judged))               # (n,) each
     pairs, counts = (labels * len(classes) + guesses).unique(return_counts=True)
     wrong = (guesses != labels).nonzero()[:, 0]
     surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
     return {"classes": classes, "images": len(labels), "of": len(source), "weights": weights,
-            "set": own.name, "parameters": sum(p.numel() for p in model.parameters()),
+            "set": data_set.name, "parameters": sum(p.numel() for p in model.parameters()),
             "pairs": [[pair // len(classes), pair % len(classes), count]
                       for pair, count in zip(pairs.tolist(), counts.tolist())],
             "mistakes": [{"source": as_png(batches.views[index][0], SIDE),

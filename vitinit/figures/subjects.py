@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.datasets import open_split
 from ..data.sources import LooseImages, folder_of
 from ..init import reads_images
-from ..models import FAMILIES, MODELS
+from ..models import MODELS
+from ..models.layers import Classifier
+from ..models.simple_vit import SimpleViT
+from ..models.vit import VisionTransformer
 from ..recipe.files import RecipeError, fresh_recipe
 from ..recipe.sections import Recipe
 from ..runs.data import as_input, evaluation_view, open_training_set
@@ -26,13 +29,16 @@ from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
 
+Vit = VisionTransformer | SimpleViT
+VITS = (VisionTransformer, SimpleViT)
+
 
 class Subject(NamedTuple):
     """A model and the name under which a figure shows it."""
 
     recipe: Recipe
     state: str                  # "impulse", "impulse, epoch 10", "deit_tiny, impulse"
-    model: nn.Module            # in eval mode
+    model: Classifier           # in eval mode
     classes: Sequence[str]      # of its logits; () where they are not known
     alone: bool                 # whether all of a figure are of its recipe; else states say which
 
@@ -89,7 +95,7 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weight
     for run in runs:
         kept = ([*sorted(run.glob("epoch_*.pt")), run] if epochs == "all" else
                 [kept_epoch(run, epoch) for epoch in epochs] or [run])
-        steps: set[int] = set()
+        steps: set[object] = set()
         for saved in map(open_saved, kept):
             if epochs == "all" and saved.state.get("step") in steps:
                 continue                             # last.pt, of an epoch that was kept
@@ -106,9 +112,10 @@ def kept_epoch(run: Path, epoch: int) -> Path:
     """
     path = RunFolder(run).kept(epoch)
     if not path.is_file():
-        kept = [described(file).removeprefix("epoch ") for file in sorted(run.glob("epoch_*.pt"))]
-        raise CheckpointError(f"{run}: keeps no epoch {epoch}; it has " + (
-            ", ".join(kept) or "none, which checkpoint.keep_epochs would have kept"))
+        numbers = ", ".join(described(file).removeprefix("epoch ")
+                            for file in sorted(run.glob("epoch_*.pt")))
+        raise CheckpointError(f"{run}: keeps no epoch {epoch}; it has "
+                              f"{numbers or 'none, which checkpoint.keep_epochs would have kept'}")
     return path
 
 
@@ -118,34 +125,21 @@ def described(path: Path) -> str:
     return f"epoch {int(number)}" if number.isdigit() else path.name
 
 
-def require_family(subject: Subject, figure: str, *families: str) -> None:
-    """Raise FigureError unless the model is one of `families`, by default ViT and SimpleViT.
-
-    figure: its name in the message.
-    """
-    families = families or ("vit", "simple_vit")
-    if subject.model.family not in families:
-        raise FigureError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
-                          f"figure '{figure}' is defined for "
-                          f"{' and '.join(FAMILIES[family] for family in families)}")
+def unfit(subject: Subject, figure: str, kinds: tuple[type[Classifier], ...]) -> FigureError:
+    """The error for a model that is none of the kinds that the figure is defined for."""
+    return FigureError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
+                       f"figure '{figure}' is defined for "
+                       f"{' and '.join(kind.__name__ for kind in kinds)}")
 
 
-def require_indices(what: str, indices: Sequence[int], count: int) -> None:
-    """Raise FigureError if an index of a block or head is not in 0 … count - 1.
-
-    what: "block" or "head", for the message.
-    """
-    for index in indices:
-        if not 0 <= index < count:
-            raise FigureError(f"{what} {index} is asked for, but the model has {what}s "
+def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count: int) -> list[int]:
+    """The blocks or heads that are asked for, or all `count`; FigureError for one not there."""
+    numbers = list(range(count)) if wanted is None else list(wanted)
+    for number in numbers:
+        if not 0 <= number < count:
+            raise FigureError(f"{what} {number} is asked for, but the model has {what}s "
                               f"0…{count - 1}")
-
-
-def chosen_heads(heads: Sequence[int] | None, count: int) -> list[int]:
-    """The heads that are asked for, or all `count`; FigureError for one that is not there."""
-    chosen = list(range(count)) if heads is None else list(heads)
-    require_indices("head", chosen, count)
-    return chosen
+    return numbers
 
 
 # Photographs ----------------------------------------------------------------------------------

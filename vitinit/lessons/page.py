@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from . import IMAGES
@@ -90,29 +91,26 @@ def difference(expected: str, printed: str) -> str | None:
     Text must be equal, up to blanks. Integers must be equal. Other numbers may differ by one unit
     of the last digit that `expected` shows, since the last digits depend on the processor.
     """
-    wanted, found = expected.splitlines(), printed.splitlines()
-    for number, line in enumerate(wanted):
-        if number >= len(found) or not _agree(line, found[number]):
-            what = f"'{found[number]}'" if number < len(found) else "nothing"
-            return f"line {number + 1} of the output is {what}, where the page has '{line}'"
-    if len(found) > len(wanted):
-        return f"the output goes on with '{found[len(wanted)]}', where the page's ends"
+    lines = zip_longest(expected.splitlines(), printed.splitlines())
+    for number, (wanted, line) in enumerate(lines, 1):
+        if wanted is None:
+            return f"the output goes on with '{line}', where the page's ends"
+        if line is None or not _agree(wanted, line):
+            what = "nothing" if line is None else f"'{line}'"
+            return f"line {number} of the output is {what}, where the page has '{wanted}'"
     return None
 
 
-def _agree(wanted: str, found: str) -> bool:
+def _agree(wanted: str, line: str) -> bool:
     """Whether two lines agree, as `difference` describes."""
-    if NUMBER.sub("#", wanted).split() != NUMBER.sub("#", found).split():
+    if NUMBER.sub("#", wanted).split() != NUMBER.sub("#", line).split():
         return False
-    pairs = zip(NUMBER.findall(wanted.replace("−", "-")), NUMBER.findall(found.replace("−", "-")))
+    pairs = zip(NUMBER.findall(wanted.replace("−", "-")), NUMBER.findall(line.replace("−", "-")))
     return all(abs(float(a) - float(b)) <= _unit(a) * (1 + 1e-9) for a, b in pairs)
 
 
 def _unit(number: str) -> float:
-    """One unit of the last digit of a number; 0 for an integer, which must be equal.
-
-    "0.25" → 0.01, "2.5e-3" → 1e-4, "17" → 0
-    """
+    """One unit of the last digit of a number, of "2.5e-3" 1e-4; 0 for an integer."""
     mantissa, _, exponent = number.lower().partition("e")
     if not exponent and "." not in mantissa:
         return 0.0

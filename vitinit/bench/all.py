@@ -1,8 +1,7 @@
-"""Tables of results, the machine that they are of, and `bench all`, which writes one report."""
+"""`bench all`: the machine, the checks of tests/gpu and every speed, in one report."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
@@ -15,38 +14,19 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import torchvision
 
 from ..messages import OneLineError
 from ..runs.folder import git_commit
-from ..runs.report import table
 from ..runs.summary import CPU_INFO
 from ..train.device import cores, describe_device
+from .timing import Row, row_table
 
-Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKS = REPOSITORY / "tests" / "gpu"
 RECIPES = ("deit_base", "deit_small", "deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
-
-
-def row_table(rows: Sequence[Row]) -> str:
-    """A Markdown table with every column in which any of the rows has a value."""
-    columns = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
-    return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
-
-
-def cell(value: Any) -> str:
-    """A value as text: floats with three significant digits, from 1000 on and integers in full."""
-    if value is None:
-        return "–"
-    if not isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, int) or 1000 <= abs(value) < math.inf:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def machine(device: torch.device) -> Row:
@@ -58,8 +38,7 @@ def machine(device: torch.device) -> Row:
         row |= {"memory": f"{memory / 2**30:.1f} GiB",
                 "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
     name = re.search(r"model name\s*: (.+)", CPU_INFO.read_text()) if CPU_INFO.is_file() else None
-    return row | {"processor": f"{name[1] if name else platform.machine()}, "
-                               f"{cores()} cores",
+    return row | {"processor": f"{name[1] if name else platform.machine()}, {cores()} cores",
                   "torch": torch.__version__, "torchvision": torchvision.__version__,
                   "python": platform.python_version()}
 
@@ -79,8 +58,7 @@ def speeds(device: str, data: Sequence[str]) -> list[list[str]]:
     return [[*bench, "step", "--recipe", RECIPES[0], *eager],
             [*bench, "step", "--recipe", RECIPES[0]],
             [*bench, "loader", "--recipe", "deit_small", *data],
-            ["train.py", "--recipe", "quickstart", "--init", "impulse"], memory,
-            *([*bench, "step", "--recipe", name] for name in RECIPES[1:])]
+            memory, *([*bench, "step", "--recipe", name] for name in RECIPES[1:])]
 
 
 def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minutes: float) -> int:
@@ -92,48 +70,36 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
     """
     if out.exists():
         raise OneLineError(f"{out} exists already; choose another --out")
-    deadline = time.monotonic() + 60 * minutes
+    deadline, failed = time.monotonic() + 60 * minutes, False
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
     data = ["--data-dir", str(photographs.resolve())] if photographs else []
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out, "x", encoding="utf-8") as file, tempfile.TemporaryDirectory() as scratch:
+    with open(out, "x", encoding="utf-8") as file, tempfile.TemporaryDirectory() as folder:
         def tell(text: str) -> None:
-            print(text, end="\n\n", file=file, flush=True)
-            print(text, end="\n\n", flush=True)
+            for stream in (file, sys.stdout):
+                print(text, end="\n\n", file=stream, flush=True)
+
         tell("# What vitinit does on this machine")
         tell("\n".join(f"- {name}: {value}" for name, value in machine(device).items()))
-        xml = Path(scratch) / "checks.xml"
-        status, printed = run_within(["-m", "pytest", "-q", "-o", "junit_family=xunit1",
-                                      f"--junitxml={xml}", str(CHECKS)],
-                                     deadline - time.monotonic(), environment)
-        tell("## Is it right?")
-        tell((checks_table(xml) if xml.exists() else last_lines(printed)) + outcome(status))
-        failed = status != 0
-        for words in speeds(device.type, data):
-            tell(f"## `python {' '.join(words)}`")
+        xml = Path(folder) / "checks.xml"
+        checks = ["-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={xml}",
+                  str(CHECKS)]
+        for words in [checks, *speeds(device.type, data)]:
+            tell("## Is it right?" if words is checks else f"## `python {' '.join(words)}`")
             if time.monotonic() > deadline:
                 tell("Not begun: the time is over.")
                 continue
-            trains = words[0] == "train.py"
-            status, printed = run_within(
-                [*words, *["--out-dir", str(Path(scratch) / "run")] * trains],
-                deadline - time.monotonic(), environment)
+            status, printed = run_within(words, deadline - time.monotonic(), environment)
+            end = "```\n" + "\n".join(printed.strip().splitlines()[-5:]) + "\n```"
             if status == -signal.SIGKILL and time.monotonic() >= deadline:
-                tell(last_lines(printed) + "\n\nEnded: the time is over.")
+                tell(f"{end}\n\nEnded: the time is over.")
                 continue
-            tell((last_lines(printed) if trains or status else printed.strip()) + outcome(status))
+            text = end if status else printed.strip()
+            if words is checks and xml.exists():
+                text = checks_table(xml)
+            tell(text + (f"\n\n**Failed**: exit status {status}." if status else ""))
             failed |= status != 0
     return int(failed)
-
-
-def last_lines(printed: str) -> str:
-    """The end of what a command printed, as a block."""
-    return "```\n" + "\n".join(printed.strip().splitlines()[-5:]) + "\n```"
-
-
-def outcome(status: int) -> str:
-    """How a command with this exit status, or negative signal number, failed; "" if it did not."""
-    return f"\n\n**Failed**: exit status {status}." if status else ""
 
 
 def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]
@@ -159,12 +125,11 @@ def checks_table(xml: Path) -> str:
     """The outcome of each check, with the figures that it recorded, from pytest's XML file."""
     rows = []
     for case in ElementTree.parse(xml).getroot().iter("testcase"):
-        bad = next((case.find(tag) for tag in ("failure", "error", "skipped")
-                    if case.find(tag) is not None), None)
-        figures = [f"{one.get('name')} {one.get('value')}" for one in case.iter("property")]
+        bad = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
+        figures = ", ".join(f"{part.get('name')} {part.get('value')}"
+                            for part in case.iter("property"))
+        why = "" if bad is None else " ".join(bad.get("message", "").split())[:300]
         rows.append({"check": case.get("name", "").removeprefix("test_").replace("_", " "),
                      "result": "passed" if bad is None else bad.tag,
-                     "s": float(case.get("time", 0)), "found": " ".join(
-                         bad.get("message", "").split())[:300] if bad is not None else
-                     ", ".join(figures) or None})
+                     "s": float(case.get("time", 0)), "found": why or figures or None})
     return row_table(rows)

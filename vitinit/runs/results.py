@@ -1,12 +1,11 @@
-"""Results as text: a table in Markdown, and the report of eval.py with its JSON."""
+"""Results as text: a table in Markdown, and what eval.py prints and writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..messages import one_line
 from ..train.checkpoint import write_text_atomically
@@ -21,8 +20,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
                      for line in lines)
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The results of one checkpoint on one data set."""
 
     checkpoint: str                         # its path
@@ -35,30 +33,26 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
-        row = {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
-               "data_dir": self.data_set.root, "image_size": list(self.image_size),
-               "classes": len(self.classes), "model_classes": self.model_classes}
-        for name, result in self.results.items():
-            by_class = [{"class": label, "correct": correct, "total": total} for
-                        label, correct, total in zip(self.classes, result.class_hits,
-                                                     result.class_images)]
-            row[name] = {"loss": result.loss, "top1": result.top1, "top5": result.top5,
-                         "images": result.images, "per_class": by_class}
-        return row
+        return {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
+                "data_dir": self.data_set.root, "image_size": list(self.image_size),
+                "classes": len(self.classes), "model_classes": self.model_classes} | {
+            name: {"loss": result.loss, "top1": result.top1, "top5": result.top5,
+                   "images": result.images, "per_class": [
+                       {"class": label, "correct": correct, "total": total}
+                       for label, correct, total in zip(self.classes, result.class_hits,
+                                                        result.class_images)]}
+            for name, result in self.results.items()}
 
     def by_class(self) -> str:
         """A Markdown table of all classes by their top-1 accuracy, lowest first."""
-        rows = []
-        for label, total, *hits in zip(self.classes, self.results["model"].class_images,
-                                       *(result.class_hits for result in self.results.values())):
-            shares = [100.0 * correct / total for correct in hits]
-            rows.append((shares[0], [one_line(label), f"{total:,}", *map("{:.2f}".format, shares)]))
-        rows.sort(key=lambda row: row[0])
-        return table(["class", "images", *(f"{name} top-1" for name in self.results)],
-                     [cells for _, cells in rows])
+        by_class = zip(self.classes, self.results["model"].class_images,
+                       *(result.class_hits for result in self.results.values()))
+        return table(["class", "images", *(f"{name} top-1" for name in self.results)], [
+            [one_line(label), f"{total:,}", *(f"{100.0 * correct / total:.2f}" for correct in hits)]
+            for label, total, *hits in sorted(by_class, key=lambda row: row[2] / row[1])])
 
 
-def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
+def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
     """Print the findings, a single one as lines and several as a table; then their JSON.
 
     The JSON has one line per finding. It is printed, or written to `json_file`. per_class: also

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from vitinit.runs.data import EvaluatedSet
-from vitinit.runs.report import Finding, report
+from vitinit.runs.results import Finding, print_results, table
 from vitinit.train.checkpoint import CheckpointError, write_text_atomically
 from vitinit.train.engine import Evaluation
 
@@ -26,7 +26,7 @@ def finding(data_set: EvaluatedSet = EvaluatedSet("pets", "/data/pets"),
 
 
 def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
-    report([finding()], per_class=False, json_file=None)
+    print_results([finding()], per_class=False, json_file=None)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["model  top-1 50.000 %  top-5 75.000 %  loss 1.2500  over 1,004 images",
                          "ema    top-1 25.000 %  top-5 100.000 %  loss 1.5000  over 1,004 images"]
@@ -37,14 +37,15 @@ def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
     assert row["ema"] == {"loss": 1.5, "top1": 25.0, "top5": 100.0, "images": 1004, "per_class": [
         {"class": "ant", "correct": 4, "total": 4}, {"class": "bee", "correct": 1, "total": 1},
         {"class": "cat", "correct": 246, "total": 999}]}
-    report([finding(model=dataclasses.replace(MODEL, top5=None))], per_class=False, json_file=None)
+    print_results([finding(model=dataclasses.replace(MODEL, top5=None))], per_class=False,
+                  json_file=None)
     line, row = capsys.readouterr().out.splitlines()                 # a set of few classes
     assert line == "model  top-1 50.000 %  loss 1.2500  over 1,004 images"
     assert json.loads(row)["model"]["top5"] is None
 
 
 def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
-    report([finding()], per_class=True, json_file=None)
+    print_results([finding()], per_class=True, json_file=None)
     printed = capsys.readouterr().out
     assert "runs/a/last.pt on pets=/data/pets, top-1 of every class in %:" in printed
     assert "\n".join(["| class | images | model top-1 | ema top-1 |",
@@ -56,7 +57,7 @@ def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
 def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     file = tmp_path / "out.json"
     few = dataclasses.replace(MODEL, top5=None)
-    report([finding(model=few), finding(EvaluatedSet("shapes", ""), model_classes=5)],
+    print_results([finding(model=few), finding(EvaluatedSet("shapes", ""), model_classes=5)],
            per_class=False, json_file=file)
     assert capsys.readouterr().out.splitlines() == [
         "shapes: 3 of the 5 classes of runs/a/last.pt; the others are left out of ranking and loss",
@@ -68,6 +69,10 @@ def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
         f"wrote {file}"]
     first, second = map(json.loads, file.read_text().splitlines())
     assert "ema" not in first and second["model_classes"] == 5
+
+
+def test_a_bar_in_a_label_does_not_break_the_table():
+    assert table(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == "| x\\|y | 1 |"
 
 
 def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):

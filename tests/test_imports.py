@@ -1,0 +1,94 @@
+"""Imports have one direction: the rooms of the house, in the order in which one can build them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import vitinit
+
+PACKAGE = Path(vitinit.__file__).parent
+# Room → the rooms that it may import, all of which stand above it. A room is a folder of the
+# package, or a file beside these; "vitinit" is the package's own __init__.py.
+BELOW = {
+    "vitinit": "", "bounds": "", "filters": "", "keys": "", "messages": "",
+    "files": "messages",                                     # reading and writing
+    "models": "filters keys messages",
+    "mixing": "filters messages models",
+    "init": "filters keys messages mixing models",           # but not data, train or recipe
+    "data": "bounds files keys messages",                    # but not models
+    "train": "bounds files keys messages",                   # but not models, data or init
+    "recipe": "bounds data files init messages models train",        # puts the sections together
+    "command_line": "bounds files messages recipe train",
+    "runs": "bounds command_line data files init keys messages mixing models recipe train",
+}
+EVERYTHING = " ".join(BELOW)
+BELOW |= {"run": EVERYTHING, "figures": EVERYTHING, "bench": EVERYTHING,
+          "lessons": "figures files messages"}
+
+
+def named(path: Path) -> str:
+    """The name of a module of the package, such as vitinit.data.mix."""
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+TREES = {named(path): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+PACKAGES = {named(path) for path in PACKAGE.rglob("__init__.py")}
+# Programs may import everything but each other.
+PROGRAMS = {name for name, tree in TREES.items() if name.endswith("__main__") or any(
+    isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)}
+
+
+def imported(name: str, nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules of the package that these parts of a module import."""
+    modules = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = name.split(".") + [""] * (name in PACKAGES)        # of a package, itself
+            base = ".".join([*parents[:-node.level], *filter(None, [node.module])]
+                            ) if node.level else node.module
+            modules |= {inside if (inside := f"{base}.{alias.name}") in TREES else base
+                        for alias in node.names}
+    return {module for module in modules if module in TREES} - {name}
+
+
+IMPORTS = {name: imported(name, ast.walk(tree)) for name, tree in TREES.items()}
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
+def test_every_room_imports_only_the_rooms_above_it():
+    """No circle either: a room that stands below another is not in that one's list."""
+    above: set[str] = set()
+    for title, names in BELOW.items():
+        assert set(names.split()) <= above, title
+        above.add(title)
+    for name in TREES.keys() - PROGRAMS:
+        allowed = {room(name), *BELOW[room(name)].split()}
+        wrong = [module for module in IMPORTS[name] if room(module) not in allowed]
+        assert not wrong, f"{name} imports {', '.join(wrong)}"
+
+
+def test_nothing_imports_a_program():
+    assert {"vitinit.compare", "vitinit.sweep", "vitinit.figures.__main__"} <= PROGRAMS
+    for name, modules in IMPORTS.items():
+        assert not modules & PROGRAMS, f"{name} imports {modules & PROGRAMS}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Not counted is what a function imports when it is called, such as what only some runs need.
+    """
+    first = {name: imported(name, tree.body) for name, tree in TREES.items()}
+    try:
+        TopologicalSorter(first).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
