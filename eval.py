@@ -12,7 +12,7 @@ The parts of an evaluation, in order; `python eval.py --help` has all options:
     models       vitinit/evaluate.py      models_of            the model and its moving average
     batches      vitinit/runs/data.py     evaluation_batches   resized, centre-cropped
     engine       vitinit/train/engine.py  evaluate             one exact pass for all weights
-    results      vitinit/runs/report.py   report               lines or a table, and JSON
+    results      vitinit/runs/results.py  print_results        lines or a table, and JSON
 """
 
 import signal

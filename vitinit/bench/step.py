@@ -14,7 +14,7 @@ import torchvision
 from torch import Tensor, nn
 
 from ..models import MODELS
-from ..models.layers import draw_drop_path
+from ..models.layers import Classifier, draw_drop_path
 from ..models.libraries import counterpart
 from ..recipe.sections import Recipe
 from ..runs.model import without_data
@@ -54,6 +54,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     """A row about one step of `batch` images; see `step_rows`."""
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
+    assert isinstance(state.model, Classifier)       # the recipe's, of whichever family
     part, rates = synthetic_batch(recipe, batch, device), state.model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     classes = [*map(str, range(recipe.data.num_classes))]
@@ -69,7 +70,9 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
         engine()
     peak = peak_gib(device)                          # before there is a second model
-    other, compiled, whose = state.model, forward, "the same model"
+    other: nn.Module = state.model
+    compiled: Callable[..., Tensor] = forward
+    whose = "the same model"
     with suppress(ValueError):                       # torchvision has no such model
         name, arguments, _ = counterpart("torchvision", MODELS[recipe.model.name][0],
                                          image_size=recipe.data.image_size, **recipe.model.options)

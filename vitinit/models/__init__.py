@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from .layers import Classifier
 
 # Family, which is the name of its file → the class of its models.
 FAMILIES = {"vit": "VisionTransformer", "swin": "SwinTransformer", "mlp_mixer": "MlpMixer",
@@ -55,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_class(family: str) -> type[nn.Module]:
+def model_class(family: str) -> type[Classifier]:
     """The class of a family, one of FAMILIES."""
     return getattr(importlib.import_module(f".{family}", __name__), FAMILIES[family])
 
@@ -68,7 +69,7 @@ def __getattr__(name: str) -> Any:                   # from vitinit.models impor
 
 
 def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int],
-                **sizes: Any) -> nn.Module:
+                **sizes: Any) -> Classifier:
     """Build the model `name` with the sizes of its table entry, which `sizes` override or extend.
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.

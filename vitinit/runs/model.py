@@ -16,6 +16,7 @@ from ..data.sources import Source
 from ..init import init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..models import build_model
+from ..models.layers import Classifier
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.metrics import Progress
@@ -27,7 +28,7 @@ INIT_IMAGES = 512               # training images that an init may read
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
 
 
-def build(recipe: Recipe, source: str = "") -> nn.Module:
+def build(recipe: Recipe, source: str = "") -> Classifier:
     """The recipe's model, as its constructor draws it.
 
     Raises RecipeError, which begins with `source`, by default "recipe NAME".

@@ -15,6 +15,7 @@ from ..bounds import Size
 from ..data.sources import are_names, indices_by_name
 from ..messages import nearest
 from ..models.convert import native_tensors
+from ..models.layers import Classifier
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..recipe.values import convert
@@ -55,7 +56,7 @@ class Saved(NamedTuple):
         average = self.state.get("ema")
         return ["model", "ema"] if isinstance(average, Mapping) and average else ["model"]
 
-    def model(self, weights: str, *, or_backbone: bool = False) -> nn.Module:
+    def model(self, weights: str, *, or_backbone: bool = False) -> Classifier:
         """Build the model with the weights "model" or "ema", for images of `size`.
 
         It is on the CPU, in float32. or_backbone: where the checkpoint has no classifier, build the
