@@ -136,7 +136,7 @@ def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path, monk
     The colours are those before the file is reduced to few.
     """
     monkeypatch.setattr(augmentation, "save",
-                        lambda figure, out, dpi, **_: plot.save(figure, out, dpi))
+                        lambda figure, out, heading, **_: plot.save(figure, out, heading))
     image, out = tmp_path / "plain.png", tmp_path / "operations.png"
     Image.new("RGB", (37, 31), (200, 100, 40)).save(image)
     run("operations", image, "--out", out)

@@ -14,8 +14,6 @@ from ..runs.data import as_input, evaluation_view
 from .plot import FigureError, draw_heat, pyplot, save
 from .subjects import VITS, Subject, indices, unfit
 
-PHOTO_DPI = 80                  # makes a photograph 150 pixels wide, enough for 14 patches
-
 
 def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
     """The attention of the patch token at `query` on every patch token, (h, rows, columns).
@@ -79,5 +77,4 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
-    figure.suptitle(subject.heading("what the framed patch attends to"), fontsize=11)
-    save(figure, out, dpi=PHOTO_DPI, few_colours="dithered")
+    save(figure, out, subject.heading("what the framed patch attends to"), few_colours="dithered")

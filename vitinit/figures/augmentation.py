@@ -39,8 +39,8 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
         axis.set_title(f"{operation.name} {argument:.3g}" if argument else
                        operation.name if operation else "original", fontsize=9)
         axis.set_axis_off()
-    figure.suptitle(f"RandAugment's operations at magnitude {magnitude:g}", fontsize=11)
-    save(figure, out, dpi=72, few_colours="dithered")
+    save(figure, out, f"RandAugment's operations at magnitude {magnitude:g}",
+         few_colours="dithered")
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
@@ -70,6 +70,5 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
                            fontsize=9)
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)
-    figure.suptitle("Two augmented batches: each image with its partner, targets in these shares",
-                    fontsize=11)
-    save(figure, out, dpi=72, few_colours="dithered")
+    save(figure, out, "Two augmented batches: each image with its partner, targets in these shares",
+         few_colours="dithered")

@@ -192,5 +192,4 @@ def finish(figure: matplotlib.figure.Figure, out: Path, groups: Sequence[Group],
         axis.grid(alpha=0.3)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     add_legend(figure, dict(zip(labels, handles)))
-    figure.suptitle(heading, fontsize=11)
-    save(figure, out)
+    save(figure, out, heading)

@@ -70,6 +70,4 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     axis.yaxis.set_major_formatter("{x:g}")
     add_legend(figure, legend)
     figure.supylabel("share of attention on the head's target", fontsize=10)
-    figure.suptitle(f"Attention on the heads' targets by depth, mean over {count} images",
-                    fontsize=11)
-    save(figure, out)
+    save(figure, out, f"Attention on the heads' targets by depth, mean over {count} images")

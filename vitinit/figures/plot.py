@@ -40,7 +40,7 @@ OVERLAY = "viridis"             # the same over a grey photograph, since cividis
 DIVERGING = "RdBu_r"            # blue below 0, white at 0, red above; ColorBrewer lists it as safe
 HEAT = 0.7                      # opacity of heat over a photograph
 LEVELS = 63                     # colours in a map: odd, so that 0 is white; more make larger files
-DPI = 100
+DPI, PHOTO_DPI = 100, 80        # the latter where pictures are mostly photographs
 FEW = 256                       # colours of a picture with photographs or maps of noise
 LETTER = 0.07                   # width of a letter in inches, in a legend of 8 points
 
@@ -64,17 +64,18 @@ def pyplot() -> ModuleType:
     return plt
 
 
-def save(figure: matplotlib.figure.Figure, out: Path, dpi: int = DPI, *,
+def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
          few_colours: Literal["", "flat", "dithered"] = "") -> None:
-    """Write a figure as a PNG file and close it, since pyplot would keep it in memory otherwise.
+    """Write a figure with its heading as a PNG file and close it, or pyplot would keep it.
 
     few_colours: reduce it to FEW colours, which is a fourth of the bytes: "flat" for the areas of
     maps, "dithered" for photographs. Raises FigureError if it is too large for matplotlib, and
     CheckpointError if the file cannot be written; one that was there then stays.
     """
+    figure.suptitle(heading, fontsize=11, wrap=True)
     drawn = io.BytesIO()
     try:
-        figure.savefig(drawn, dpi=dpi, format="png")
+        figure.savefig(drawn, dpi=PHOTO_DPI if few_colours == "dithered" else DPI, format="png")
     except ValueError as error:                      # a side is longer than 65,535 pixels
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
@@ -178,5 +179,4 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
         bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=9)
-    figure.suptitle(heading, fontsize=11)
-    save(figure, out, few_colours="flat")
+    save(figure, out, heading, few_colours="flat")

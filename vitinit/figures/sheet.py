@@ -103,5 +103,4 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
                               extend="max" if every.max() > top else "neither")
         bar.set_label("attention on a patch,\n1: the same on all", fontsize=8)
         bar.ax.tick_params(labelsize=7)
-    figure.suptitle(heading, fontsize=10, wrap=True)
-    save(figure, out)
+    save(figure, out, heading)
