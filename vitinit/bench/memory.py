@@ -26,12 +26,15 @@ def saved_bytes(model: Classifier, images: Tensor, amp: str) -> int:
 
     images: (B, 3, H, W). Tensors with a common storage count once.
     """
-    stored = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    def storage(tensor: Tensor) -> int:              # fake tensors have one, but no address
+        return tensor.untyped_storage()._cdata
+
+    stored = set(map(storage, (*model.parameters(), *model.buffers())))
     saved: dict[int, Tensor] = {}                    # keeps tensors alive, so that ids stay unique
 
     def save(tensor: Tensor) -> Tensor:
-        if id_of(tensor) not in stored:
-            saved[id_of(tensor)] = tensor
+        if storage(tensor) not in stored:
+            saved[storage(tensor)] = tensor
         return tensor
     drop_path = (torch.ones(len(model.drop_path_rates), len(images)),) if any(
         model.drop_path_rates) else ()
@@ -40,11 +43,6 @@ def saved_bytes(model: Classifier, images: Tensor, amp: str) -> int:
         logits = model(images, *drop_path).float()
         F.cross_entropy(logits, torch.zeros_like(logits))
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-
-
-def id_of(tensor: Tensor) -> int:
-    """An identifier of the tensor's storage, also for fake tensors, which have no address."""
-    return tensor.untyped_storage()._cdata
 
 
 def memory_row(recipe: Recipe, card_gib: float) -> Row:

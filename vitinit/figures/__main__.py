@@ -102,10 +102,6 @@ def blocks_and_heads(figure: Parser) -> None:
     figure.add_argument("--heads", nargs="+", type=index, help="default: all")
 
 
-def photograph(figure: Parser) -> None:
-    figure.add_argument("photograph", type=Path)
-
-
 def runs(figure: Parser) -> None:
     figure.add_argument("runs", nargs="+", type=Path, metavar="RUN",
                         help="folders of runs, archives of runs, or archive/pattern")
@@ -133,7 +129,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     maps.add_argument("--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS),
                       help=", ".join(KINDS))
     attention = figure("attention", draw_attention, "what tokens of a photograph attend to",
-                       photograph, models, blocks_and_heads)
+                       models, blocks_and_heads)
+    attention.add_argument("photograph", type=Path)
     attention.set_defaults(heads=[0, 1, 2])
     attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
                            help="query patches, counted from 0; default: the one in the middle")
@@ -157,7 +154,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="validation images to judge a run on, at most (10000)")
     report.add_argument("--weights", choices=["model", "ema"], default="model")
     operations = figure("operations", draw_operations,
-                        "a photograph under each of RandAugment's operations", photograph)
+                        "a photograph under each of RandAugment's operations")
+    operations.add_argument("photograph", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
     batch = figure("batch", draw_batch, "batches after the whole augmentation")
     batch.add_argument("--data-dir", type=Path, dest="folder", required=True,

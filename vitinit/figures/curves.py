@@ -108,10 +108,9 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
 
 
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:
-    """Draw the quantities in steps.jsonl, one panel per quantity and one line per group of runs.
+    """Draw the quantities in steps.jsonl, a panel each, as `draw_curves` draws top-1.
 
-    A group's line is the mean over its seeds, with a band from the lowest to the highest. Raises
-    FigureError as `by_step` does.
+    Raises FigureError as `by_step` does.
     """
     bands, merged = by_step(groups)
     figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(9.0, 3.6), layout="constrained")

@@ -90,33 +90,24 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weight
     runs: run folders; without `epochs`, checkpoint files are accepted as well.
     epochs: epochs of which the run kept a checkpoint; "all" of these, and then the last one.
     weights: "model" or "ema".
-    Raises CheckpointError for an epoch of which there is no checkpoint.
+    Raises CheckpointError for an epoch of which there is no checkpoint, with those there are.
     """
     for run in runs:
-        kept = ([*sorted(run.glob("epoch_*.pt")), run] if epochs == "all" else
-                [kept_epoch(run, epoch) for epoch in epochs] or [run])
+        kept = sorted(run.glob("epoch_*.pt"))
+        paths = ([*kept, run] if epochs == "all" else
+                 [RunFolder(run).kept(epoch) for epoch in epochs] or [run])
+        if lost := [described(path) for path in paths if path not in (*kept, run)]:
+            numbers = ", ".join(described(path).removeprefix("epoch ") for path in kept)
+            raise CheckpointError(f"{run}: keeps no {lost[0]}; it has " + (
+                numbers or "none, which checkpoint.keep_epochs would have kept"))
         steps: set[object] = set()
-        for saved in map(open_saved, kept):
+        for saved in map(open_saved, paths):
             if epochs == "all" and saved.state.get("step") in steps:
                 continue                             # last.pt, of an epoch that was kept
             steps.add(saved.state.get("step"))
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
             yield Subject(saved.recipe, f"{name}, {described(saved.path)}",
                           saved.model(weights).eval(), saved.classes or (), len(runs) == 1)
-
-
-def kept_epoch(run: Path, epoch: int) -> Path:
-    """The path of the checkpoint that a run kept of `epoch`.
-
-    Raises CheckpointError, which names the epochs that were kept, if there is none.
-    """
-    path = RunFolder(run).kept(epoch)
-    if not path.is_file():
-        numbers = ", ".join(described(file).removeprefix("epoch ")
-                            for file in sorted(run.glob("epoch_*.pt")))
-        raise CheckpointError(f"{run}: keeps no epoch {epoch}; it has "
-                              f"{numbers or 'none, which checkpoint.keep_epochs would have kept'}")
-    return path
 
 
 def described(path: Path) -> str:
