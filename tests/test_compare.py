@@ -144,7 +144,8 @@ def test_a_folder_gets_the_report_and_the_curves(printed, six_runs, tmp_path):
     out = tmp_path / "new" / "comparison"
     report, last_line = printed(*six_runs, "--out", out).rsplit("\n\n", 1)
     assert (out / "comparison.md").read_text() == report + "\n"
-    assert Image.open(out / "curves.png").size[0] > 600
+    with Image.open(out / "curves.png") as image:
+        assert image.size[0] > 600
     assert last_line == f"wrote {out / 'comparison.md'} and {out / 'curves.png'}\n"
 
 

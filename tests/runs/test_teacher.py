@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torchvision
+from same_run import assert_identical, checkpoint, rows_of
 from torch import nn
 from torch.testing import assert_close as close
 
@@ -126,12 +126,9 @@ def test_a_run_goes_on_to_the_bit_with_its_teacher_and_with_no_other(
     # The same weights in another place are the same teacher.
     assert train_program.main(["--resume", str(tmp_path / "cut"), "--set",
                                f"distill.teacher={other}"]) == 0
-    whole, cut = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"]
-                  for name in ("whole", "cut"))
-    assert all(torch.equal(value, cut[name]) for name, value in whole.items())
-    rows = [[json.loads(line)["train_loss"] for line in (tmp_path / name / "metrics.jsonl").open()]
-            for name in ("whole", "cut")]
-    assert rows[0] == rows[1]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert_identical(checkpoint(whole)["model"], checkpoint(cut)["model"])
+    assert_identical(rows_of(whole), rows_of(cut))
 
 
 def export_of(run: Path, folder: Path) -> Path:
