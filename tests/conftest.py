@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import builtins
-import inspect
 import json
 import os
-import pickle
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 # One thread per process, also in those that tests start, unless the caller has set it: tensors here
 # are tiny, and threads that spin while they wait slow down everything that runs beside them. torch
@@ -30,7 +25,6 @@ from vitinit import evaluate, run
 from vitinit.data import shapes
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.records import METRICS
-from vitinit.train.distributed import Processes
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -45,9 +39,9 @@ def signals_are_heard() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def shapes_are_drawn_once() -> None:
-    """Keep the embedded images, which take seconds to draw, for all tests that read them."""
-    shapes.make_split = cache(shapes.make_split)
+def shapes_are_few_and_drawn_once() -> None:
+    """The first of the embedded images, as drawing all 6,000 takes seconds, for all tests."""
+    shapes.SPLITS, shapes.make_split = {"train": 503, "val": 211}, cache(shapes.make_split)
 
 
 @pytest.fixture
@@ -88,40 +82,6 @@ class StopBefore(StopRequest):
 @pytest.fixture
 def stop_before() -> type[StopBefore]:
     return StopBefore
-
-
-# One of two processes: calls a function of a test file with what it is among them.
-MEMBER = """
-import importlib.util, pathlib, pickle, sys
-import torch
-from vitinit.train import distributed
-path, name, folder, rank = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("tested", path)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=int(rank),
-                                     world_size=2)
-processes = distributed.Processes(int(rank), int(rank), 2, torch.device("cpu"))
-found = getattr(module, name)(processes)
-pathlib.Path(folder, f"found{rank}").write_bytes(pickle.dumps(found))
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.fixture
-def in_two_processes(tmp_path: Path) -> Callable[[Callable[[Processes], Any]], list[Any]]:
-    """Calls a function of a test file in two processes of a gloo group; returns both results."""
-    def call(function: Callable[[Processes], Any]) -> list[Any]:
-        members = [subprocess.Popen([sys.executable, "-c", MEMBER, inspect.getfile(function),
-                                     function.__name__, str(tmp_path), str(rank)])
-                   for rank in (0, 1)]
-        try:
-            assert [member.wait(240) for member in members] == [0, 0]
-        finally:
-            for member in members:
-                member.kill()
-        return [pickle.loads((tmp_path / f"found{rank}").read_bytes()) for rank in (0, 1)]
-    return call
 
 
 @pytest.fixture

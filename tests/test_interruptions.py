@@ -14,8 +14,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from same_run import assert_same_run, checkpoint as left_in, family_run, rows_of
+from forks import in_two_processes
+from same_run import assert_identical, assert_same_run, checkpoint as left_in, family_run, rows_of
 
+from vitinit import run
 from vitinit.data import augment, sources
 from vitinit.runs import data as opening
 from vitinit.train import checkpoint, engine
@@ -121,56 +123,48 @@ def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, 
             f"{key}=2 where it takes 4 images now\n")
 
 
-# train.py, in which the second process gets a SIGTERM in its second batch of evaluation.
-DRIVER = """
-import os, signal, sys
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-import train
-from vitinit.data.augment import ToDevice
-if __name__ == "__main__":                           # not in the server that starts workers
-    real, calls = ToDevice.__call__, []
-    def signalled(*given):
-        calls.append(None)
-        if os.environ["RANK"] == "1" and len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*given)
-    ToDevice.__call__ = signalled
-    sys.exit(train.main(sys.argv[2:]))
-"""
+# Two processes -----------------------------------------------------------------------------------
 
 
-def run_two(*words: object) -> subprocess.CompletedProcess:
-    """torchrun of a program on two processes."""
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         *map(str, words)], capture_output=True, text=True, timeout=300)
+def trained(arguments: list[str], stops: bool = False) -> int:
+    """Run in each of two processes: train.py; the second one has five batches of evaluation, and
+    where it `stops` a signal comes in the second of them."""
+    if stops and os.environ["RANK"] == "1":
+        augment.ToDevice.__call__ = signalling(augment.ToDevice.__call__, 2, signal.SIGTERM)
+    return run.main(arguments)
 
 
-def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image_tree, repository,
-                                                             tmp_path, capsys):
+def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image_tree, tmp_path,
+                                                             capsys):
     """Each process has seen other images, so its statistics differ from those of last.pt."""
-    run = tmp_path / "run"
-    result = run_two(repository / "train.py", *family_run(
-        "cifar10_convmixer", image_tree, run, mix__group=12, schedule__epochs=1, ema__decay=0,
-        schedule__warmup_epochs=0, optim__max_batch_per_process=6, optim__base_lr=0.05))
-    assert result.returncode == 0, result.stderr
-    row = json.loads((run / "metrics.jsonl").read_text())
-    assert eval_program.main([str(run)]) == 0
+    folder = tmp_path / "run"
+    arguments = family_run(
+        "cifar10_convmixer", image_tree, folder, mix__group=12, schedule__epochs=1, ema__decay=0,
+        schedule__warmup_epochs=0, optim__max_batch_per_process=6, optim__base_lr=0.05)
+    for ended in in_two_processes(trained, tmp_path, arguments):
+        assert ended.result == 0, ended.err
+    row = json.loads((folder / "metrics.jsonl").read_text())
+    assert eval_program.main([str(folder)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["model"]["loss"] == pytest.approx(row["val_loss"], rel=1e-5)
 
 
 def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
         eval_program, small_run, straight, repository, tmp_path, capsys):
-    """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step."""
-    two, stopped = tmp_path / "two", tmp_path / "stopped"
-    epochs = dict(schedule__epochs="2", data__workers="1")
-    one = straight(**epochs)
-    train_py, driver = repository / "train.py", tmp_path / "driver.py"
-    result = run_two(train_py, *small_run(two, **epochs))
+    """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step.
+
+    First with torchrun itself, and with workers; then without both.
+    """
+    two, stopped, epochs = tmp_path / "two", tmp_path / "stopped", dict(schedule__epochs="2")
+    one = straight(data__workers="1", **epochs)
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(repository / "train.py"), *small_run(two, data__workers="1", **epochs)],
+        capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "12 = 2 process(es) × 3 micro-batch(es) × 2 images" in result.stdout
-    (ours, rows), (theirs, their_rows) = ((left_in(run), rows_of(run)) for run in (one, two))
+    (ours, rows), (theirs, their_rows) = (
+        (left_in(folder), rows_of(folder)) for folder in (one, two))
     for name, value in ours["model"].items():
         torch.testing.assert_close(theirs["model"][name], value, rtol=0, atol=8 * 1e-5)
     for first, second in zip(rows, their_rows, strict=True):
@@ -185,11 +179,11 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
     assert alone["model"]["top1"] == pytest.approx(their_rows[-1]["val_top1"])
     assert alone["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
 
-    # The second process has five batches of evaluation; it learns of the signal in the second.
-    driver.write_text(DRIVER)
-    result = run_two(driver, train_py, *small_run(stopped, **epochs))
-    assert f"stopped by signal {signal.SIGTERM:d} after step 4" in result.stdout, result.stderr
-    assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own
-    result = run_two(train_py, "--resume", stopped)
-    assert result.returncode == 0, result.stderr
-    assert_same_run(two, stopped)
+    main, other = in_two_processes(trained, tmp_path / "first", small_run(stopped, **epochs), True)
+    assert main.result == other.result == 128 + signal.SIGTERM
+    assert f"stopped by signal {signal.SIGTERM:d} after step 4" in main.out
+    assert (main.err, other.out, other.err) == ("", "", "")
+    for ended in in_two_processes(trained, tmp_path / "then", ["--resume", str(stopped)]):
+        assert ended.result == 0, ended.err
+    assert_identical(left_in(two) | {"recipe": None}, left_in(stopped) | {"recipe": None})
+    assert_identical(their_rows, rows_of(stopped))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
-import subprocess
 import sys
 from argparse import ArgumentTypeError
+from pathlib import Path
 
 import pytest
 import torch
+from forks import Fork
 
 from vitinit import compare, export, predict, sweep
 from vitinit.bench import __main__ as bench
@@ -27,22 +29,23 @@ PROGRAMS = {"vitinit.bench": bench.main, "vitinit.compare": compare.main,
             "vitinit.sweep": sweep.main}
 
 
-# Without what Windows has not. torch and others, imported before, have their own ways there.
-AS_ON_WINDOWS = """
-import os, signal, sys
-import torch.export, torch.utils._filelock, torchvision
-sys.modules |= dict.fromkeys(("resource", "fcntl", "termios", "pwd", "grp"))
-for name in {*signal.Signals.__members__} - {"SIGINT", "SIGTERM", "SIGABRT"}:
-    delattr(signal, name)
-for name in ("sched_getaffinity", "fork", "killpg", "pread", "O_NOFOLLOW"):
-    delattr(os, name)
-import vitinit
-from vitinit import export, predict
-image, out = sys.argv[1:]
-print(*vitinit.load("cifar10_small").predict(image, top=1)[0])
-assert predict.main(["cifar10_small", image]) == 0
-assert export.main(["cifar10_small", "--to", "safetensors", "--out", out]) == 0
-"""
+def as_on_windows(image: str, out: Path) -> None:
+    """Load, predict and export without what Windows has not. torch and others, imported before,
+    have their own ways there."""
+    for name in ("torch.export", "torch.utils._filelock", "torchvision"):
+        importlib.import_module(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vitinit"]:
+        del sys.modules[name]
+    sys.modules |= dict.fromkeys(("resource", "fcntl", "termios", "pwd", "grp"))
+    for name in {*signal.Signals.__members__} - {"SIGINT", "SIGTERM", "SIGABRT"}:
+        delattr(signal, name)
+    for name in ("sched_getaffinity", "fork", "killpg", "pread", "O_NOFOLLOW"):
+        delattr(os, name)
+    import vitinit
+    from vitinit import export, predict
+    print(*vitinit.load("cifar10_small").predict(image, top=1)[0])
+    assert predict.main(["cifar10_small", image]) == 0
+    assert export.main(["cifar10_small", "--to", "safetensors", "--out", str(out)]) == 0
 
 
 def line_of(capsys) -> str:
@@ -74,13 +77,14 @@ def test_a_wrong_argument_is_one_line(capsys):
         assert line.startswith(f"{program}: ") and words in line and len(line) <= 200
 
 
-def test_a_model_is_loaded_predicts_and_is_exported_with_what_windows_has(repository, tmp_path):
-    image = "tests/data/cifar10/cat/0000.jpg"
-    done = subprocess.run([sys.executable, "-c", AS_ON_WINDOWS, image, str(tmp_path / "out")],
-                          cwd=repository, capture_output=True, text=True, check=True)
-    first, second, third, *_ = done.stdout.splitlines()
+def test_a_model_is_loaded_predicts_and_is_exported_with_what_windows_has(
+        repository, tmp_path, monkeypatch):
+    monkeypatch.chdir(repository)
+    image, out = "tests/data/cifar10/cat/0000.jpg", tmp_path / "out"
+    done = Fork(lambda: as_on_windows(image, out), tmp_path / "fork").ended()
+    first, second, third, *_ = done.out.splitlines()
     assert first.startswith("cat 0.7") and second.startswith(f"{image}  cat 7"), done
-    assert third.startswith("1 of 1 images") and (tmp_path / "out" / "config.json").exists()
+    assert third.startswith("1 of 1 images") and (out / "config.json").exists()
 
 
 def test_arguments_are_read_within_bounds_and_refused_beyond_them():

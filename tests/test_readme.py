@@ -16,7 +16,6 @@ from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
 from vitinit import export, predict
-from vitinit.data import shapes
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.comparison import mean_and_std, t_interval
 from vitinit.runs.model import build
@@ -28,13 +27,12 @@ def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, trai
     monkeypatch.chdir(tmp_path)
     commands = README.section("Three minutes").commands()
     train = next(words for words in commands if "train.py" in words)
-    assert train_program.main([*train[2:], "--set", "schedule.epochs=1", "--set",
-                               "data.subset=0.06"]) == 0
+    assert train_program.main([*train[2:], "--set", "schedule.epochs=1"]) == 0
     last = json.loads((tmp_path / "runs/quickstart-impulse-s0/metrics.jsonl").read_text())
     evaluate = next(words for words in commands if "eval.py" in words)
     assert eval_program.main(evaluate[2:]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["model"]["top1"] == last["val_top1"] and found["model"]["images"] == 1000
+    assert found["model"]["top1"] == last["val_top1"] and found["model"]["images"] == 211
     assert found["ema"]["top1"] == last["ema_top1"]
 
 
@@ -120,7 +118,6 @@ def test_the_code_of_a_page_gives_the_shape_that_it_states(name, result, shape):
 def test_a_recipe_is_added_as_the_page_shows(tmp_path, monkeypatch, train_program, capsys):
     """The copy differs in one line, is found by its path, and builds a model of twice the depth."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shapes, "SPLITS", {"train": 50, "val": 50})      # drawing all takes seconds
     page = next(page for page in PAGES if page.name == "recipes/README.md")
     copy, differ, start = page.section("How to add a recipe").blocks("sh")[0].splitlines()
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forks import Fork
 
 from vitinit import sweep
 from vitinit.recipe.files import RecipeError
@@ -182,7 +183,7 @@ def test_what_a_folder_holds_decides_before_anything_starts(small_run, tmp_path,
     assert started == []
 
 
-def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_path, repository):
+def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_path):
     """With real programs, two at a time; patches of 5 pixels are refused when a model is built.
 
     The third starts once the first one's failure has been noticed.
@@ -192,17 +193,24 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
                           "--variant", "next", "--threads", "1", "--jobs", "2",
                           schedule__epochs="100000")
     torn, whole = (tmp_path / f"quickstart-mimetic-{name}-s0" for name in ("torn", "whole"))
-    process = subprocess.Popen([sys.executable, "-m", "vitinit.sweep", *arguments], text=True,
-                               cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def swept() -> int:
+        """The status that `python -m vitinit.sweep` ends with."""
+        sys.argv = ["sweep.py", *arguments]
+        del sys.modules["vitinit.sweep"]
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("vitinit.sweep", run_name="__main__")
+        return ended.value.code
+    fork = Fork(swept, tmp_path / "fork")
     log, third = (tmp_path / "logs" / f"quickstart-mimetic-{name}-s0.log"
                   for name in ("whole", "next"))
     deadline = time.monotonic() + 240
     while not (third.exists() and "\nepoch      2/" in log.read_text(encoding="utf-8")):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert fork.process.is_alive() and time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    printed, error = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT
+    os.kill(fork.process.pid, signal.SIGINT)
+    status, printed, error = fork.ended()
+    assert status == 128 + signal.SIGINT
     assert printed.endswith("stopped by signal 2; the same command goes on\n")
     assert "recipe  quickstart" not in printed and "Traceback" not in error
     line, = error.splitlines()                       # to be stopped is not to fail

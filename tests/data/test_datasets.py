@@ -396,7 +396,7 @@ def test_each_image_of_a_test_set_has_its_synset(tmp_path, name, folders):
 
 def test_the_embedded_set_opens_without_a_root():
     val = open_split("shapes", "", "val", 10)
-    assert len(val) == 1000 and val.classes == shapes.CLASSES
+    assert len(val) == shapes.SPLITS["val"] and val.classes == shapes.CLASSES
     image, label = shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 3))
     assert np.array_equal(val.image(3), image) and val.labels[3] == label
     assert refusal(open_split, "shapes", "", "val", 11).startswith("shapes: 10 classes found")

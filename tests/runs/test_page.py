@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock, call
 
 import pytest
+from forks import Fork
 from pages import read_page
 
 from vitinit import compare
@@ -100,10 +102,15 @@ def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_
                                                                *again]
 
 
-def test_a_plain_run_imports_only_what_the_pages_say(repository):
-    loaded = subprocess.run([sys.executable, "-c", "import sys, train; print(*sys.modules)"],
-                            cwd=repository, capture_output=True, text=True, check=True).stdout
+def test_a_plain_run_imports_only_what_the_pages_say(repository, tmp_path):
+    def imported() -> set[str]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vitinit"]:
+            del sys.modules[name]
+        runpy.run_path(str(repository / "train.py"))
+        return {*sys.modules}
+    loaded = Fork(imported, tmp_path / "fork").ended().result
+    assert "vitinit.train.engine" in loaded
     assert not {*(f"vitinit.train.{name}" for name in ("muon", "distill", "transfer")),
                 *(f"vitinit.runs.{name}" for name in ("records", "groups", "saved", "foreign",
                                                       "fine_tune", "teacher", "report"))
-                } & {*loaded.split()}
+                } & loaded

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from forks import in_two_processes
 
+from vitinit.bench import timing
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.runs import data, model as start
@@ -86,7 +89,7 @@ def what_is_agreed(processes: Processes) -> list[str]:
     return [outcome(case[processes.rank], processes) for case in cases]
 
 
-def started(processes: Processes) -> dict:
+def started(processes: Processes, folder: Path) -> dict:
     """Run in each of two processes: what it starts with. On rank 1 the init draws other weights."""
     drawn = {}
 
@@ -97,7 +100,7 @@ def started(processes: Processes) -> dict:
     own_init, start.init_weights = start.init_weights, init_weights
     recipe, fewer = (load_recipe("quickstart", [*map(parse_override, (
         "model.options.depth=1", "model.options.embed_dim=24", "ema.decay=0.9", "init.name=impulse",
-        "data.name=image_folder", "data.num_classes=3", f"data.root={os.environ['IMAGES']}",
+        "data.name=image_folder", "data.num_classes=3", f"data.root={folder}",
         "optim.global_batch=12", "data.workers=0", f"data.images_per_class={count}"))])
         for count in (0, 1))
     with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
@@ -108,15 +111,16 @@ def started(processes: Processes) -> dict:
             "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}
 
 
-def everything(processes: Processes) -> list:
-    return [agreements(processes), what_is_agreed(processes), started(processes)]
+def everything(folder: Path) -> list:
+    with distributed.joined() as processes:
+        return [agreements(processes), what_is_agreed(processes), started(processes, folder)]
 
 
 def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
-        in_two_processes, image_tree, monkeypatch):
+        image_tree, tmp_path):
     """All start with the main one's weights, even if the init drew others on another CPU."""
-    monkeypatch.setenv("IMAGES", str(image_tree))
-    (first, items, main), (second, other_items, other) = in_two_processes(everything)
+    (first, items, main), (second, other_items, other) = (
+        ended.result for ended in in_two_processes(everything, tmp_path, image_tree))
     assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]
     assert items == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
                      "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
@@ -198,12 +202,15 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
             assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("first", ["train.distributed import start as f; f()",
-                                   "bench.timing import clock_of as f; f(torch.device('cpu'))"])
-def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(first):
-    code = (f"import torch, resource as r; from vitinit.{first}\n"
+def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch):
+    """In a run, which a new process shows, and in a benchmark, which asks for the same."""
+    code = ("import torch, resource as r; from vitinit.train.distributed import start; start()\n"
             "for _ in range(17): before = r.getrusage(0).ru_minflt; torch.ones(2**24)\n"
             "print(r.getrusage(0).ru_minflt - before)")          # 64 MiB, so 16,384 pages
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True)
     assert int(found.stdout) < 1000
+    asked = []
+    monkeypatch.setattr(timing, "keep_freed_memory", lambda: asked.append(True))
+    timing.clock_of(torch.device("cpu"))
+    assert asked

@@ -1,0 +1,87 @@
+"""Functions in processes of their own that need no import of torch, since they are forked."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import runpy
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+PATIENCE = 240                  # seconds
+
+
+class Ended(NamedTuple):
+    """What a function returned, and what it printed."""
+
+    result: Any
+    out: str
+    err: str
+
+
+class Fork:
+    """A process that calls a function; what that returns and prints is in files in `folder`.
+
+    method: "fork" copies this process, which may hold threads. Where one has run a backward pass
+        on a fake device, a fork can run none; "forkserver" copies one that has only imported
+        vitinit.run, and takes a function that can be pickled.
+    environment: variables that are set there alone.
+    """
+
+    def __init__(self, function: Callable[[], Any], folder: Path, method: str = "fork",
+                 **environment: str) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["vitinit.run"])
+        self.process = context.Process(target=_work, args=(function, folder, environment))
+        self.process.start()
+
+    def ended(self) -> Ended:
+        """Wait for its end."""
+        try:
+            self.process.join(PATIENCE)
+        finally:
+            self.process.kill()
+        out, err = ((self.folder / name).read_text(encoding="utf-8") for name in ("out", "err"))
+        assert self.process.exitcode == 0, err
+        return Ended(pickle.loads((self.folder / "result").read_bytes()), out, err)
+
+
+def _work(function: Callable[[], Any], folder: Path, environment: dict[str, str]) -> None:
+    os.environ |= environment
+    with (open(folder / "out", "w") as out, open(folder / "err", "w") as err,
+          contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+        try:
+            (folder / "result").write_bytes(pickle.dumps(function()))
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def in_two_processes(function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Ended]:
+    """Call a function of a test file in two processes, which have the variables of torchrun; as
+    there, the launcher keeps the store."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    call = partial(_call, inspect.getfile(function), function.__name__, arguments)
+    forks = [Fork(call, folder / str(rank), "forkserver", RANK=str(rank), LOCAL_RANK=str(rank),
+                  WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
+                  TORCHELASTIC_USE_AGENT_STORE="True") for rank in (0, 1)]
+    try:
+        return [fork.ended() for fork in forks]
+    finally:
+        for fork in forks:
+            fork.process.kill()
+
+
+def _call(file: str, name: str, arguments: tuple) -> Any:
+    return runpy.run_path(file)[name](*arguments)
