@@ -171,9 +171,9 @@ def test_the_numbers_of_cifar10_10k_are_those_of_its_records():
 
 
 def test_the_two_processes_of_the_test_command_share_all_files_of_tests():
-    """Also a file or folder that is added later belongs to one of the two patterns."""
-    _, both = README.section("Run the tests").blocks("bash")[0].splitlines()[-2:]
-    files = [file for pattern in re.findall(r"pytest (\S+?)[;\s]", both)
-             for place in REPOSITORY.glob(pattern)
+    """Also a file or folder that is added later belongs to one of the patterns."""
+    *_, both = README.section("Run the tests").blocks("bash")[0].splitlines()
+    files = [file for patterns in re.findall(r"pytest ([^&;]+)", both)
+             for pattern in patterns.split() for place in REPOSITORY.glob(pattern)
              for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
     assert sorted(files) == sorted((REPOSITORY / "tests").rglob("test_*.py"))

@@ -233,8 +233,9 @@ class Run:
             raise Diverged(f"{diverged}{fault or advice}") from None
         best = "none" if progress.best is None else f"{progress.best:.2f}"
         peak = peak_gib(self.processes.device)
-        self.processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} {best}, "
-                           f"peak memory {peak:.2f} GiB; everything is in {self.folder.path}")
+        self.processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} "
+                           f"{best}, peak memory {peak:.2f} GiB; everything is in "
+                           f"{self.folder.path}")
 
     # What the engine asks and calls, its `Training` -----------------------------------------------
 

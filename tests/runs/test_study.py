@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from pages import PAGES
+from pages import PAGES, RECIPES
 
 from vitinit.compare import main
 from vitinit.recipe.files import load_recipe, overrides
@@ -27,19 +27,24 @@ TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.sp
           for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)]
 
 
-@pytest.fixture
-def records(repository) -> dict[str, Run]:
+@pytest.fixture(scope="module")
+def records() -> dict[str, Run]:
     """The name of a run's folder → the run."""
-    archive = repository / "recipes" / "remaining_gap.tar.xz"
+    archive = RECIPES / "remaining_gap.tar.xz"
     assert archive.stat().st_size <= 1_000_000
     return {run.path.name: run for run in read_archive(archive)}
 
 
-@pytest.fixture
-def top1(records, repository) -> dict[str, dict[int, float]]:
+@pytest.fixture(scope="module")
+def of_muon() -> list[Run]:
+    return read_archive(RECIPES / "muon.tar.xz")
+
+
+@pytest.fixture(scope="module")
+def top1(records, of_muon) -> dict[str, dict[int, float]]:
     """An experiment as the page names it → seed → top-1 of the last epoch."""
     found: dict[str, dict[int, float]] = {}
-    for run in (*records.values(), *read_archive(repository / "recipes" / "muon.tar.xz")):
+    for run in (*records.values(), *of_muon):
         name = run.path.name.rpartition("-s")[0].removeprefix("cifar10_10k")
         found.setdefault(name, {})[run.seed] = run.rows[-1]["val_top1"]
     return found
@@ -80,9 +85,9 @@ def test_every_row_of_the_page_is_what_the_records_say(table, top1):
             assert words == expected.replace("-", "−"), what
 
 
-def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, repository):
+def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_muon):
     """Each number is that of the run of seed 0 whose recipe is the row's and the column's."""
-    every = [*records.values(), *read_archive(repository / "recipes" / "muon.tar.xz")]
+    every = [*records.values(), *of_muon]
     muon = "optim.name=muon", "optim.muon_factor=2.5", "optim.base_lr=2e-3"
     columns = (), ("optim.base_lr=2e-3",), muon, (*muon, "optim.weight_decay=1")
     rows = re.search(r"^\| init \| AdamW.*\n.*\n((?:\|.*\n)+)", PAGE.text, re.MULTILINE)[1]
@@ -116,9 +121,8 @@ def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repos
     ("distilled", "cifar10_10k-default-muon-f2.5-soft", 3),
     ("deep_impulse", "cifar10_10k-deep_impulse-muon-f2.5-wd1-cv.5-white-m.9", 8),
     ("convmixer", "cifar10_10k_convmixer-whitened-muon-f2.5-lr8-wd1-m.9", 8)])
-def test_a_recipe_is_that_of_its_records(recipe, name, count, repository):
-    runs = [run for run in read_archive(repository / "recipes" / "muon.tar.xz")
-            if run.path.name.rpartition("-s")[0] in (name, f"{name}-test")]
+def test_a_recipe_is_that_of_its_records(recipe, name, count, of_muon):
+    runs = [run for run in of_muon if run.path.name.rpartition("-s")[0] in (name, f"{name}-test")]
     assert [run.path.name for run in runs] == [
         f"{name}{'-test' * (seed in SEEDS_OF_THE_TEST)}-s{seed}" for seed in range(count)]
     for run in runs:
