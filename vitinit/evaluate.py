@@ -34,6 +34,7 @@ from .data.sources import Source, class_indices
 from .messages import nearest
 from .recipe.files import RecipeError, overrides
 from .runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
+from .runs.model import compiled
 from .runs.results import Finding, print_results
 from .runs.saved import Saved, open_saved
 from .train import distributed
@@ -139,7 +140,7 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
                 with (ProgressBar(f"validate {eval_set.name}", len(batches),
                                   shown=processes.is_main) as bar,
                       memory_for("eval.batch_size", batches.batch_size, processes.rank)):
-                    on_device = [model.to(processes.device, memory_format=batches.prepare.format)
+                    on_device = [model.to(processes.device).to(memory_format=batches.prepare.format)
                                  for model in models[number].values()]
                     results = evaluate(on_device, bar.over(batches), amp=engine.amp, stop=stop,
                                        num_classes=len(source.classes), processes=processes,
@@ -161,7 +162,7 @@ def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
         print(f"{saved.path}: {saved.assumptions()}", file=sys.stderr, flush=True)
     if not saved.recipe.engine.compile:
         return models
-    return {name: torch.compile(model) for name, model in models.items()}
+    return {name: compiled(model) for name, model in models.items()}
 
 
 def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches],

@@ -24,7 +24,7 @@ from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
 from .init import INITS
 from .keys import Stream, keyed_generator
-from .models.layers import draw_drop_path
+from .models.layers import Classifier, draw_drop_path
 from .recipe.files import RecipeError, overrides as recipe_changes
 from .runs.data import open_data, read_images
 from .runs.model import initial_state, wrap_models
@@ -246,7 +246,9 @@ class Run:
 
     def drop_path(self, step: int) -> Tensor | None:
         """The drop-path scales (branches, global batch) of a step; None without drop path."""
-        rates = self.state.model.drop_path_rates
+        model = self.state.model
+        assert isinstance(model, Classifier)
+        rates = model.drop_path_rates
         if not any(rates):
             return None
         rng = keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step)

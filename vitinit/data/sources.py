@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ def folder_of(root: str) -> Path:
     return Path(root).expanduser()
 
 
-def are_names(classes: Sequence[str] | None) -> bool:
+def are_names(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
     """Whether classes have names: not if none are known, or only the numbers 0, 1, … for them."""
     return classes is not None and [*classes] != [*map(str, range(len(classes)))]
 

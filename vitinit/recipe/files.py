@@ -34,7 +34,8 @@ NO_OPTIONS = ("num_classes", "image_size", *GIVEN)
 
 # Keys that version 12 did not have at first, with the values that it meant. A recipe may leave them
 # out, so that all recipes and runs of version 12 are read.
-SINCE_12 = {"init": {"checkpoint_head": "keep"}, "schedule": {"cosine_after_warmup": False}}
+SINCE_12: dict[str, dict[str, Any]] = {"init": {"checkpoint_head": "keep"},
+                                       "schedule": {"cosine_after_warmup": False}}
 
 
 class RecipeError(OneLineError):

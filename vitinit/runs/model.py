@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def without_data(recipe: Recipe) -> Recipe:
                      or DATA_SETS[recipe.data.name].num_classes or 2)
 
 
-def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
+def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> None:
     """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed.
 
     source: the training images, of which some inits read INIT_IMAGES; None: there are none. Raises
@@ -99,7 +99,7 @@ def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None
                                   [*map(str, train_set.classes)] if train_set else [])
             elif processes.is_main and train_set is not None:
                 notes = measure_mass(model, recipe, train_set)
-    model.to(processes.device, memory_format=(
+    model.to(processes.device).to(memory_format=(
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:
         processes.share(model)
@@ -123,5 +123,10 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     if processes.world_size > 1:
         forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
     if recipe.engine.compile:
-        forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
+        forward, measured = compiled(forward), [*map(compiled, measured)]
     return forward, measured
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """What torch.compile makes of a model, which is a module, though its type does not say so."""
+    return cast(nn.Module, torch.compile(model))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..bounds import Size
 from ..data.sources import are_names, indices_by_name
@@ -158,7 +158,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     return Saved(path, state, found, size, description)
 
 
-def fine_tune(model: nn.Module, recipe: Recipe, classes: Sequence[str] = ()) -> list[str]:
+def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) -> list[str]:
     """Start a run from the weights of init.checkpoint: load them into `model`, as initialised.
 
     classes: the names of the run's classes, if it has any. Returns lines for the summary. Raises
@@ -170,7 +170,7 @@ def fine_tune(model: nn.Module, recipe: Recipe, classes: Sequence[str] = ()) -> 
     differences = foreign.differences(stated, recipe, description.file if description else path)
     weights, grid = recipe.init.checkpoint_weights, state.get("grid")
     if description and "data.image_size" in stated:  # in patches as large as the model's
-        grid = tuple(side * count // own for side, count, own in zip(
+        grid = tuple(side * count // pixels for side, count, pixels in zip(
             stated["data.image_size"], model.grid, saved.size))
     tensors = saved.tensors(weights)
     rows, words = _classifier_rows(saved, tensors, classes or [*map(str, range(model.num_classes))])

@@ -60,7 +60,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         weights[group["muon"]] += sum(p.numel() for p in group["params"])
     trained_by = f"AdamW for {weights[False]:,}{'' if weights[True] else ' weights'}"
     if weights[True]:
-        trained_by = (f"Muon (factor {optimizer.factor:g}, momentum {optimizer.momentum:g}) for "
+        trained_by = (f"Muon (factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}) for "
                       f"{weights[True]:,} weights, {trained_by}")
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"

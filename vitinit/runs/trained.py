@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from PIL import Image
@@ -83,9 +83,9 @@ class Trained:
         Returns (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device
         and in its precision. Raises ValueError if there is no image, or one cannot be read.
         """
-        if isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3:
-            images = [images]
-        views = [self.view(image) for image in images]
+        single = isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3
+        views = [self.view(image)
+                 for image in cast(Sequence[ImageLike], [images] if single else images)]
         if not views:
             raise DataError("no image was given; expected at least one")
         return self.inputs(torch.stack(views))
@@ -182,7 +182,7 @@ def usable_device(device: str | torch.device) -> torch.device:
         torch.zeros(1, device=device).item()         # a meta tensor has no value
         return torch.device(device)
     except (RuntimeError, AssertionError, TypeError):
-        kind = torch.accelerator.current_accelerator()
-        valid = ["cpu", *(f"{kind.type}:{n}" for n in range(torch.accelerator.device_count()))]
+        kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+        valid = ["cpu", *(f"{kind.type}:{n}" for n in range(count) if kind)]
         raise ValueError(f"device is {str(device)!r}, expected one that this machine has: "
                          f"{', '.join(valid)}") from None
