@@ -26,6 +26,7 @@ from .timing import Row, row_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKS = REPOSITORY / "tests" / "gpu"
+TRAINING = ["-m", "vitinit.train", "--recipe", "quickstart", "--init", "impulse"]
 RECIPES = ("deit_base", "deit_small", "deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
 
 
@@ -58,7 +59,7 @@ def speeds(device: str, data: Sequence[str]) -> list[list[str]]:
     return [[*bench, "step", "--recipe", RECIPES[0], *eager],
             [*bench, "step", "--recipe", RECIPES[0]],
             [*bench, "loader", "--recipe", "deit_small", *data],
-            memory, *([*bench, "step", "--recipe", name] for name in RECIPES[1:])]
+            TRAINING, memory, *([*bench, "step", "--recipe", name] for name in RECIPES[1:])]
 
 
 def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minutes: float) -> int:
@@ -89,12 +90,14 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
             if time.monotonic() > deadline:
                 tell("Not begun: the time is over.")
                 continue
-            status, printed = run_within(words, deadline - time.monotonic(), environment)
+            place = ["--out-dir", str(Path(folder) / "run")] if words is TRAINING else []
+            status, printed = run_within([*words, *place], deadline - time.monotonic(),
+                                         environment)
             end = "```\n" + "\n".join(printed.strip().splitlines()[-5:]) + "\n```"
             if status == -signal.SIGKILL and time.monotonic() >= deadline:
                 tell(f"{end}\n\nEnded: the time is over.")
                 continue
-            text = end if status else printed.strip()
+            text = end if status or words is TRAINING else printed.strip()
             if words is checks and xml.exists():
                 text = checks_table(xml)
             tell(text + (f"\n\n**Failed**: exit status {status}." if status else ""))
