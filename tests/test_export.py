@@ -258,7 +258,7 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
         "command": [f"{home}/train.py", f'--set=data.root="{home}/photographs"', "--data-dir",
                     f"{home}/a=b/photographs", r"data.root=C:\home-of-ada\photographs"],
         "data": {"root": f"{home}/photographs as they were"}}]))
-    out = tmp_path / "out"
+    out = tmp_path / ("out.pt2" if kind == "torch" else "out")
     assert exported(run, "--to", kind, "--out", out) == 0
     found = contents(out)
     for place in (str(tmp_path), str(REPOSITORY), "home-of-ada"):
@@ -359,7 +359,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
     damaged = Path(shutil.copytree(RUN, tmp_path / "run"))
     (damaged / "run.json").write_text("{")
     for arguments, problem in (
-            (["nowhere", "--to", "torch", "--out", "x"], "nowhere: no such checkpoint"),
+            (["nowhere", "--to", "torch", "--out", "x.pt2"], "nowhere: no such checkpoint"),
             ([RUN, "--to", "onnx", "--out", "x"], "argument --to: invalid choice: 'onnx'"),
             ([RUN, "--to", "torch", "--out", "no/such/x"], "--out no/such/x: expected a file in a"),
             ([RUN, "--to", "run", "--out", "x", "--names", "timm"], "--names does not go with"),
@@ -367,7 +367,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
             ([RUN, "--to", "run", "--out", "x", "--image-size", 16], "--image-size does not go"),
             ([RUN, "--to", "run", "--out", "."], "--out .: expected a new folder in"),
             ([damaged, "--to", "run", "--out", "x"], "run.json: not what a run writes"),
-            ([RUN, "--to", "torch", "--out", "x", "--image-size", 9], "patches of 4×4 pixels do")):
+            ([RUN, "--to", "torch", "--out", "x.pt2", "--image-size", 9], "patches of 4×4")):
         assert exported(*arguments) == 2
         said = capsys.readouterr().err
         assert problem in said and said.count("\n") == 1

@@ -61,7 +61,7 @@ def test_a_wrong_argument_is_one_line(capsys):
             ("vitinit.lessons", "99", "there is no lesson 99; expected 1 to"),
             ("vitinit.lessons", "--update", "expected the number of a lesson"),
             ("vitinit.lessons", "1 --notebook no/such/folder/x.ipynb",
-             "no/such/folder/x.ipynb: cannot be written: No such file or directory"),
+             "--notebook: no/such/folder/x.ipynb: expected a file in a folder that exists"),
             ("vitinit.bench", "", "required: bench"), ("vitinit.figures", "maps", "required: --o"),
             ("vitinit.figures", "kernels --out a --count 0", "--count: 0: expected an integer ≥ 1"),
             ("vitinit.figures", "maps --recipe a --out a --init defualt", "did you mean 'default'"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .bounds import Bounds
+from .files import FileError, require_no_input, require_replaceable
 from .messages import OneLineError, environment_rank, in_brief, nearest, one_line
 from .recipe.files import RecipeError
 from .recipe.values import accepted_values, convert
@@ -36,6 +37,33 @@ class Parser(argparse.ArgumentParser):
         hint = ("; any key of a recipe goes by --set section.key=value"
                 if "unrecognized" in message and "--set" in self.format_usage() else "")
         raise RecipeError(message + hint)
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        """ArgumentParser's; an error, too, if an `Output` would replace what it may not."""
+        parsed, rest = super().parse_known_args(*arguments, **options)
+        outputs = {action.dest: action.type for action in self._actions
+                   if isinstance(action.type, Output) and getattr(parsed, action.dest, None)}
+        inputs = [path for action in self._actions if action.dest not in outputs
+                  and not action.choices for path in paths_in(getattr(parsed, action.dest, None))]
+        for name, output in outputs.items():
+            path = getattr(parsed, name)
+            try:
+                if output.suffixes:
+                    require_replaceable(path, *output.suffixes)
+                require_no_input(path, [place for place in inputs
+                                        if not (output.grows and Path(place) == path)])
+            except FileError as error:
+                self.error(f"argument --{name}: {error}")
+        return parsed, rest
+
+
+def paths_in(value: object) -> Iterator[str]:
+    """What may be paths in an argument's value: all of it, its part after "=", items of a list."""
+    if isinstance(value, (str, Path)):
+        yield from filter(None, (str(value), str(value).partition("=")[2]))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from paths_in(part)
 
 
 def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
@@ -70,11 +98,18 @@ def one_of(words: Collection[str]) -> Callable[[str], str]:
     return parse
 
 
-def file_to_write(text: str) -> Path:
-    """A `type` for add_argument: a path at which a file can be written, perhaps in place of one."""
-    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
-        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that exists")
-    return Path(text)
+class Output:
+    """A `type` for add_argument: a path to write to, where `Parser` keeps every other file safe.
+
+    suffixes: how the file's name may end; without them the program says what may be there. grows:
+    whether the file may replace an input, all of which it then contains.
+    """
+
+    def __init__(self, *suffixes: str, grows: bool = False) -> None:
+        self.suffixes, self.grows = suffixes, grows
+
+    def __call__(self, text: str) -> Path:
+        return Path(text)
 
 
 def parse_sides(text: str) -> int | list[int]:

@@ -20,17 +20,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from .command_line import Parser, run_program
+from .command_line import Output, Parser, run_program
 from .figures.curves import draw_curves
+from .files import require_replaceable, write_text_atomically
 from .runs.comparison import compare_runs
 from .runs.groups import finished_runs
-from .runs.records import read_runs, write_archive
-from .train.checkpoint import write_text_atomically
+from .runs.records import SUFFIX, read_runs, write_archive
 
 
 def compare(args: argparse.Namespace) -> None:
     """Print the comparison that the arguments ask for, and write it; or pack the runs."""
-    runs, out = read_runs(args.runs), args.out
+    out = args.out
+    for name in ("comparison.md", "curves.png") if out and out.exists() else ():
+        require_replaceable(out / name, name[name.index("."):])
+    runs = read_runs(args.runs)
     if args.pack is not None:
         finished, unfinished = finished_runs(runs)
         write_archive(finished, args.pack)
@@ -51,9 +54,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
                         help="folder of a run, archive of runs, or archive/pattern")
     to = parser.add_mutually_exclusive_group()
-    to.add_argument("--out", type=Path, metavar="FOLDER",
+    to.add_argument("--out", type=Output(), metavar="FOLDER",
                     help="write the comparison and its curves into this folder, too")
-    to.add_argument("--pack", type=Path, metavar="FILE.tar.xz",
+    to.add_argument("--pack", type=Output(SUFFIX, grows=True), metavar="FILE.tar.xz",
                     help="write the finished runs into this archive, without comparing them")
     return parser.parse_args(arguments)
 

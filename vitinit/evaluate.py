@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .command_line import Parser, add_options, file_to_write, run_program
+from .command_line import Output, Parser, add_options, run_program
 from .data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
 from .data.images import DataError
 from .data.loader import start_fork_server
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "eval.py"
                         help="evaluate on the images that each was trained on; with --data, too")
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     add_options(parser, EVALUATION_KEYS)
-    parser.add_argument("--json", type=file_to_write, metavar="FILE",
+    parser.add_argument("--json", type=Output(".json", ".jsonl"), metavar="FILE",
                         help="write the JSON to this file")
     parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
     args = parser.parse_args(arguments)

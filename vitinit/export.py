@@ -39,8 +39,10 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .command_line import Parser, add_run, building, run_arguments, run_program
+from .command_line import Output, Parser, add_run, building, run_arguments, run_program
 from .data.augment import normalise
+from .files import (FileError, read_bytes, require_replaceable, write_text_atomically,
+                    written_atomically)
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
 from .models.libraries import counterpart
@@ -51,8 +53,7 @@ from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config
 from .runs.records import portable, without_paths
 from .runs.trained import VIEW_KEYS, Trained, load
-from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
-                               write_text_atomically, written_atomically)
+from .train.checkpoint import CheckpointError, read_checkpoint_file, save_atomically
 
 OURS: Names = {}                # the names of our own state_dict
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
@@ -197,7 +198,8 @@ def export_run(trained: Trained, out: Path) -> str:
     training, stays behind. If the checkpoint is not from a run, there is only recipe.toml. Raises
     CheckpointError, and leaves no folder, if half precision changes logits by over NEAR_IN_HALF.
     """
-    stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
+    stored = read_checkpoint_file(trained.path, mmap=True)
+    source = RunFolder(trained.path.parent)
     of_run = "recipe" in stored
     recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
     state: dict[str, Any] = {name: stored[name] for name in ("grid", "step", "progress")
@@ -210,9 +212,9 @@ def export_run(trained: Trained, out: Path) -> str:
     with new_folder(out):
         folder = RunFolder(out)
         if of_run and source.starts():               # a damaged run.json is an error of one line
-            folder.info.write_bytes(without_paths(source.info.read_bytes()))
+            write_text_atomically(without_paths(read_bytes(source.info)).decode(), folder.info)
         if of_run and source.metrics.path.exists():
-            shutil.copy(source.metrics.path, out)
+            write_text_atomically(read_bytes(source.metrics.path).decode(), folder.metrics.path)
         write_text_atomically(without_folders(recipe).as_toml(), folder.recipe)
         save_atomically(state, folder.last)
         return require_same_logits(load(out).model, trained.model,
@@ -255,7 +257,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
     parser.add_argument("--names", choices=("timm", "torchvision", "transformers"),
                         help="the library that is to load the weights (--to safetensors)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE",
+    parser.add_argument("--out", type=Output(), required=True, metavar="FILE",
                         help="file to write, or a new folder (see above)")
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
@@ -268,9 +270,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args.folder = args.to == "run" or args.names == "transformers" or (
         args.to == "safetensors" and args.names in (None, "timm") and
         args.out.suffix != ".safetensors")
-    if not args.out.parent.is_dir() or args.out.exists() and (args.folder or args.out.is_dir()):
-        parser.error(f"--out {args.out}: expected a {'new folder' if args.folder else 'file'} in a "
-                     "folder that exists")
+    if args.folder and (args.out.exists() or not args.out.parent.is_dir()):
+        parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
+    if not args.folder:
+        try:
+            require_replaceable(args.out, ".pt2" if args.to == "torch" else ".safetensors")
+        except FileError as error:
+            parser.error(f"--out {error}")
     return args
 
 

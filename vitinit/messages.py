@@ -9,7 +9,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -71,6 +71,12 @@ def warn(line: str) -> None:
     """Print a warning on standard error, by the main process alone."""
     if environment_rank() == 0:
         print(one_line(f"warning {line}"), file=sys.stderr, flush=True)
+
+
+def shortened(names: Sequence[str], limit: int = 5) -> str:
+    """The names in one line, separated by commas; of more than `limit` only the first ones."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
 
 
 @contextmanager

@@ -26,13 +26,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .command_line import Parser, add_run, file_to_write, integer, run_arguments, run_program
+from .command_line import Output, Parser, add_run, integer, run_arguments, run_program
 from .data.folders import images_in
 from .data.images import DataError, dark_in_16_bits
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
+from .files import write_text_atomically
 from .messages import one_line
 from .runs.trained import BATCH, VIEW_KEYS, Trained, load
-from .train.checkpoint import write_text_atomically
 from .train.device import this_device
 from .train.metrics import ProgressBar
 
@@ -150,9 +150,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
-    parser.add_argument("--json", type=file_to_write, metavar="FILE",
+    parser.add_argument("--json", type=Output(".json", ".jsonl"), metavar="FILE",
                         help="write one JSON object per image and line")
-    parser.add_argument("--sheet", type=file_to_write, metavar="FILE.png",
+    parser.add_argument("--sheet", type=Output(".png"), metavar="FILE.png",
                         help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
     parser.add_argument("--attention", action="store_true",
                         help="add to the sheet what the model attends to")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vitinit.figures.plot import LOOKS, OTHER, Row, add_legend, draw_grid, looks_of
+from vitinit.files import FileError
 from vitinit.init import INITS
-from vitinit.train.checkpoint import CheckpointError
 
 
 def row(label: str, maps: torch.Tensor, unit: str = "share") -> Row:
@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_the_figure_that_was_there_and_names_it(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"x\.png: cannot be written: File too large"):
+        with pytest.raises(FileError, match=r"x\.png: cannot be written: File too large"):
             draw_grid(out, [row("a", torch.rand(2, 5, 7))], None, "heading")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

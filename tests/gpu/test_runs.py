@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitinit.train.checkpoint import load
+from vitinit.train.checkpoint import read_checkpoint_file as load
 
 # Without these settings a GPU may sum in another order in every run, so that rounding differs.
 DETERMINISTIC = ("import runpy, sys, torch\n"

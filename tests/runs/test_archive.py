@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vitinit.files import FileError
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import FILES, read_runs, write_archive
 from vitinit.train.checkpoint import CheckpointError
@@ -98,7 +99,7 @@ def test_what_cannot_be_read_or_packed_is_one_line(tmp_path, packed, written_run
             (["a-s1"], tmp_path / "a-s2", f"{tmp_path / 'a-s2'}: not the name of an archive"),
             (["a-s1"], tmp_path / "no" / "a.tar.xz",
              "no/a.tar.xz: cannot be written: No such file")):
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(FileError) as caught:
             write_archive(read_runs([tmp_path / name for name in runs]), out)
         assert message in str(caught.value)
     assert packed.read_bytes() == content and (tmp_path / "a-s2" / "recipe.toml").exists()

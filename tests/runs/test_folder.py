@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from vitinit.files import FileError
 from vitinit.runs.folder import Lines, RunFolder, git_commit
-from vitinit.train.checkpoint import CheckpointError, load
+from vitinit.train.checkpoint import CheckpointError, read_checkpoint_file as load
 
 
 def training_state(step: int) -> dict:
@@ -41,6 +42,11 @@ def test_every_start_is_recorded(tmp_path):
             "quickstart", {"resume": str(count)})
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
     assert folder.data_of(0) == {"training images": 1}
+    for text in ("5", "[1]", '[{"command": 5}]', '[{"command": [1]}]', '[{"data": []}]',
+                 '[{"data": {"root": 5}}]', '[{"data": {"files and labels": 5}}]', "[" * 10**5):
+        folder.info.write_text(text)
+        with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes \("):
+            folder.starts()
     folder.info.write_text('[{"comm')
     with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes"):
         folder.record_start("quickstart", {}, None, processes=1, device="", data={})
@@ -72,10 +78,13 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
         file.append({"step": number, "loss": None})
     with file.path.open("a") as written:
         written.write('{"step": 60, "lo')
-    file.cut_back(30)
+    assert file.cut_back(30) == 3
     assert [row["step"] for row in file.rows()] == [10, 20, 30]
+    node = file.path.stat().st_ino
+    assert file.cut_back(30) == 3 and file.path.stat().st_ino == node   # not written anew
     assert file.path.read_text().count("\n") == 3
-    for line in (b'{"epoch": 1}', b"[1]", b"\xff"):
+    for line in (b'{"epoch": 1}', b"[1]", b"\xff", b'{"step": 10}', b'{"step": 20, "loss": "1"}',
+                 b'{"step": 20, "loss": 1' + b"0" * 400 + b"}", b"[" * 10**5):
         file.path.write_bytes(b'{"step": 10}\n' + line + b'\n{"step": 30}\n')
         with pytest.raises(CheckpointError, match="lines.jsonl: line 2 is no JSON object with its"):
             file.rows()
@@ -147,12 +156,12 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path):
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
+    with pytest.raises(FileError, match="cannot be written: Not a directory"):
         RunFolder(tmp_path / "file" / "run").make()
     folder = RunFolder(tmp_path / "gone")
     for action in (lambda: folder.save({"step": 1}, folder.last),
                    lambda: folder.metrics.append({"epoch": 1})):
-        with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
+        with pytest.raises(FileError, match="cannot be written: No such file or directory"):
             action()
 
 

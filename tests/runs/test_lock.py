@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from vitinit.files import FileError
 from vitinit.runs.resume import RunLock
 from vitinit.train.checkpoint import CheckpointError
 
@@ -101,5 +102,5 @@ def test_without_locks_a_run_goes_on_with_a_line(tmp_path, monkeypatch, capsys):
         lock.take(tmp_path)
     assert capsys.readouterr().err == (f"warning {tmp_path}: this file system has no locks, so "
                                        "nothing keeps a second run out\n")
-    with RunLock() as lock, pytest.raises(CheckpointError, match="gone: cannot be written: No su"):
+    with RunLock() as lock, pytest.raises(FileError, match="gone: cannot be written: No su"):
         lock.take(tmp_path / "gone")

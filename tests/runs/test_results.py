@@ -8,9 +8,9 @@ import os
 
 import pytest
 
+from vitinit.files import FileError, write_text_atomically
 from vitinit.runs.data import EvaluatedSet
 from vitinit.runs.results import Finding, print_results, table
-from vitinit.train.checkpoint import CheckpointError, write_text_atomically
 from vitinit.train.engine import Evaluation
 
 MODEL = Evaluation(loss=1.25, top1=50.0, top5=75.0, images=1004, class_hits=[2, 0, 500],
@@ -85,6 +85,9 @@ def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
     node = target.stat().st_ino
     write_text_atomically("third\n", target)
     assert target.stat().st_ino != node              # written atomically: a new file replaces it
+    (target.parent / "out.json.partial").symlink_to(tmp_path / "mine")
+    write_text_atomically("fourth\n", target)        # such a link may lead anywhere
+    assert not (tmp_path / "mine").exists()
     assert os.listdir(target.parent) == ["out.json"]
 
 
@@ -92,7 +95,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     for path, words in ((tmp_path / "gone" / "a.json", "No such file"),
                         (tmp_path, "Is a directory"),
                         (tmp_path / ("x" * 300), "File name too long")):
-        with pytest.raises(CheckpointError, match=f"cannot be written: {words}") as caught:
+        with pytest.raises(FileError, match=f"cannot be written: {words}") as caught:
             write_text_atomically("text\n", path)
         assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []

@@ -19,7 +19,7 @@ from vitinit.figures.sheet import attended
 from vitinit.predict import classify
 from vitinit.recipe.values import ReadOnly
 from vitinit.runs import trained as trained_module
-from vitinit.train.checkpoint import load as load_checkpoint
+from vitinit.train.checkpoint import read_checkpoint_file as load_checkpoint
 
 RUN = Path(__file__).parent / "data" / "version_12"     # three classes of 8-pixel images
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)

@@ -14,9 +14,10 @@ import pytest
 import torch
 from refused import refused
 
+from vitinit.files import FileError, write_text_atomically
 from vitinit.train import checkpoint
-from vitinit.train.checkpoint import (CheckpointError, Damaged, Unread, load, model_state,
-                                      save_atomically, without_prefix)
+from vitinit.train.checkpoint import (CheckpointError, Damaged, Unread, model_state,
+                                      read_checkpoint_file as load, save_atomically, without_prefix)
 
 
 def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tmp_path):
@@ -26,7 +27,7 @@ def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tm
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"a\.pt: cannot be written: File too large"):
+        with pytest.raises(FileError, match=r"a\.pt: cannot be written: File too large"):
             save_atomically({"weights": [torch.ones(5_003)] + [torch.ones(50_021)] * 3}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -38,7 +39,7 @@ def test_a_pipe_is_written_to_under_whatever_name(tmp_path):
     reader, writer = os.pipe()
     os.symlink(f"/dev/fd/{writer}", tmp_path / "out")
     for place in (Path(f"/dev/fd/{writer}"), tmp_path / "out"):
-        checkpoint.write_text_atomically("seven", place)
+        write_text_atomically("seven", place)
         assert os.read(reader, 100) == b"seven"
     os.close(reader), os.close(writer)
     assert os.listdir(tmp_path) == ["out"]

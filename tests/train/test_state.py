@@ -72,9 +72,29 @@ def test_moments_take_the_memory_format_of_the_weights():
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("value", [
+    torch.ones(3), torch.ones(()).long(), torch.tensor(float("inf")), -torch.ones(()), 1.0, None])
+@pytest.mark.parametrize("kind", ["step", "exp_avg", "exp_avg_sq", "momentum_buffer"])
+def test_a_moment_of_another_shape_type_or_value_is_refused(kind, value):
+    own = fresh_state(0)
+    step(own)
+    saved = copy.deepcopy(own.state_dict())
+    moments = next(part for part in saved["optimizer"]["state"].values() if kind in part)
+    good = moments.pop(kind)
+    for moments[kind] in (value, *[good + torch.nan, good.long(), good[None]]):
+        line = refused(CheckpointError, fresh_state(1).load_state_dict, saved, Path("last.pt"))
+        assert f".{kind} is " in line
+    del moments[kind]
+    assert kind in refused(CheckpointError, fresh_state(1).load_state_dict, saved, Path("last.pt"))
+
+
 def test_a_checkpoint_of_something_else_is_one_line():
     own = fresh_state(0).state_dict()
     for state in (fresh_state(0, dim=13).state_dict(), own | {"progress": {"epoch": 3}},
-                  own | {"optimizer": []}, own | {"ema": None}):
+                  own | {"optimizer": []}, own | {"ema": None},
+                  own | {"progress": own["progress"] | {"step": 1.5}},
+                  own | {"progress": own["progress"] | {"seconds": float("nan")}},
+                  own | {"scaler": own["scaler"] | {"scale": 0.0}},
+                  own | {"ema": own["ema"] | {"updates": True}}):
         line = refused(CheckpointError, fresh_state(1).load_state_dict, state, Path("last.pt"))
         assert line.startswith("last.pt: is not of this run: ")

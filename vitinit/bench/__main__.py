@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..command_line import Parser, integer, one_of, real, run_program
+from ..command_line import Output, Parser, integer, one_of, real, run_program
 from ..train.device import cores
 from .all import bench_all, machine
 from .loader import fed_rows, image_folder, loader_rows
@@ -29,7 +29,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.bench", description=__doc__)
     commands = parser.add_subparsers(dest="bench", required=True)
     everything = commands.add_parser("all", help="checks and speeds, in one report")
-    everything.add_argument("--out", type=Path, required=True, help="file of the report")
+    everything.add_argument("--out", type=Output(), required=True, help="file of the report")
     everything.add_argument("--minutes", type=real(above=0.0), default=10.0)
     step = commands.add_parser("step", help="images/s of a training step")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")

@@ -69,8 +69,8 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
     After `minutes` the command that runs is ended, and further ones are not begun, which is no
     failure. Returns 1 if a check or a command failed, else 0. Raises OneLineError if `out` exists.
     """
-    if out.exists():
-        raise OneLineError(f"{out} exists already; choose another --out")
+    if out.exists() or out.suffix != ".md":
+        raise OneLineError(f"{out} exists already or is no .md; choose another --out")
     deadline, failed = time.monotonic() + 60 * minutes, False
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
     data = ["--data-dir", str(photographs.resolve())] if photographs else []

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from ..command_line import Parser, integer, one_of, real, run_program
+from ..command_line import Output, Parser, integer, one_of, real, run_program
 from ..init import INITS
 from ..runs.groups import finished_runs, group_runs
 from ..runs.records import read_runs
@@ -116,7 +116,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     def figure(name: str, draw: Callable[..., None], text: str,
                *parts: Callable[[Parser], None]) -> Parser:
         added = figures.add_parser(name, help=text, description=text)
-        added.add_argument("--out", type=Path, required=True, help="file to write: PNG, or HTML")
+        suffix = ".html" if draw in (write_explorer, write_report) else ".png"
+        added.add_argument("--out", type=Output(suffix), required=True, metavar=f"FILE{suffix}",
+                           help="file to write")
         added.set_defaults(draw=draw)
         for part in parts:
             part(added)

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import __version__
-from ..train.checkpoint import written_atomically
+from ..files import written_atomically
 
 HERE = Path(__file__).parent
 COLOURS = 64                    # of a colour map; even, since a page looks them up from the middle

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from PIL import Image
 from torch import Tensor
 
+from ..files import written_atomically
 from ..messages import OneLineError, in_brief
-from ..train.checkpoint import written_atomically
 
 if TYPE_CHECKING:
     import matplotlib

@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..command_line import Parser, integer, run_program
+from ..command_line import Output, Parser, integer, run_program
+from ..files import write_text_atomically
 from ..messages import OneLineError
-from ..train.checkpoint import write_text_atomically
 from . import IMAGES, lesson_paths
 from .notebook import notebook
 from .page import Page, read_page
@@ -33,7 +33,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="number of a lesson; without one, the lessons are listed")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--train", action="store_true", help="train for as long as the page did")
-    what.add_argument("--notebook", type=Path, metavar="FILE",
+    what.add_argument("--notebook", type=Output(".ipynb"), metavar="FILE",
                       help="write it as a Jupyter notebook, and run nothing")
     what.add_argument("--update", action="store_true",
                       help="for authors: write what its code prints and draws now into the page")

@@ -12,12 +12,12 @@ the file or option, the key, what was expected, and the nearest valid key.
 from __future__ import annotations
 
 import inspect
-import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from ..files import parse_toml, read_bytes
 from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
@@ -57,7 +57,7 @@ def parse_override(text: str) -> Override:
         raise RecipeError(f"--set {text}: expected section.key=value, for example "
                           "--set schedule.epochs=10")
     try:
-        return Override(key, tomllib.loads(f"value = {written}")["value"], f"--set {text}")
+        return Override(key, parse_toml(f"value = {written}".encode())["value"], f"--set {text}")
     except ValueError:                               # not TOML
         return Override(key, written, f"--set {text}")
 
@@ -90,12 +90,13 @@ def load_recipe(name: str | Path | None, changes: Sequence[Override] = ()) -> Re
     if name is None:
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
     path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         hint = "" if path == Path(name) else nearest(
             str(name), [file.stem for file in RECIPES.glob("*.toml")])
-        raise RecipeError(f"recipe {name}: no such file{hint}") from None
+        raise RecipeError(f"recipe {name}: no such file{hint}")
+    text = read_bytes(path)
+    try:
+        table = parse_toml(text)
     except ValueError as error:                      # neither TOML nor UTF-8
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     # A person need not write the version.

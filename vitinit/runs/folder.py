@@ -19,8 +19,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,19 +27,26 @@ from typing import Any
 
 import torch
 
+from ..bounds import Size
 from ..data.sources import SIZES
-from ..messages import warn
+from ..files import RESULTS, in_one_line, parse_json, read_bytes, sync_folder, write_text_atomically
+from ..messages import in_brief, warn
 from ..recipe.files import PACKAGE, RECIPES
 from ..recipe.sections import Recipe
-from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
-                                sync_folder, write_text_atomically)
+from ..recipe.values import convert, flat
+from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file,
+                                save_atomically)
+from ..train.state import progress_of
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
 # The weights in a folder that transformers or timm wrote.
 FOREIGN_WEIGHTS = tuple(f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin")
                         for index in ("", ".index.json"))    # in one file, or in shards
-# What training leaves; recipe.toml and run.json do not count.
-RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
+LONGEST_LINES = 2**28           # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
+# What run.json says of a start that is read again; whatever else it says is only shown.
+RECORDED: dict[str, Any] = {
+    "command": tuple[str, ...], "git_commit": str, "data": Mapping[str, Any], "data.root": str,
+    "data.files and labels": str, "data.training images": int, "arguments": Mapping[str, Any]}
 
 
 def image_digests(data: Any) -> tuple[str, str]:
@@ -49,51 +55,45 @@ def image_digests(data: Any) -> tuple[str, str]:
     return both[:16], both[16:]
 
 
-@contextmanager
-def in_one_line(path: Path, verb: str = "written") -> Iterator[None]:
-    """A context that turns an error of the disk into CheckpointError, which names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be {verb}: {error.strerror or error}") from None
-
-
-def read_bytes(path: Path, default: bytes = b"") -> bytes:
-    """The contents of a file, or `default` if there is none. Raises CheckpointError."""
-    with in_one_line(path, "read"):
-        return path.read_bytes() if path.exists() else default
-
-
-def parse_json(text: bytes) -> Any:
-    """The value in a text of JSON; None if it is none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines, each with a number under `key`.
+    """The objects in a file of JSON lines: of numbers and None, and under `key` one that increases.
 
     A last line that was cut short is left out; any other damaged one is a CheckpointError, which
     names it.
     """
-    lines = text.splitlines()
-    rows = [parse_json(line) for line in lines]
-    if rows and not isinstance(rows[-1], dict):
-        rows.pop()
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or key not in row:
-            raise CheckpointError(f"{source}: line {number} is no JSON object with its {key}; mend "
-                                  "the file or move it away")
+    lines, rows, before = text.splitlines(), [], 0
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if number == len(lines) and not isinstance(row, dict):
+            break
+        if not isinstance(row, dict) or not all(map(_is_number, row.values())) or not (
+                type(row.get(key)) is int and row[key] > before):
+            raise CheckpointError(f"{source}: line {number} is no JSON object with its {key}, that "
+                                  "increases, and numbers; mend the file or move it away")
+        before = row[key]
+        rows.append(row)
     return rows
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number of 64 bits, finite or not, or None."""
+    return value is None or type(value) is float or type(value) is int and abs(value) < 2**63
 
 
 def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
     """The contents of run.json, one dictionary per start; CheckpointError for anything else."""
-    starts = parse_json(text)
-    if not isinstance(starts, list):
-        raise CheckpointError(f"{source}: not what a run writes; mend the file or move it away")
+    try:
+        starts = parse_json(text)
+        for start in convert(starts, tuple[Mapping[str, Any], ...]):
+            facts = flat(start)
+            for key in RECORDED.keys() & facts.keys():
+                convert(facts[key], RECORDED[key])
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{source}: not what a run writes ({in_brief(error)}); mend the file "
+                              "or move it away") from None
     return starts
 
 
@@ -101,7 +101,7 @@ class Lines:
     """A file with one JSON object per line, whose numbers under `key` increase from line to line.
 
     Lines are appended as the run goes on, so that the file can be read meanwhile. Every method
-    raises CheckpointError if the file cannot be read or written, or is not what a run writes.
+    raises FileError if the file cannot be read or written, or is not what a run writes.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -120,19 +120,28 @@ class Lines:
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per line; [] if there is no file."""
-        return parse_lines(read_bytes(self.path), self.path, self.key)
+        return parse_lines(self._text(), self.path, self.key)
 
-    def cut_back(self, last: int) -> None:
-        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken."""
-        rows = [row for row in self.rows() if row[self.key] <= last]
-        write_text_atomically("".join(json.dumps(row) + "\n" for row in rows), self.path)
+    def _text(self) -> bytes:
+        return read_bytes(self.path, default=b"", limit=LONGEST_LINES)
+
+    def cut_back(self, last: int) -> int:
+        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken.
+
+        Returns how many are left.
+        """
+        content = self._text()
+        rows = [row for row in parse_lines(content, self.path, self.key) if row[self.key] <= last]
+        kept = "".join(json.dumps(row) + "\n" for row in rows)
+        if kept.encode() != content:
+            write_text_atomically(kept, self.path)
+        return len(rows)
 
 
 class RunFolder:
     """The paths and files of one run. Files are written atomically, by the main process alone.
 
-    Every method raises CheckpointError if a file cannot be read or written, or is not what a run
-    writes.
+    Every method raises FileError if a file cannot be read or written, or is not what a run writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,7 +183,7 @@ class RunFolder:
 
     def starts(self) -> list[dict[str, Any]]:
         """The contents of run.json: one dictionary per start of the run; [] if there is no file."""
-        return parse_starts(read_bytes(self.info, b"[]"), self.info)
+        return parse_starts(read_bytes(self.info, default=b"[]"), self.info)
 
     def data_of(self, start: int) -> dict[str, Any]:
         """What `record_start` was given as `data` at this start (0: the first); {} if unknown."""
@@ -193,7 +202,12 @@ class RunFolder:
             if not isinstance(state.get(part), Mapping):
                 raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
                                       f"resumed; expected a dictionary '{part}' in it")
-        self.step = state.get("step")
+        progress = progress_of(state["progress"], self.read_from)
+        if progress.step < progress.epochs + progress.epoch_steps or (
+                progress.epoch_steps and not progress.seconds):
+            raise CheckpointError(f"{self.read_from}: its progress contradicts itself: "
+                                  f"{in_brief(progress)}")
+        self.step = progress.step
         return state
 
     # Writing ------------------------------------------------------------------------------------
@@ -248,12 +262,16 @@ class RunFolder:
         """Remove what is newer than the checkpoint that a run resumes from.
 
         epochs, steps: how many of them that checkpoint counts as done; later lines of metrics.jsonl
-        and steps.jsonl are removed, and so are partly written files.
+        and steps.jsonl are removed, and so are partly written files. Epochs that metrics.jsonl has
+        lost are said.
         """
         with in_one_line(self.path):
             for cut_short in self.path.glob("*.partial"):
                 cut_short.unlink()
-        self.metrics.cut_back(epochs)
+        rows = self.metrics.cut_back(epochs)
+        if rows < epochs:
+            warn(f"{self.metrics.path}: has {rows} of the {epochs} epochs that the checkpoint "
+                 "counts as done; the others are lost")
         self.steps.cut_back(steps)
 
 
@@ -265,7 +283,7 @@ def by_name(path: Path) -> Path:
 
 def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
                     ) -> tuple[dict[str, Any], Path]:
-    """The contents of a checkpoint, as `load` reads them, and the file that they are from.
+    """The contents of a checkpoint, as `read_checkpoint_file` reads them, and their file.
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
@@ -282,16 +300,35 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
                                f"{', '.join(FOREIGN_WEIGHTS)}")
     for file in files:
         try:
-            state = load(file, mmap=mmap, verify=verify)
+            state = read_checkpoint_file(file, mmap=mmap, verify=verify)
         except (NoCheckpoint, Damaged) as error:
             problems.append(error)
             continue
         if problems:
             warn(f"{problems[0]}; going on with {file}")
+        require_plain(state, file)
         return state, file
     if isinstance(problems[-1], NoCheckpoint):
         raise problems[0]
     raise CheckpointError("; and ".join(map(str, problems)))
+
+
+def require_plain(state: dict[str, Any], file: Path) -> None:
+    """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
+    if isinstance(state.get("recipe"), dict):        # a checkpoint of ours
+        if "progress" in state:
+            progress_of(state["progress"], file)
+        try:                                         # the same limits as of a text
+            state["recipe"] = parse_json(json.dumps(state["recipe"]).encode())
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{file}: its 'recipe' is no table of plain values "
+                                  f"({in_brief(error)})") from None
+    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", Size, tuple)):
+        if state.get(key) is not None:
+            try:
+                state[key] = form(convert(state[key], kind))
+            except TypeError as error:
+                raise CheckpointError(f"{file}: its '{key}' is {error}") from None
 
 
 def git_commit(folder: Path) -> str:

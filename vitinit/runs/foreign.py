@@ -18,20 +18,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..bounds import Size
+from ..bounds import Count, Size
+from ..files import FileError, parse_json, read_bytes
 from ..messages import in_brief
 from ..models.layers import hidden_width
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.sections import Recipe
 from ..recipe.values import convert, flat, plain, to_toml
 from ..train.checkpoint import CheckpointError
-from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
+from .folder import FOREIGN_WEIGHTS
 
 # Whole words of a model's name whose models have our tensors' names and shapes, but compute
 # something else.
 TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
 # Pillow's numbers of ways to resize.
-RESAMPLE = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
+RESAMPLE: dict[object, str] = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box",
+                                              "hamming")))
 # Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
 FUNCTION = tuple(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "alpha",
                                                     "logit_scale"))
@@ -54,7 +56,7 @@ TIMM_ARGUMENTS = {"reg_tokens": "num_registers", "global_pool": "pool"} | {key: 
 POOLS = {"token": "class", "avg": "mean"}               # timm's words → ours
 
 
-class Description(NamedTuple):
+class ForeignConfig(NamedTuple):
     """What the files beside a checkpoint say."""
 
     file: Path                  # config.json
@@ -63,7 +65,7 @@ class Description(NamedTuple):
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
 
 
-def read_description(path: Path, architecture: str = "") -> Description | None:
+def read_description(path: Path, architecture: str = "") -> ForeignConfig | None:
     """What is written beside the checkpoint file `path`, or None if nothing is.
 
     architecture: its name, where the checkpoint itself states it, as timm's trainer does. Raises
@@ -83,7 +85,9 @@ def read_description(path: Path, architecture: str = "") -> Description | None:
             return _of_transformers(config, file)
         if "pretrained_cfg" in config:
             return _of_timm(config, file)
-    except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except FileError:
+        raise
+    except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
         raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
                               ) from None
     return None
@@ -91,13 +95,13 @@ def read_description(path: Path, architecture: str = "") -> Description | None:
 
 def _table(file: Path) -> dict[str, Any]:
     """The object in a file of JSON; {} if there is no file."""
-    table = parse_json(read_bytes(file, b"{}"))
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{file}: is no object of JSON")
-    return table
+    try:
+        return dict(convert(parse_json(read_bytes(file, default=b"{}")), Mapping[str, Any]))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{file}: is no object of JSON ({in_brief(error)})") from None
 
 
-def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
+def _of_timm(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     stated, arguments = config["pretrained_cfg"], config.get("model_args") or {}
     for name in ("act_layer", "norm_layer"):
         if arguments.get(name) not in (None, "gelu"):
@@ -112,19 +116,20 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
         changes["data.image_size"] = convert(stated["input_size"][1:], Size)
     if classes := config.get("num_classes"):         # 0: a backbone
         changes["data.num_classes"] = classes
-    return Description(file, "", changes, _names(config.get("label_names"), classes))
+    return ForeignConfig(file, "", changes, _names(config.get("label_names"), classes))
 
 
-def _names(labels: Any, count: int) -> tuple[str, ...] | None:
+def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
     """The name of each of `count` classes, of a list or of a table by their number."""
     labels = dict(enumerate(labels)) if isinstance(labels, list) else labels
     labels = {str(index): label for index, label in (labels or {}).items()}
     if not labels or "LABEL_0" in labels.values():   # transformers' stand-in for a name
         return None
-    return tuple(str(labels.get(str(index), index)) for index in range(count))
+    return tuple(str(labels.get(str(index), index)) for index in range(
+        min(convert(count, Count), 2**20)))
 
 
-def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
+def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
     if name not in ARCHITECTURES.get(kind, ()) or config.get("hidden_act", "gelu") != "gelu":
         raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers, with the "
@@ -154,7 +159,7 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
         changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
         classes = _names(labels, len(labels))
     changes |= _preparation(_table(file.with_name("preprocessor_config.json")))
-    return Description(file, "swin_tiny" if swin else "deit_base", changes, classes)
+    return ForeignConfig(file, "swin_tiny" if swin else "deit_base", changes, classes)
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
@@ -184,7 +189,7 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in changes.items() if value is not None}
 
 
-def assumptions(recipe: Recipe, description: Description | None) -> str:
+def assumptions(recipe: Recipe, description: ForeignConfig | None) -> str:
     """One line on all that tensors do not show: what the recipe says of it, by its keys."""
     parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items() if key in UNSEEN]
     source = f"recipe {recipe.name}" + (f" and {description.file.name}" if description else "")

@@ -21,7 +21,6 @@ import lzma
 import os
 import re
 import tarfile
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,15 +28,20 @@ from functools import cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ..messages import in_brief, warn
-from ..recipe.values import flat
-from ..train.checkpoint import CheckpointError, shortened, written_atomically
+from ..files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
+from ..messages import in_brief, shortened, warn
+from ..recipe.values import accepted_values, flat
+from ..train.checkpoint import CheckpointError
 from ..train.metrics import METRICS
 from ..train.optim import NO_TEACHER
-from .folder import by_name, image_digests, parse_lines, parse_starts, read_bytes
+from .folder import by_name, image_digests, parse_lines, parse_starts
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
+LARGEST_ARCHIVE = 2**27         # most bytes, unpacked, of an archive; 1,000 runs have 20 million
+# Keys that all records have and programs read.
+REQUIRED = {"run.seed": int, "schedule.epochs": int, "schedule.cooldown_epochs": int,
+            "init.name": str, "init.checkpoint": str, "model.name": str}
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,12 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
     try:
         keys = flat({"distill": NO_TEACHER} |        # in a record from before there were teachers
-                    tomllib.loads(files["recipe.toml"].decode()))
-    except ValueError as error:                      # neither TOML nor UTF-8
+                    parse_toml(files["recipe.toml"]))
+        for key, kind in REQUIRED.items():
+            if type(keys.get(key)) is not kind:
+                raise ValueError(f"{key} is {in_brief(repr(keys.get(key)))}, expected "
+                                 f"{accepted_values(kind)}")
+    except ValueError as error:                      # neither TOML nor UTF-8, or no recipe
         raise CheckpointError(f"{path / 'recipe.toml'}: not what a run writes: {in_brief(error)}"
                               ) from None
     keys.pop("version", None)
@@ -104,7 +112,7 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
 def recipe_of(start: Mapping[str, Any]) -> str:
     """The recipe that a run was started by: a name or a path."""
     if "arguments" in start:
-        return str(start["arguments"].get("recipe", start["recipe"]))
+        return str(start["arguments"].get("recipe", start.get("recipe")))
     # A run of before these were recorded has the words of its command alone.
     words = "\0".join(map(str, start.get("command", [])))
     source = re.search(r"--recipe[=\0]([^\0]+)", words)
@@ -159,12 +167,20 @@ def read_archive(path: Path) -> list[Run]:
     """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none."""
     files: dict[str, dict[str, bytes]] = {}
     try:
-        with tarfile.open(path, "r:xz") as archive:
+        decoder = lzma.LZMADecompressor(memlimit=LARGEST_ARCHIVE)
+        content = decoder.decompress(read_bytes(path), LARGEST_ARCHIVE)
+        if not decoder.eof:
+            raise EOFError(f"cut short, or of over {LARGEST_ARCHIVE:,} bytes")
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             for member in archive:
                 run, _, title = member.name.partition("/")
-                if member.isfile() and title in FILES:
-                    files.setdefault(run, {})[title] = archive.extractfile(member).read()
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+                if not member.isfile() or title not in FILES:
+                    continue
+                file = archive.extractfile(member)
+                if file is None or member.size > LARGEST:        # perhaps of holes
+                    raise ValueError(f"{member.name} has {member.size:,} bytes")
+                files.setdefault(run, {})[title] = file.read()
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
     return [parse_run(path / name, files[name]) for name in sorted(files)]
 
@@ -189,7 +205,8 @@ def write_archive(runs: Sequence[Run], out: Path) -> None:
             raise CheckpointError(f"{run.path}: called {name} like {by_name[name].path}; in an "
                                   "archive each run needs a name of its own")
     with (written_atomically(out) as file,
-          tarfile.open(fileobj=file, mode="w:xz", preset=6 | lzma.PRESET_EXTREME) as archive):
+          lzma.open(file, "wb", preset=6 | lzma.PRESET_EXTREME) as packed,
+          tarfile.open(fileobj=packed, mode="w") as archive):
         for name, run in sorted(by_name.items()):
             for title, content in sorted(run.files.items()):
                 content = without_paths(content) if title == "run.json" else content
@@ -200,7 +217,7 @@ def write_archive(runs: Sequence[Run], out: Path) -> None:
 
 def without_paths(run_json: bytes) -> bytes:
     """The contents of run.json without the machine's own paths: of the data and in commands."""
-    starts = json.loads(run_json)
+    starts = parse_json(run_json)
     for start in starts:
         if isinstance(start.get("data"), dict):
             start["data"].pop("root", None)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import write_text_atomically
 from ..messages import one_line
-from ..train.checkpoint import write_text_atomically
 from ..train.engine import Evaluation
 from .data import EvaluatedSet
 

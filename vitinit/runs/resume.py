@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.sources import SIZES
+from ..files import in_one_line, require_no_links
 from ..messages import warn
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import plain, to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes
-from .folder import RunFolder, in_one_line
+from .folder import RunFolder
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
@@ -80,6 +81,7 @@ class RunLock(ExitStack):
         import fcntl  # which Windows has not
         if self.taken:
             return
+        require_no_links(folder)
         with in_one_line(folder):
             handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
         self.callback(os.close, handle)

@@ -18,7 +18,7 @@ from ..models.convert import native_tensors
 from ..models.layers import Classifier
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
-from ..recipe.values import convert
+from ..recipe.values import convert, show
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.transfer import load_exactly, start_from
 from . import foreign
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
     state: dict[str, Any]       # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
     size: tuple[int, int]       # (height, width) of the images that the model is to take
-    description: foreign.Description | None     # of another project's files beside it
+    description: foreign.ForeignConfig | None   # of another project's files beside it
 
     @property
     def name(self) -> str:
@@ -98,20 +98,16 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
                  if name in ("head.weight", "head.fc.weight") and value.ndim), 0)
 
 
-def _open(path: Path) -> tuple[Path, dict[str, Any], foreign.Description | None]:
+def _open(path: Path) -> tuple[Path, dict[str, Any], foreign.ForeignConfig | None]:
     """The file of a checkpoint, its contents, and what files of another project beside it say."""
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(path, mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
-    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", Size, tuple),
-                            ("recipe", Mapping[str, Any], dict)):
-        if key in state and (state[key] is not None or key == "recipe"):
-            try:
-                state[key] = form(convert(state[key], kind))
-            except TypeError as error:
-                raise CheckpointError(f"{path}: its '{key}' is {error}") from None
-    return path, state, (None if "recipe" in state else
-                         foreign.read_description(path, str(state.get("arch", ""))))
+    if not isinstance(state.get("recipe", {}), Mapping):
+        raise CheckpointError(f"{path}: its 'recipe' is {show(state['recipe'])}, expected a table")
+    name = state.get("arch")                         # as timm's trainer writes it
+    return path, state, None if "recipe" in state else foreign.read_description(
+        path, name if isinstance(name, str) else "")
 
 
 def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 from zipfile import is_zipfile
 
 import torch
@@ -14,17 +13,20 @@ import torchvision
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
+from ..bounds import PositiveNumber
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError
 from ..data.sources import are_names, class_indices
+from ..files import parse_json
 from ..messages import OneLineError, in_brief, nearest
 from ..recipe.sections import Recipe
+from ..recipe.values import convert
 from ..train.checkpoint import model_state
 from ..train.distill import LearnFromTeacher, Teacher
 from ..train.transfer import load_exactly
 from .folder import read_checkpoint
-from .trained import load
+from .trained import Weights, load
 
 TORCHVISION = "torchvision:"
 
@@ -37,14 +39,14 @@ class Opened(NamedTuple):
     """A model that was opened, before it is compared with the student."""
 
     model: nn.Module
-    mean: Sequence[float]
-    std: Sequence[float]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
     size: tuple[int, int] | None        # (height, width) of its images; None: any
     classes: Sequence[str] | None       # of its logits; None: unknown
     outputs: int                        # number of its logits
 
 
-class Chosen(nn.Module):
+class SomeLogits(nn.Module):
     """A model with some of its logits, in another order: images → (B, K)."""
 
     def __init__(self, model: nn.Module, columns: Sequence[int]) -> None:
@@ -69,7 +71,7 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
             raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
         opened = program(Path(name), recipe, device)
     else:
-        trained = load(name, weights=weights or "model")
+        trained = load(name, weights=cast(Weights, weights or "model"))
         trained.require_classifier()
         data = trained.recipe.data
         opened = Opened(trained.model, data.mean, data.std, trained.image_size, trained.classes,
@@ -77,11 +79,11 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
     digest = weights_digest(opened.model.state_dict())
     columns, order = columns_for(name, opened, classes)
     unchanged = columns == list(range(opened.outputs))
-    model = opened.model if unchanged else Chosen(opened.model, columns)
+    model = opened.model if unchanged else SomeLogits(opened.model, columns)
     model = model.requires_grad_(False).to(device)
     if recipe.engine.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    return Teacher(model, tuple(opened.mean), tuple(opened.std), opened.size, digest,
+    return Teacher(model, opened.mean, opened.std, opened.size, digest,
                    f"{name}, {opened.outputs} classes {order}")
 
 
@@ -110,7 +112,9 @@ def of_torchvision(name: str, weights: str) -> Opened:
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
     # The last tensor with as many rows as there are classes is the classifier's.
-    outputs = len(list(tensors.values())[-1])
+    outputs = (*list(tensors.values())[-1].shape, 0)[0]
+    if not outputs:
+        raise TeacherError(f"{path}: its last tensor is no classifier's")
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
     model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **extra).eval()
     load_exactly(model, tensors, path)
@@ -130,31 +134,38 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
         if not is_zipfile(path):                     # with which torch would print a traceback, too
             raise ValueError("there is no such archive")
         exported = torch.export.load(path, extra_files=notes)
-        described = json.loads(notes["vitinit.json"] or "{}")
+        described = convert(parse_json(notes["vitinit.json"].encode() or b"{}"),
+                            Mapping[str, Any])
         images = next(node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
                       and node.name in exported.graph_signature.user_inputs)
         if images.dtype != torch.float32:
             raise ValueError(f"it takes {images.dtype}")
-        size = tuple(side if isinstance(side, int) else own
-                     for side, own in zip(images.shape[2:], data.image_size, strict=True))
+        height, width = (side if isinstance(side, int) else own
+                         for side, own in zip(images.shape[2:], data.image_size, strict=True))
         exported = move_to_device_pass(exported, device)
         model = exported.module()
         with torch.no_grad():
-            shapes = [model(torch.zeros(batch, 3, *size, device=device)).shape for batch in (2, 3)]
+            shapes = [model(torch.zeros(batch, 3, height, width, device=device)).shape
+                      for batch in (2, 3)]
         if [len(shape) for shape in shapes] != [2, 2]:
             raise ValueError(f"its output is {tuple(shapes[0])}")
+        mean = convert(described.get("mean", data.mean), tuple[float, float, float])
+        std = convert(described.get("std", data.std),
+                      tuple[PositiveNumber, PositiveNumber, PositiveNumber])
+        classes = convert(described.get("classes"), tuple[str, ...] | None)
+        if classes is not None and len(classes) != shapes[0][1]:
+            raise ValueError(f"it names {len(classes)} classes")
     except Exception as error:                       # of many classes, for a file that is none
         raise TeacherError(
             f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
             "number of them, to logits (B, K), such as vitinit.export writes without --normalise "
             f"({in_brief(error)})") from None
-    return Opened(model, described.get("mean", data.mean), described.get("std", data.std), size,
-                  described.get("classes"), shapes[0][1])
+    return Opened(model, mean, std, (height, width), classes, shapes[0][1])
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
     """For each class of the student the teacher's logit, and in words how they were matched."""
-    if are_names(opened.classes) and are_names(classes):
+    if opened.classes and are_names(opened.classes) and are_names(classes):
         try:
             return class_indices(opened.classes, classes), "matched by name"
         except DataError as error:
@@ -171,6 +182,6 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data
                       if value.ndim else str(value.item()).encode())
     return digest.hexdigest()[:16]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import re
-import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..messages import OneLineError, in_brief, without_warnings
+from ..files import FileError, nested_deeply, parse_json, read_bytes, written_atomically
+from ..messages import in_brief, without_warnings
 
 # Where programs keep a model's state dict, and that of its moving average.
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")
@@ -36,7 +33,7 @@ BESIDE = ("argparse.Namespace", "numpy.dtype", "numpy.ndarray",
             for kind in ("Posix", "Windows", "PurePosix", "PureWindows")))
 
 
-class CheckpointError(OneLineError):
+class CheckpointError(FileError):
     """Something is wrong with a checkpoint or a run folder; the message is one line."""
 
 
@@ -57,73 +54,11 @@ def save_atomically(state: Mapping[str, Any], path: Path, *, keep: Path | None =
         torch.save(dict(state), file)
 
 
-def write_text_atomically(text: str, path: Path) -> None:
-    """Write a text file as UTF-8, in the same way as `save_atomically`."""
-    with written_atomically(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
-
-
-@contextmanager
-def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[BinaryIO]:
-    """A context that yields a file beside `path`; at the end it is on disk and takes its place.
-
-    At every moment there is an old or a new file at `path`, also after a power failure. Of a
-    symbolic link, the target is replaced. A pipe, a terminal and /dev/null are written to, not
-    replaced. keep: a path at which the old file is kept. Raises CheckpointError, which names
-    `path`, if it cannot be written.
-    """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f"{target.name}.partial")   # a resumed run removes one
-    replaces = os.path.isfile(path) or not os.path.exists(path)
-    try:                                             # /dev/stdout may be a pipe, which has no name
-        with open(temporary if replaces else path, "wb") as file:
-            yield file
-            file.flush()
-            if replaces:
-                os.fsync(file.fileno())
-        if replaces:
-            if keep is not None and target.exists():
-                _keep(target, keep)
-            os.replace(temporary, target)
-            sync_folder(target.parent)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        # On a full disk torch's writer raises a RuntimeError, in the context of the system's error.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(error, Exception) and isinstance(cause, OSError):
-            raise CheckpointError(f"{path}: cannot be written: {cause.strerror or cause}") from None
-        raise
-
-
-def _keep(path: Path, keep: Path) -> None:
-    """Make the file at `path` that at `keep` as well; `path` is never absent."""
-    link = keep.with_name(f"{keep.name}.partial")
-    with suppress(OSError):
-        link.unlink()                                # of a process that was killed here
-    try:
-        os.link(path, link)
-    except OSError:                                  # a file system without hard links
-        shutil.copyfile(path, link)
-    os.replace(link, keep)
-    with suppress(OSError):                          # if both were one file, replacing did nothing
-        link.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the folder to disk, if it can be: only then a rename in it survives a power failure."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 # Reading --------------------------------------------------------------------------------------
 
 
-def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
+def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True
+                         ) -> dict[str, Any]:
     """Read a checkpoint into plain containers, with its tensors on the CPU.
 
     Nothing in a file is executed; what is named in BESIDE, such as DeiT's argparse.Namespace, is
@@ -145,9 +80,12 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
         if path.name.endswith(".index.json"):
             return _load_shards(path, mmap=mmap, verify=verify)
         archive = zipfile.is_zipfile(path)           # not so for torch < 1.6: it cannot be mapped
-        if archive and verify:
+        if archive:
             with zipfile.ZipFile(path) as zipped:
-                if broken := zipped.testzip():
+                sizes = [part.file_size for part in zipped.infolist()]
+                if sum(sizes) > path.stat().st_size:         # compressed, which torch's never are
+                    raise Damaged(f"{path}: holds {sum(sizes):,} bytes in a file of fewer")
+                if verify and (broken := zipped.testzip()):
                     raise Damaged(f"{path}: damaged after it was written, the checksum of {broken} "
                                   "in it is wrong")
         # Of a file that is refused, an error says more than warnings.
@@ -156,7 +94,7 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
     except FileNotFoundError:
         raise NoCheckpoint(f"{path}: no such checkpoint") from None
-    except CheckpointError:
+    except FileError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -164,16 +102,18 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
         raise Damaged(f"{path}: not a readable checkpoint ({_reason(error)})") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}: holds a {type(state).__name__}, expected a dictionary")
+    if nested_deeply(state):
+        raise Damaged(f"{path}: its tables are nested too deeply")
     return state
 
 
 def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
     """The tensors that an index names, each from the file beside it that it names."""
-    files, shards = json.loads(index.read_bytes())["weight_map"], {}
+    files, shards = parse_json(read_bytes(index))["weight_map"], {}
     for file in sorted({*files.values()}):
         if Path(file).name != file or file.endswith(".json"):
             raise Damaged(f"{index}: names {file}, expected a file of tensors in the same folder")
-        shards[file] = load(index.with_name(file), mmap=mmap, verify=verify)
+        shards[file] = read_checkpoint_file(index.with_name(file), mmap=mmap, verify=verify)
     for name, file in files.items():
         if name not in shards[file]:
             raise Damaged(f"{index}: names {name} in {file}, which does not hold it")
@@ -227,9 +167,9 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
     """
     tensors = stored_tensors(state, path, name)
     for key, value in tensors.items():
-        if fault := _fault(key, value):
-            raise CheckpointError(f"{path}: {name} '{key}' is {fault}; expected a dense tensor of "
-                                  "finite floating-point numbers of 16 to 64 bits")
+        if problem := fault(key, value):
+            raise CheckpointError(f"{path}: {name} '{key}' is {problem}; expected a dense tensor "
+                                  "of finite floating-point numbers of 16 to 64 bits")
     _, names = without_prefix(tensors)
     return dict(zip(names, tensors.values()))
 
@@ -250,18 +190,22 @@ def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
         prefix, names = prefix + match[0], shorter
 
 
-def _fault(name: str, value: Tensor) -> str:
-    """What is wrong with a tensor of a model; "" if nothing is."""
+def fault(name: str, value: object, like: Tensor | None = None) -> str:
+    """What is wrong with a tensor of a model, or of an optimiser; "" if nothing is.
+
+    like: what it is to replace, if that is known: of its shape and type.
+    """
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
     if value.is_meta or value.is_nested or value.layout != torch.strided:
         return "without values (meta)" if value.is_meta else f"sparse or nested ({value.layout})"
+    if like is not None and (value.shape, value.dtype) != (like.shape, like.dtype):
+        return (f"{tuple(value.shape)} {value.dtype} where the run has {tuple(like.shape)} "
+                f"{like.dtype}")
     if value.dtype not in FLOATS + (torch.int32, torch.int64) * bool(COUNTED.search(name)):
         return str(value.dtype)
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return f"longer than what is stored of it, by its stride {value.stride()}"
-    return "" if value.isfinite().all() else "not finite, the run diverged before it was written"
-
-
-def shortened(names: list[str], limit: int = 5) -> str:
-    """The names in one line, separated by commas; of more than `limit` only the first ones."""
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    # A sum takes no memory; only one that overflows has to be looked at more closely.
+    finite = value.sum().isfinite() or value.isfinite().all()
+    return "" if finite else "not finite, the run diverged before it was written"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..messages import in_brief
-from .checkpoint import CheckpointError
+from ..messages import in_brief, shortened
+from .checkpoint import CheckpointError, fault
 from .metrics import Progress
 
 
@@ -67,14 +67,14 @@ class Ema:
                 torch._foreach_mul_(difference, share.to(averages[0].dtype))
                 torch._foreach_add_(averages, difference)
             elif floating:
-                torch._foreach_lerp_(averages, values, weight)
+                torch._foreach_lerp_(averages, values, float(weight))
             else:
                 torch._foreach_copy_(averages, values)
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "updates": int(self.updates)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.updates = state["updates"]
 
@@ -108,19 +108,66 @@ class TrainState:
         """Restore what `state_dict` of a run with the same recipe returned.
 
         The optimiser's hyper-parameters are not restored: the recipe states them all. Raises
-        CheckpointError, which names the file `path`, for a checkpoint of something else.
+        CheckpointError, which names the file `path`, for a checkpoint of something else, or with
+        values that no run has.
         """
-        try:
-            self.model.load_state_dict(state["model"])
-            if self.ema is not None:
-                self.ema.load_state_dict(state["ema"])
-            own = self.optimizer.state_dict()
-            self.optimizer.load_state_dict(own | {"state": state["optimizer"]["state"]})
+        progress = progress_of(state.get("progress"), path)
+        moments = {number: {"momentum_buffer": weight} if by_muon else
+                   {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
+                   for number, (weight, by_muon) in enumerate(
+                       (weight, group.get("muon")) for group in self.optimizer.param_groups
+                       for weight in group["params"])}
+        optimizer = state.get("optimizer")
+        saved = optimizer.get("state") if isinstance(optimizer, Mapping) else None
+        scaling = self.scaler.state_dict()           # {} without fp16
+        require_like(state.get("model"), self.model.state_dict(), "model", path)
+        require_like(saved, moments if saved != {} else {}, "optimizer", path)   # {}: before a step
+        if self.ema is not None:
+            require_like(state.get("ema"), self.ema.state_dict(), "ema", path)
+            self.ema.load_state_dict(state["ema"])
+        if scaling:
+            require_like(state.get("scaler"), scaling, "scaler", path)
             self.scaler.load_state_dict(state["scaler"])
-            self.progress = Progress(**state["progress"])
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: is not of this run: {in_brief(error)}") from None
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": saved})
+        self.progress = progress
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():       # a fused kernel needs all in one memory format
                 if value.shape == parameter.shape and value.stride() != parameter.stride():
                     values[name] = torch.empty_like(parameter).copy_(value)
+
+
+def progress_of(stored: object, path: Path) -> Progress:
+    """The progress that the checkpoint at `path` holds; CheckpointError if it is no run's."""
+    own = asdict(Progress())
+    known: Any = own | stored if isinstance(stored, dict) else stored        # of an older run
+    require_like(known, own, "progress", path)
+    return Progress(**known)
+
+
+def require_like(stored: Any, own: Any, place: str, path: Path) -> None:
+    """Raise CheckpointError unless `stored` has the form of `own`, and values that a run has.
+
+    That is the same names, tensors of the same shapes and types that are finite, and numbers of the
+    same types, above 0 where those of `own` are, else at least 0; where `own` has None, a number or
+    None. place: words for it.
+    """
+    problem = ""
+    if isinstance(own, Mapping):
+        if not isinstance(stored, Mapping):
+            problem = f"a {type(stored).__name__}, expected a table"
+        elif odd := sorted(map(str, own.keys() ^ stored.keys())):
+            problem = f"of another run, which differs in {shortened(odd)}"
+        for name, part in own.items() if not problem else ():
+            require_like(stored[name], part, f"{place}.{name}", path)
+    elif isinstance(own, Tensor):
+        problem = fault(place, stored, like=own)
+        if not problem and place.endswith((".step", ".exp_avg_sq")) and stored.min() < 0:
+            problem = "below 0"
+    elif not (own is None and stored is None) and not (
+            type(stored) is (float if own is None else type(own))
+            and (0 < stored if own else 0 <= stored) and stored < 2**63):
+        problem = f"{in_brief(repr(stored))}, expected a number {'>' if own else '≥'} 0"
+    if problem:
+        other = "" if "finite" in problem else "is not of this run: "
+        raise CheckpointError(f"{path}: {other}{place} is {problem}")

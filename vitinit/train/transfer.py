@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .checkpoint import CheckpointError, shortened
+from ..messages import shortened
+from .checkpoint import CheckpointError
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 

@@ -1,0 +1,133 @@
+"""Every option of every program that names a file to write: it replaces only what it may."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit import compare, export, predict, sweep
+from vitinit.bench import __main__ as bench
+from vitinit.command_line import Output, Parser
+from vitinit.figures import __main__ as figures
+from vitinit.lessons import __main__ as lessons
+from vitinit.runs.records import read_run, write_archive
+
+RUN = Path(__file__).parent / "runs" / "data" / "version_12"
+# Options with words or paths that are only read, or that name the folder of a run, whose own files
+# `RunFolder` keeps.
+NO_OUTPUTS = ("--across", "--checkpoint", "--data-dir", "--init", "--out-dir", "--recipe",
+              "--resume", "--run", "--set", "--variant")
+# Each output → a command with it, how its name ends, and an input of the command that ends so.
+COMMANDS = {
+    "predict --json": ("run photos", ".jsonl", "photos/notes.jsonl"),
+    "predict --sheet": ("run photos", ".png", "photos/a.png"),
+    "eval --json": ("run theirs", ".json", "theirs/config.json"),
+    "compare --out": ("run", "", None),
+    "compare --pack": ("runs.tar.xz/r*", ".tar.xz", "runs.tar.xz"),
+    "export --out": ("run --to torch", ".pt2", None),
+    "lessons --notebook": ("1", ".ipynb", None), "bench all --out": ("", ".md", None),
+    **{f"figures {name} --out": (f"{words} --data-dir photos", ".png", "photos/a.png")
+       for name, words in (("kernels", ""), ("mass", "--run run"), ("batch", ""))},
+    **{f"figures {name} --out": (words, suffix, "photos/a.png" if "photos" in words else None)
+       for name, words, suffix in (
+           ("maps", "--run run", ".png"), ("attention", "photos/a.png --run run", ".png"),
+           ("explore", "b.png --run run", ".html"), ("curves", "run", ".png"),
+           ("report", "run", ".html"), ("operations", "photos/a.png", ".png"))}}
+BEGINS = {".json": b"{}", ".jsonl": b"{}", ".png": b"\x89PNG\r\n\x1a\n", ".html": b"<html>",
+          ".ipynb": b"{", ".tar.xz": b"\xfd7zXZ\0", ".pt2": b"PK\x03\x04"}
+
+
+def parsers(parse: Callable, name: str, monkeypatch) -> Iterator[tuple[str, Parser]]:
+    """The parser of a program and those of its subcommands, by name."""
+    found: list[Parser] = []
+
+    def keep(self: Parser, arguments: object = None) -> None:
+        found.append(self)
+        raise StopIteration
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr(Parser, "parse_args", keep)
+        parse([])
+    yield name, found[0]
+    for action in found[0]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from ((f"{name} {word}", parser) for word, parser in action.choices.items())
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, capsys) -> Path:
+    """The current folder: a run, an archive of it, photographs, and another project's model."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(RUN, "run")
+    recipe = Path("run/recipe.toml")                 # the run has done two epochs
+    recipe.write_text(recipe.read_text().replace("\nepochs = 3\n", "\nepochs = 2\n"))
+    write_archive([read_run(Path("run"))], Path("runs.tar.xz"))
+    assert export.main(["run", "--to", "safetensors", "--names", "transformers", "--out",
+                        "theirs"]) == 0
+    Path("photos").mkdir()
+    for name in ("photos/a.png", "b.png"):
+        Path(name).write_bytes(BEGINS[".png"])
+    Path("photos/notes.jsonl").write_bytes(b"{}")
+    Path("photo.jpg").write_bytes(b"\xff\xd8\xff")
+    capsys.readouterr()
+    return tmp_path
+
+
+def test_every_option_that_writes_is_known(train_program, eval_program, monkeypatch):
+    """A new option with a word or a path has to be in one of the lists above."""
+    outputs = set()
+    for name, program in {"predict": predict, "eval": eval_program, "compare": compare,
+                          "export": export, "figures": figures, "lessons": lessons, "bench": bench,
+                          "sweep": sweep, "train": train_program}.items():
+        for title, parser in parsers(program.parse_arguments, name, monkeypatch):
+            for action in parser._actions:
+                if action.option_strings and isinstance(action.type, Output):
+                    outputs.add(f"{title} {action.option_strings[-1]}")
+                elif action.nargs != 0 and action.choices is None and action.type in (
+                        None, str, Path) and action.option_strings:
+                    assert action.option_strings[-1] in NO_OUTPUTS
+    assert outputs == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("option", COMMANDS)
+def test_an_output_replaces_no_input_no_other_kind_of_file_and_no_file_of_a_run(
+        option, place, eval_program, monkeypatch, capsys):
+    program, *words, flag = option.split()
+    command, suffix, input = COMMANDS[option]
+    program = {"predict": predict, "eval": eval_program, "compare": compare, "export": export,
+               "figures": figures, "lessons": lessons, "bench": bench}[program]
+    arguments = [*words, *command.split(), flag]
+    (place / f"odd{suffix or '.md'}").write_bytes(b"\xff\xd8\xff")
+    (place / "link").symlink_to(place / "photo.jpg")
+    (place / "folder").mkdir()
+    for name in ("comparison.md", "curves.png"):
+        (place / "folder" / name).write_bytes(b"\xff\xd8\xff")
+    files = ["photo.jpg", "link", f"odd{suffix or '.md'}", "run/last.pt", "run/best.pt",
+             "run/recipe.toml", "run/metrics.jsonl", "run/run.json", "run/run.lock"]
+    if not suffix:                                   # a folder, new or with such files in it
+        files = ["folder", *(file for file in files if Path(file).is_file())]
+    files += [input] * (input is not None)
+    before = {path: path.is_file() and path.read_bytes() for path in place.rglob("*")}
+    monkeypatch.setattr(torch.nn.Module, "__call__", None)       # nothing is computed before
+    for file in files:
+        assert program.main([*arguments, file]) == 2, file
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and file in printed.err
+    assert {path: path.is_file() and path.read_bytes() for path in place.rglob("*")} == before
+
+
+@pytest.mark.parametrize("option", [option for option in COMMANDS if COMMANDS[option][1]])
+def test_an_output_replaces_a_file_of_its_kind_and_goes_to_a_pipe(option, place, eval_program):
+    program, *words, flag = option.split()
+    command, suffix, _ = COMMANDS[option]
+    parse = {"predict": predict, "eval": eval_program, "compare": compare, "export": export,
+             "figures": figures, "lessons": lessons, "bench": bench}[program].parse_arguments
+    (place / f"old{suffix}").write_bytes(BEGINS.get(suffix, b""))
+    os.mkfifo(place / "pipe")
+    for file in (f"new{suffix}", f"old{suffix}", "pipe", "/dev/stdout", "/dev/null"):
+        parse([*words, *command.split(), flag, file])

@@ -1,0 +1,227 @@
+"""How all programs write files, and how they read text, which may be from elsewhere.
+
+A file is written beside its place, flushed to disk and renamed. `require_replaceable` says, before
+a program works for minutes, whether it may write there. Text is read within limits of bytes, depth
+and digits; the types of what it says are checked where it is used.
+
+This module imports nothing of the package but messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .messages import OneLineError
+
+# What training leaves in the folder of a run, and the files that no other program replaces.
+RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
+RUN_FILES = (*RESULTS, "recipe.toml", "run.json", "run.lock")
+# The files that programs write, by the end of their names: what each begins with.
+KINDS = {suffix: re.compile(start, re.DOTALL) for suffix, start in {
+    ".json": rb"\s*[\[{]", ".jsonl": rb"\s*\{", ".ipynb": rb"\s*\{", ".html": rb"\s*<",
+    ".md": rb"#", ".png": rb"\x89PNG\r\n", ".tar.xz": rb"\xfd7zXZ\0", ".pt2": rb"PK",
+    ".safetensors": rb".{8}\{"}.items()}
+
+LARGEST = 2**24                 # most bytes of a text
+LARGEST_TOML = 2**16            # of TOML, which takes long to read and is short
+DEEPEST, MOST = 64, 2**18       # most tables and lists, one in another, and of one depth
+LONG_NUMBER = re.compile(rb"(?<![\d_])[\d_]{308}|0[xob][\da-fA-F_]{250}")     # more than a float
+
+
+class FileError(OneLineError):
+    """A file cannot be read or written, or may not be replaced; the message is one line."""
+
+
+@contextmanager
+def in_one_line(path: Path, verb: str = "written") -> Iterator[None]:
+    """A context that turns an error of the disk into FileError, which names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"{path}: cannot be {verb}: {error.strerror or error}") from None
+
+
+# Writing --------------------------------------------------------------------------------------
+
+
+def write_text_atomically(text: str, path: Path) -> None:
+    """Write a text file as UTF-8, as `written_atomically` does."""
+    with written_atomically(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[BinaryIO]:
+    """A context that yields a file beside `path`; at the end it is on disk and takes its place.
+
+    At every moment there is an old or a new file at `path`, also after a power failure. Of a
+    symbolic link, the target is replaced. A pipe, a terminal and /dev/null are written to, not
+    replaced. keep: a path at which the old file is kept. Raises FileError, which names `path`, if
+    it cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f"{target.name}.partial")   # a resumed run removes one
+    replaces = os.path.isfile(path) or not os.path.exists(path)
+    try:                                             # /dev/stdout may be a pipe, which has no name
+        if replaces:
+            temporary.unlink(missing_ok=True)        # a link there may lead anywhere
+        with open(temporary, "xb") if replaces else open(path, "wb") as file:
+            yield file
+            file.flush()
+            if replaces:
+                os.fsync(file.fileno())
+        if replaces:
+            if keep is not None and target.exists():
+                _keep(target, keep)
+            os.replace(temporary, target)
+            sync_folder(target.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        # On a full disk torch's writer raises a RuntimeError, in the context of the system's error.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(error, Exception) and isinstance(cause, OSError):
+            raise FileError(f"{path}: cannot be written: {cause.strerror or cause}") from None
+        raise
+
+
+def _keep(path: Path, keep: Path) -> None:
+    """Make the file at `path` that at `keep` as well; `path` is never absent."""
+    link = keep.with_name(f"{keep.name}.partial")
+    with suppress(OSError):
+        link.unlink()                                # of a process that was killed here
+    try:
+        os.link(path, link)
+    except OSError:                                  # a file system without hard links
+        shutil.copyfile(path, link)
+    os.replace(link, keep)
+    with suppress(OSError):                          # if both were one file, replacing did nothing
+        link.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the folder to disk, if it can be: only then a rename in it survives a power failure."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def require_replaceable(path: Path, *suffixes: str) -> None:
+    """Raise FileError unless a program may write a file whose name ends so, in place of any there.
+
+    One there has to be of the same kind and none of a run's own; or a pipe, a terminal, a device.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise FileError(f"{path}: expected a file in a folder that exists")
+    if str(path).startswith("/dev/") or path.exists() and not path.is_file():
+        return
+    target = Path(os.path.realpath(path))
+    if _is_of_a_run(target) and (target.exists() or (target.parent / "recipe.toml").exists()):
+        raise FileError(f"{path}: is one of a run's own files, which only its training writes")
+    suffix = next(filter(target.name.lower().endswith, suffixes), None)
+    if suffix is None:
+        raise FileError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
+    if target.exists():
+        with in_one_line(path, "read"), open(target, "rb") as file:
+            start = file.read(64)
+        if start and not KINDS[suffix].match(start):
+            raise FileError(f"{path}: is there already and no {suffix} file, so it stays as it is")
+
+
+def require_no_input(path: Path, inputs: Iterable[str]) -> None:
+    """Raise FileError if there is a file at `path` that is an input, or in a folder that is one.
+
+    In a run's folder only its own files are inputs, and those `require_replaceable` refuses.
+    """
+    target = Path(os.path.realpath(path))
+    for place in map(Path, inputs if target.is_file() else ()):
+        if any(file.is_file() and file.samefile(target) for file in (
+                place, place.parent)) or (           # of runs.tar.xz/pattern
+                place.is_dir() and not (place / "recipe.toml").exists()
+                and target.is_relative_to(os.path.realpath(place))):
+            raise FileError(f"{path}: this command reads {place}, so that file stays as it is")
+
+
+def _is_of_a_run(path: Path) -> bool:
+    return any(fnmatchcase(path.name, pattern) for pattern in RUN_FILES)
+
+
+def require_no_links(folder: Path) -> None:
+    """Raise FileError if a file that a run in this folder would write to is a symbolic link.
+
+    The folder may be from elsewhere, and a link in it lead to any file of this machine.
+    """
+    with in_one_line(folder):
+        for path in folder.iterdir():
+            if path.is_symlink() and _is_of_a_run(path):
+                raise FileError(f"{path}: is a symbolic link, and no run writes through one; "
+                                "expected the file itself")
+
+
+# Reading --------------------------------------------------------------------------------------
+
+
+def read_bytes(path: Path, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:
+    """The contents of a file of at most `limit` bytes, or `default` if there is none.
+
+    Raises FileError for anything else.
+    """
+    with in_one_line(path, "read"):
+        if default is not None and not path.exists():
+            return default
+        size = path.stat().st_size
+        if size > limit or not path.is_file():
+            raise FileError(f"{path}: has {size:,} bytes, expected a file of at most {limit:,}")
+        return path.read_bytes()
+
+
+def parse_json(text: bytes) -> Any:
+    """The value in a text of JSON; ValueError, in a few words, if there is none within limits."""
+    return _parse(text, json.loads)
+
+
+def parse_toml(text: bytes) -> dict[str, Any]:
+    """The table in a text of TOML; ValueError, in a few words, if there is none within limits."""
+    # tomllib takes memory by the square of the dots in a name.
+    if len(text) > LARGEST_TOML or any(line.count(b".") > 999 for line in text.splitlines()):
+        raise ValueError(f"it has over {LARGEST_TOML:,} bytes, or 999 dots in a line")
+    return _parse(text, lambda text: tomllib.loads(text.decode()))
+
+
+def _parse(text: bytes, read: Callable[[bytes], Any]) -> Any:
+    if len(text) > LARGEST or LONG_NUMBER.search(text):
+        raise ValueError(f"it has over {LARGEST:,} bytes, or a number of over 300 digits")
+    with suppress(RecursionError):
+        value = read(text)
+        if not nested_deeply(value):
+            return value
+    raise ValueError(f"it is nested over {DEEPEST} deep")
+
+
+def nested_deeply(value: object) -> bool:
+    """Whether tables and lists are nested over DEEPEST deep, or MOST of them are equally deep.
+
+    One that contains itself is endlessly deep, and one that contains another twice counts it twice.
+    """
+    level: list[Any] = [[value]]
+    for _ in range(DEEPEST + 1):
+        parts = (part for container in level for part in (
+            container.values() if isinstance(container, dict) else container)
+            if isinstance(part, (dict, list, tuple)))
+        level = list(islice(parts, MOST))
+        if len(level) in (0, MOST):
+            break
+    return bool(level)
