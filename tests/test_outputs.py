@@ -25,7 +25,7 @@ NO_OUTPUTS = ("--across", "--checkpoint", "--data-dir", "--init", "--out-dir", "
               "--resume", "--run", "--set", "--variant")
 # Each output → a command with it, how its name ends, and an input of the command that ends so.
 COMMANDS = {
-    "predict --json": ("run photos", ".jsonl", "photos/notes.jsonl"),
+    "predict --json": ("run photos", ".json", "photos/notes.json"),
     "predict --sheet": ("run photos", ".png", "photos/a.png"),
     "eval --json": ("run theirs", ".json", "theirs/config.json"),
     "compare --out": ("run", "", None),
@@ -72,7 +72,7 @@ def place(tmp_path, monkeypatch, capsys) -> Path:
     Path("photos").mkdir()
     for name in ("photos/a.png", "b.png"):
         Path(name).write_bytes(BEGINS[".png"])
-    Path("photos/notes.jsonl").write_bytes(b"{}")
+    Path("photos/notes.json").write_bytes(b"{}")
     Path("photo.jpg").write_bytes(b"\xff\xd8\xff")
     capsys.readouterr()
     return tmp_path

@@ -145,9 +145,6 @@ def add_options(parser: Parser, changeable: Sequence[str]) -> None:
                              f"{', '.join(changeable)}")
 
 
-# Errors ---------------------------------------------------------------------------------------
-
-
 def complain(program: str, error: object) -> None:
     """Print an error as one line on standard error.
 

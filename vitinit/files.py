@@ -51,9 +51,6 @@ def in_one_line(path: Path, verb: str = "written") -> Iterator[None]:
         raise FileError(f"{path}: cannot be {verb}: {error.strerror or error}") from None
 
 
-# Writing --------------------------------------------------------------------------------------
-
-
 def write_text_atomically(text: str, path: Path) -> None:
     """Write a text file as UTF-8, as `written_atomically` does."""
     with written_atomically(path) as file:
@@ -142,16 +139,16 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
 
 
 def require_no_input(path: Path, inputs: Iterable[str]) -> None:
-    """Raise FileError if there is a file at `path` that is an input, or in a folder that is one.
+    """Raise FileError if there is a file at `path` that is an input, or that an input folder holds.
 
-    In a run's folder only its own files are inputs, and those `require_replaceable` refuses.
+    Of a folder, pictures and .json may be inputs; a run's own files `require_replaceable` refuses.
     """
     target = Path(os.path.realpath(path))
     for place in map(Path, inputs if target.is_file() else ()):
-        if any(file.is_file() and file.samefile(target) for file in (
-                place, place.parent)) or (           # of runs.tar.xz/pattern
-                place.is_dir() and not (place / "recipe.toml").exists()
-                and target.is_relative_to(os.path.realpath(place))):
+        files = (place, place.parent)                # the second: of runs.tar.xz/pattern
+        if any(file.is_file() and file.samefile(target) for file in files) or (
+                target.suffix in (".png", ".json") and not (place / "recipe.toml").exists()
+                and place.is_dir() and target.is_relative_to(os.path.realpath(place))):
             raise FileError(f"{path}: this command reads {place}, so that file stays as it is")
 
 
@@ -169,9 +166,6 @@ def require_no_links(folder: Path) -> None:
             if path.is_symlink() and _is_of_a_run(path):
                 raise FileError(f"{path}: is a symbolic link, and no run writes through one; "
                                 "expected the file itself")
-
-
-# Reading --------------------------------------------------------------------------------------
 
 
 def read_bytes(path: Path, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:

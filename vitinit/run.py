@@ -78,8 +78,6 @@ class Run:
         self.objective: Callable[..., Tensor] = cross_entropy
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective
 
-    # The parts of a run, in order -----------------------------------------------------------------
-
     def train(self) -> Run:
         """Do the run, or what is left of it; return it.
 
@@ -237,8 +235,6 @@ class Run:
                            f"{best}, peak memory {peak:.2f} GiB; everything is in "
                            f"{self.folder.path}")
 
-    # What the engine asks and calls, its `Training` -----------------------------------------------
-
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0."""
         return learning_rate(step, schedule=self.recipe.schedule, peak=self.recipe.optim.peak_lr,
@@ -303,9 +299,6 @@ class Run:
             return evaluate(self.measured, bar.over(batches), amp=recipe.engine.amp,
                             num_classes=recipe.data.num_classes, processes=processes,
                             stop=self.stop)
-
-
-# The program ----------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"

@@ -158,9 +158,6 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 
-# Images as the model sees them ----------------------------------------------------------------
-
-
 def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
     """Resize and centre-crop an image as the recipe's evaluation does.
 

@@ -158,8 +158,6 @@ class RunFolder:
         """The path of the weights after `epoch` epochs, for the epochs that the recipe keeps."""
         return self.path / f"epoch_{epoch:04d}.pt"
 
-    # Reading ------------------------------------------------------------------------------------
-
     def holds_checkpoint(self) -> bool:
         """Whether there is a checkpoint to resume from."""
         return self.last.exists() or self.previous.exists()
@@ -209,8 +207,6 @@ class RunFolder:
                                   f"{in_brief(progress)}")
         self.step = progress.step
         return state
-
-    # Writing ------------------------------------------------------------------------------------
 
     def make(self) -> None:
         """Create the folder, and those above it, if they do not exist."""

@@ -119,9 +119,6 @@ def recipe_of(start: Mapping[str, Any]) -> str:
     return source[1] if source else "recipe"
 
 
-# Reading --------------------------------------------------------------------------------------
-
-
 def read_run(path: Path) -> Run:
     """Read the run in the folder `path`, finished or not. Raises as `parse_run` does."""
     return parse_run(path, {name: read_bytes(path / name) for name in FILES
@@ -183,9 +180,6 @@ def read_archive(path: Path) -> list[Run]:
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
     return [parse_run(path / name, files[name]) for name in sorted(files)]
-
-
-# Writing --------------------------------------------------------------------------------------
 
 
 def write_archive(runs: Sequence[Run], out: Path) -> None:

@@ -59,9 +59,6 @@ class Choice(NamedTuple):
     written_root: str           # data.root as it was written, which checkpoints keep
 
 
-# One writer -----------------------------------------------------------------------------------
-
-
 class RunLock(ExitStack):
     """Locks a run's folder for this process, from `take` until the `with` block ends.
 
@@ -100,9 +97,6 @@ class RunLock(ExitStack):
             os.ftruncate(handle, 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
             os.write(handle, holder.encode())
-
-
-# Which run ------------------------------------------------------------------------------------
 
 
 def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run: bool = False
@@ -190,9 +184,6 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     if written == stored.data.root and not (typed and request.resume != "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
     return Choice(recipe, state, written)
-
-
-# A run goes on as it began --------------------------------------------------------------------
 
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
