@@ -88,16 +88,16 @@ def trained_set(recipe: Recipe) -> EvaluatedSet:
                         recipe.run.seed if data.subset_seed == "run" else 0)
 
 
-def require_same_images(one: EvaluatedSet, source: Source, run: Path) -> None:
+def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
     """Raise DataError if a part of a run's training set is not what it was as the run began.
 
     Which images are held out depends on all of a class: others may have been trained on by now.
-    source: the part. run: the folder of the run, which has a digest of it on record, or not.
+    source: its images. run: the folder of the run, which has a digest of it on record, or not.
     """
-    held_out = one.name == "held_out"
-    began = one.data and image_digests(RunFolder(run).data_of(0))[held_out]
-    if began and fingerprint(source, one.root) != began:
-        raise DataError(f"{one}: files have changed since the run in {run} began: these are not "
+    held_out = part.name == "held_out"
+    began = part.data and image_digests(RunFolder(run).data_of(0))[held_out]
+    if began and fingerprint(source, part.root) != began:
+        raise DataError(f"{part}: files have changed since the run in {run} began: these are not "
                         f"the images that it {'held out' if held_out else 'was trained on'}; "
                         f"expected the same files{', or others by --data NAME=DIR' * held_out}")
 

@@ -173,9 +173,9 @@ class RunFolder:
         starts_again: allow recipe.toml and run.json, which are written before the first checkpoint.
         """
         before = () if starts_again else (self.recipe, self.info)
-        if found := self.results() + [path.name for path in before if path.exists()]:
+        if names := self.results() + [path.name for path in before if path.exists()]:
             raise CheckpointError(
-                f"{self.path}: already holds a run ({', '.join(found)}); --resume auto goes on "
+                f"{self.path}: already holds a run ({', '.join(names)}); --resume auto goes on "
                 "with it and overwrites no results; a new one, in another --out-dir, starts from "
                 f"its weights with --set init.checkpoint={self.path}")
 

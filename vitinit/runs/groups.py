@@ -100,14 +100,14 @@ def _label(run: Run, firsts: Sequence[Run]) -> str:
     have different options.
     """
     rivals = [experiment(other) for other in firsts if other.recipe == run.recipe]
-    own = experiment(run)
-    parts = [*[run.recipe] * (len(rivals) < len(firsts)), own["init.name"]]
+    keys = experiment(run)
+    parts = [*[run.recipe] * (len(rivals) < len(firsts)), keys["init.name"]]
     for key in dict.fromkeys(key for rival in rivals for key in rival):
         section, _, option = key.partition(".options.")
         compared = [rival for rival in rivals
-                    if not option or rival[f"{section}.name"] == own[f"{section}.name"]]
-        if key != "init.name" and any(rival.get(key) != own.get(key) for rival in compared):
-            parts.append(f"{key} = {to_toml(own[key])}" if key in own else f"without {key}")
-    if rivals.count(own) > 1:
+                    if not option or rival[f"{section}.name"] == keys[f"{section}.name"]]
+        if key != "init.name" and any(rival.get(key) != keys.get(key) for rival in compared):
+            parts.append(f"{key} = {to_toml(keys[key])}" if key in keys else f"without {key}")
+    if rivals.count(keys) > 1:
         parts.append(f"commit {commit(run)}")
     return ", ".join(parts)

@@ -142,13 +142,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
                         if place.name.endswith(SUFFIX) and place.is_file()), None)
         if archive is not None:
             held = read_once(archive)
-            chosen = [run for run in held if archive == path
+            selected = [run for run in held if archive == path
                       or fnmatchcase(run.path.name, path.name)]
-            if not chosen:
+            if not selected:
                 names = shortened([run.path.name for run in held])
                 raise CheckpointError(f"{path}: none of the {len(held)} run(s) in the archive has "
                                       f"such a name; it holds {names}")
-            runs += chosen
+            runs += selected
         elif (path / "recipe.toml").exists() or not path.exists():
             runs.append(read_run(path))
         else:
@@ -235,5 +235,5 @@ def portable(word: str) -> str:
     "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
     """
     # In a string of TOML's, perhaps; and as Windows writes paths.
-    found = re.fullmatch(r"([^/\\]*=)?([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", word)
-    return f"{found[1] or ''}{PureWindowsPath(found[3]).name}" if found else word
+    match = re.fullmatch(r"([^/\\]*=)?([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", word)
+    return f"{match[1] or ''}{PureWindowsPath(match[3]).name}" if match else word

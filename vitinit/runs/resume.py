@@ -201,15 +201,15 @@ def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) ->
                 f"--set init.checkpoint={run}")
 
 
-def require_same_recipe(run: Path, own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise RecipeError if the keys of a run's recipe differ from those that it is to go on with.
 
     run: its folder. A model's or init's name comes before its options.
     """
     if not asked["data.num_classes"]:                # as many as the run's data set had
-        asked = dict(asked, **{"data.num_classes": own.get("data.num_classes")})
+        asked = dict(asked, **{"data.num_classes": began.get("data.num_classes")})
     require_same(run, *({key: value for key, value in keys.items() if key not in MAY_CHANGE}
-                        for keys in (own, asked)))
+                        for keys in (began, asked)))
 
 
 def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str],

@@ -133,9 +133,9 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
                 raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which "
                                   "only how to evaluate can change"
                                   f"{nearest(change.key, changeable)}")
-        found = from_dict(state["recipe"], str(path), changes)
+        resolved = from_dict(state["recipe"], str(path), changes)
         where = RunFolder(path.parent).data_of(-1)   # a relative path was relative to elsewhere
-        found = found.with_data(root=str(where.get("root", found.data.root)))
+        resolved = resolved.with_data(root=str(where.get("root", resolved.data.root)))
     else:
         recipe = recipe or (description and description.recipe)
         if not recipe:
@@ -143,15 +143,15 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
                               "of (recipe=… in Python)")
         stated = [Override(key, value, str(description.file))
                   for key, value in description.values.items()] if description else []
-        found = load_recipe(recipe, [*stated, *changes])
-    if not found.data.num_classes:
-        raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
+        resolved = load_recipe(recipe, [*stated, *changes])
+    if not resolved.data.num_classes:
+        raise RecipeError(f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
     try:
-        size = convert(found.data.image_size if image_size is None else image_size, Size)
+        size = convert(resolved.data.image_size if image_size is None else image_size, Size)
     except TypeError as error:
         raise RecipeError(f"the image size is {error}") from None
-    return Saved(path, state, found, size, description)
+    return Saved(path, state, resolved, size, description)
 
 
 def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) -> list[str]:

@@ -140,8 +140,8 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
                       and node.name in exported.graph_signature.user_inputs)
         if images.dtype != torch.float32:
             raise ValueError(f"it takes {images.dtype}")
-        height, width = (side if isinstance(side, int) else own
-                         for side, own in zip(images.shape[2:], data.image_size, strict=True))
+        height, width = (side if isinstance(side, int) else default
+                         for side, default in zip(images.shape[2:], data.image_size, strict=True))
         exported = move_to_device_pass(exported, device)
         model = exported.module()
         with torch.no_grad():

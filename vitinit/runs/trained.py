@@ -114,11 +114,11 @@ class Trained:
             raise ValueError(f"top is {top!r}, expected an integer of at least 1, or None for all "
                              "classes")
         self.require_classifier()
-        images, found = list(images), []
+        images, guesses = list(images), []
         for start in range(0, len(images), BATCH):
-            found += self.ranked(self.probabilities(self.preprocess(images[start:start + BATCH])),
+            guesses += self.ranked(self.probabilities(self.preprocess(images[start:start + BATCH])),
                                  top)
-        return found
+        return guesses
 
     def require_classifier(self) -> None:
         """Raise CheckpointError, a ValueError, if the checkpoint is a bare backbone."""

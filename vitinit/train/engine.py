@@ -185,8 +185,8 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
     """
     scaler, norm, scale, skipped = state.scaler, None, None, None
     if scaler.is_enabled():
-        one = torch.ones((), device=next(state.model.parameters()).device)
-        scale = scaler.scale(one)
+        unit = torch.ones((), device=next(state.model.parameters()).device)
+        scale = scaler.scale(unit)
     if clip_norm > 0:
         scaler.unscale_(state.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
@@ -198,7 +198,7 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
     scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     if scale is not None:
-        skipped = scaler.scale(one) < scale          # it falls exactly when a step is skipped
+        skipped = scaler.scale(unit) < scale         # it falls exactly when a step is skipped
     if state.ema is not None:
         state.ema.update(skipped)
     return norm, scale, skipped
