@@ -22,6 +22,7 @@ from torch import Tensor
 from .command_line import Parser, building, integer, run_program
 from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
+from .files import write_text_atomically
 from .init import INITS
 from .keys import Stream, keyed_generator
 from .models.layers import Classifier, draw_drop_path
@@ -190,7 +191,7 @@ class Run:
                     folder.tidy(epochs=progress.epochs, steps=progress.step)
                 else:
                     folder.require_unused(starts_again=starts_again)
-                    folder.write_recipe(self.recipe)
+                    write_text_atomically(self.recipe.as_toml(), folder.recipe)
                     folder.save(self.state.state_dict(), folder.last)    # which a restart finds
                 if progress.step == 0 and 0 in self.recipe.checkpoint.keep_epochs:
                     folder.save(self.state.weights(), folder.kept(0))
@@ -229,6 +230,8 @@ class Run:
             advice = (f"; {self.folder.last} is from before, but would go the same way again: "
                       "start anew with a lower optim.base_lr, say, or optim.clip_norm")
             raise Diverged(f"{diverged}{fault or advice}") from None
+        finally:
+            del self.forward, self.measured          # which hold the group of the processes
         best = "none" if progress.best is None else f"{progress.best:.2f}"
         peak = peak_gib(self.processes.device)
         self.processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} "

@@ -32,7 +32,6 @@ from ..data.sources import SIZES
 from ..files import RESULTS, in_one_line, parse_json, read_bytes, sync_folder, write_text_atomically
 from ..messages import in_brief, warn
 from ..recipe.files import PACKAGE, RECIPES
-from ..recipe.sections import Recipe
 from ..recipe.values import convert, flat
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file,
                                 save_atomically)
@@ -213,10 +212,6 @@ class RunFolder:
         with in_one_line(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             sync_folder(self.path.parent)
-
-    def write_recipe(self, recipe: Recipe) -> None:
-        """Write recipe.toml."""
-        write_text_atomically(recipe.as_toml(), self.recipe)
 
     def record_start(self, recipe: str, arguments: Mapping[str, Any], command: list[str] | None, *,
                      processes: int, device: str, data: Mapping[str, Any]) -> None:
