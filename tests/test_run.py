@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -97,10 +98,12 @@ def test_the_page_of_a_program_names_its_parts_in_order(program, skipped, reposi
                         else [f"{program}.py", "--recipe", "quickstart", "--out-dir",
                               str(tmp_path / "run"), *(word for key, value in SMALL.items()
                                                        for word in ("--set", f"{key}={value}"))])
+    handler = signal.getsignal(signal.SIGINT)        # which the program sets for its imports
     sys.setprofile(note)
     try:
         with pytest.raises(SystemExit, match="0"):
             runpy.run_path(str(repository / f"{program}.py"), run_name="__main__")
     finally:
         sys.setprofile(None)
+        signal.signal(signal.SIGINT, handler)
     assert len(parts) >= 8 and entered == [part for part in parts if part[1] not in skipped]
