@@ -67,9 +67,8 @@ def paths_in(value: object) -> Iterator[str]:
 
 
 def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
-    """A `type` for add_argument: a finite number. bounds: minimum, above, maximum or below.
-
-    The bounds mean the same as those of recipe keys; `above` and `below` are exclusive.
+    """A `type` for add_argument: a finite number within bounds, which mean what those of recipe
+    keys do: minimum, above, maximum, below.
     """
     within = Bounds(**bounds)
 
@@ -166,12 +165,10 @@ def complain(program: str, error: object) -> None:
 
 
 def run_program(name: str, program: Callable[[], int | None]) -> int:
-    """Run a program and return its exit status.
+    """Run a program, as whose `name` errors begin, and return its exit status.
 
-    Errors that the user can correct (OneLineError, OSError) and signals end the program with one
-    line on standard error. Any other exception is a defect of the program and is passed on.
-
-    name: the program's name, which starts the line.
+    Errors that the user can correct (OneLineError, OSError) and signals end it with one line on
+    standard error. Any other exception is a defect of the program and is passed on.
     """
     try:
         return program() or 0
@@ -193,11 +190,9 @@ def run_program(name: str, program: Callable[[], int | None]) -> int:
 
 @contextmanager
 def building(source: str, section: str) -> Iterator[None]:
-    """A context (also a decorator) that turns errors of a recipe's values into RecipeError.
-
-    It surrounds code that builds data, a model or weights from the values of one section. Such code
-    raises ValueError for values that do not fit, or runs out of memory. Any other exception is a
-    defect of the program and is passed on.
+    """A context (also a decorator) around code that builds something from the values of one
+    section. It turns ValueError and too little memory into RecipeError; anything else is a defect
+    and passes.
 
     source: where the values are from, such as "recipe quickstart". section: such as "model".
     """

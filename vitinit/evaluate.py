@@ -118,9 +118,8 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
 
 def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[EvaluatedSet, int]],
                          processes: Processes, stop: StopRequest) -> list[Finding]:
-    """Evaluate checkpoints on data sets, of which each is decoded once.
-
-    pairs: of a data set and the number of a checkpoint; a result is returned for each.
+    """Evaluate checkpoints on data sets, of which each is decoded once: each of `pairs`, of a data
+    set and the number of a checkpoint.
     """
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
@@ -169,8 +168,8 @@ def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches
                processes: Processes) -> EvaluationBatches:
     """The images of a data set as a checkpoint's model takes them.
 
-    made: the batches of the set that earlier checkpoints took, by how they are made; those of this
-    one are added. What fits in data.on_device_gib or eval.cache_gib is so decoded only once.
+    made: the batches that earlier checkpoints took, by how they are made, so that images which are
+    kept are decoded once; those of this one are added.
     """
     recipe = saved.recipe
     batches = evaluation_batches(recipe, source, saved.size, processes.device, rank=processes.rank,

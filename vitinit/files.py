@@ -157,9 +157,8 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raise FileError if a file that a run in this folder would write to is a symbolic link.
-
-    The folder may be from elsewhere, and a link in it lead to any file of this machine.
+    """Raise FileError if a file that a run in this folder would write to is a symbolic link: in a
+    folder from elsewhere, it may lead to any file of this machine.
     """
     with in_one_line(folder):
         for path in folder.iterdir():
@@ -169,10 +168,7 @@ def require_no_links(folder: Path) -> None:
 
 
 def read_bytes(path: Path, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:
-    """The contents of a file of at most `limit` bytes, or `default` if there is none.
-
-    Raises FileError for anything else.
-    """
+    """The contents of a file, or `default` if there is none; FileError over `limit` bytes."""
     with in_one_line(path, "read"):
         if default is not None and not path.exists():
             return default

@@ -72,9 +72,7 @@ class Run:
         """
         changes = recipe_changes(init=init, seed=seed, sets=overrides,
                                  data_dir=None if data_dir is None else os.fspath(data_dir))
-        self.request = Request(None if recipe is None else os.fspath(recipe), changes,
-                               None if out_dir is None else Path(out_dir),
-                               None if resume is None else os.fspath(resume))
+        self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
         self.command: list[str] | None = None        # that started it, if one did
         self.objective: Callable[..., Tensor] = cross_entropy
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective

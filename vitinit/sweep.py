@@ -136,9 +136,8 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
 
 
 def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, str]]:
-    """Divide the machine among the jobs; return the environment variables of each.
-
-    Every process has one GPU; only jobs of a single process may share one.
+    """Divide the machine among the jobs; return the environment variables of each. Every process
+    has one GPU; only jobs of a single process may share one.
     """
     if threads is None and jobs > 1:
         threads = max(1, cores() // (jobs * nproc))

@@ -12,6 +12,7 @@ the file or option, the key, what was expected, and the nearest valid key.
 from __future__ import annotations
 
 import inspect
+import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def fresh_recipe(name: str | None, **flags: Any) -> Recipe:
     return load_recipe(name, overrides(**flags))
 
 
-def load_recipe(name: str | Path | None, changes: Sequence[Override] = ()) -> Recipe:
+def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()) -> Recipe:
     """Read a recipe, the name of one in recipes/ or a .toml file, with `changes`; RecipeError.
 
     An init that a change names keeps those of the file's options that it has, such as `base`.

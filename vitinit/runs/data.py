@@ -28,10 +28,8 @@ from .folder import RunFolder, image_digests
 
 
 def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]:
-    """The whole training set of a recipe, and the part of it that is trained on.
-
-    run_seed: the recipe's run.seed, by which the part may be drawn. Raises DataError if the data
-    set cannot be opened, or has a single class.
+    """The whole training set of a recipe, and the part of it that is trained on, perhaps drawn by
+    the recipe's run.seed. Raises DataError if it cannot be opened, or has a single class.
     """
     whole = oriented(open_split(data.name, data.root, "train", data.num_classes),
                      data.apply_exif_orientation)
@@ -104,9 +102,8 @@ def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
 
 def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,
                        *, rank: int = 0, world_size: int = 1) -> EvaluationBatches:
-    """The images of a data set as the recipe evaluates its model on them, at this size.
-
-    rank, world_size: of the images, every `world_size`-th from number `rank` on is evaluated.
+    """A data set's images as the recipe evaluates its model on them, at this size: every
+    `world_size`-th of them, from number `rank` on.
     """
     data, how = recipe.data, recipe.eval
     views = EvalViews(oriented(source, data.apply_exif_orientation), rank=rank,
@@ -119,9 +116,8 @@ def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], de
 
 
 def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
-    """Open the data sets of the recipe and build the batches of this process.
-
-    A dry run downloads nothing and does not decode the training set into memory.
+    """Open the recipe's data sets and build this process's batches; a dry run downloads nothing and
+    does not decode the training set into memory.
     """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
@@ -159,10 +155,8 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
 
 
 def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
-    """Resize and centre-crop an image as the recipe's evaluation does.
-
-    image: (3, H, W) uint8. size: (height, width); None: the recipe's image size. Returns
-    (3, height, width) uint8.
+    """An image (3, H, W) uint8, resized and centre-cropped as the recipe's evaluation does, to
+    `size` (height, width), or to the recipe's image size.
     """
     return resize_and_centre_crop(image, size or recipe.data.image_size, recipe.eval.crop_pct,
                                   recipe.eval.interpolation)
@@ -174,9 +168,8 @@ def as_input(views: Tensor, recipe: Recipe) -> Tensor:
 
 
 def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
-    """`count` training images, or all if there are fewer: normalised evaluation views (n, 3, H, W).
-
-    Which ones is keyed by the run's seed.
+    """Normalised evaluation views (n, 3, H, W) of `count` training images, or of all if there are
+    fewer. Which ones is keyed by the run's seed.
     """
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
     return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
@@ -185,8 +178,7 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
 
 def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
     """Decode each image of the run once, print a line for each that cannot be, and count these.
-
-    Each process decodes its share, in data.workers threads: decoders do not hold Python's lock.
+    Threads do so, data.workers per process, since decoders do not hold Python's lock.
     """
     def problem(image: tuple[Source, int]) -> str:
         source, index = image

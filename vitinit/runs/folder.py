@@ -97,10 +97,8 @@ def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
 
 
 class Lines:
-    """A file with one JSON object per line, whose numbers under `key` increase from line to line.
-
-    Lines are appended as the run goes on, so that the file can be read meanwhile. Every method
-    raises FileError if the file cannot be read or written, or is not what a run writes.
+    """A file of JSON objects, one per line, whose numbers under `key` increase; it grows as the run
+    goes on. Every method raises FileError if it cannot be read or written, or is not a run's.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -125,10 +123,7 @@ class Lines:
         return read_bytes(self.path, default=b"", limit=LONGEST_LINES)
 
     def cut_back(self, last: int) -> int:
-        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken.
-
-        Returns how many are left.
-        """
+        """Remove the lines whose number under `key` is above `last`; return how many are left."""
         content = self._text()
         rows = [row for row in parse_lines(content, self.path, self.key) if row[self.key] <= last]
         kept = "".join(json.dumps(row) + "\n" for row in rows)
@@ -138,9 +133,8 @@ class Lines:
 
 
 class RunFolder:
-    """The paths and files of one run. Files are written atomically, by the main process alone.
-
-    Every method raises FileError if a file cannot be read or written, or is not what a run writes.
+    """The files of one run, written atomically, by the main process alone. Every method raises
+    FileError if one cannot be read or written, or is not what a run writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,9 +161,8 @@ class RunFolder:
                 if path.stat().st_size]
 
     def require_unused(self, *, starts_again: bool = False) -> None:
-        """Raise CheckpointError if the folder already has files that a run writes.
-
-        starts_again: allow recipe.toml and run.json, which are written before the first checkpoint.
+        """Raise CheckpointError if the folder already has files that a run writes; starts_again:
+        other than recipe.toml and run.json, which are written before the first checkpoint.
         """
         before = () if starts_again else (self.recipe, self.info)
         if names := self.results() + [path.name for path in before if path.exists()]:
@@ -189,8 +182,7 @@ class RunFolder:
 
     def load_last(self, *, glance: bool = False) -> dict[str, Any]:
         """The contents of last.pt; of previous.pt, with a warning, if that is damaged or missing.
-
-        glance: read only plain values; the tensors stay on disk, and no checksums are verified.
+        glance: without checksums, and leaving the tensors on disk.
         """
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")
@@ -235,11 +227,8 @@ class RunFolder:
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
-        """Write a checkpoint. A new last.pt makes the old one previous.pt, if of another step.
-
-        An epoch that is evaluated is saved before and after; previous.pt is then of neither. A
-        last.pt that could not be read does not become previous.pt, either. The lines of
-        metrics.jsonl and steps.jsonl are on disk before a last.pt that counts them as done.
+        """Write a checkpoint. A new last.pt makes the old one previous.pt, if that is of another
+        step and could be read. Lines that a last.pt counts as done are on disk before it.
         """
         if path != self.last:
             return save_atomically(state, path)
@@ -250,11 +239,8 @@ class RunFolder:
         self.read_from, self.step = path, state["step"]
 
     def tidy(self, *, epochs: int, steps: int) -> None:
-        """Remove what is newer than the checkpoint that a run resumes from.
-
-        epochs, steps: how many of them that checkpoint counts as done; later lines of metrics.jsonl
-        and steps.jsonl are removed, and so are partly written files. Epochs that metrics.jsonl has
-        lost are said.
+        """Remove what is newer than the checkpoint, which counts these `epochs` and `steps` as
+        done: lines and partly written files. Epochs that metrics.jsonl has lost are said.
         """
         with in_one_line(self.path):
             for cut_short in self.path.glob("*.partial"):
@@ -323,10 +309,8 @@ def require_plain(state: dict[str, Any], file: Path) -> None:
 
 
 def git_commit(folder: Path) -> str:
-    """The commit of the code in a folder, "+changes" if a tracked file of the repository differs.
-
-    "unknown" outside of git, and where git does not track the folder, as that of a virtual
-    environment in somebody's repository.
+    """The commit of the code in a folder, "+changes" if a tracked file of the repository differs;
+    "unknown" where git does not track it, as a virtual environment in somebody's repository.
     """
     run = partial(subprocess.run, check=True, text=True, capture_output=True, timeout=10,
                   cwd=folder)

@@ -57,10 +57,7 @@ def commit(run: Run) -> str:
 
 
 def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The finished ones of these runs, and one line for each of the others.
-
-    Raises CheckpointError if no run is finished.
-    """
+    """The finished runs, and a line for each of the others; CheckpointError if none is finished."""
     unfinished = [f"left out, not finished: {run.path}, {len(run.rows)} of {run.epochs} epochs"
                   for run in runs if not run.finished]
     if len(unfinished) == len(runs):

@@ -29,9 +29,8 @@ MASS_IMAGES = 64                # on which the mass on the init's targets is mea
 
 
 def build(recipe: Recipe, source: str = "") -> Classifier:
-    """The recipe's model, as its constructor draws it.
-
-    Raises RecipeError, which begins with `source`, by default "recipe NAME".
+    """The recipe's model, as its constructor draws it. Raises RecipeError, which begins with
+    `source`, by default "recipe NAME".
     """
     with building(source or f"recipe {recipe.name}", "model"):
         return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
@@ -39,9 +38,8 @@ def build(recipe: Recipe, source: str = "") -> Classifier:
 
 
 def without_data(recipe: Recipe) -> Recipe:
-    """The recipe with a number of classes, for a model that is built without its data set.
-
-    Where it is to be taken from the data (0), it is that of the published set, or 2.
+    """The recipe, for a model that is built without its data: with the number of classes of the
+    published set, or 2, where that is to be taken from the data (0).
     """
     return recipe.with_data(num_classes=recipe.data.num_classes
                      or DATA_SETS[recipe.data.name].num_classes or 2)
@@ -63,9 +61,8 @@ def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> None
 
 
 def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images.
-
-    An empty list for inits without targets.
+    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images;
+    no line for inits without targets.
     """
     name, options = recipe.init.name, recipe.init.options
     if not has_targets(model, name, options):
@@ -115,9 +112,8 @@ def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None
 
 def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
                 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The state's models as modules to call: the one to train, and a list to evaluate.
-
-    The list holds the model and, if there is one, its moving average; they share their weights.
+    """The state's model as it is called to train it, and a list to evaluate: the model and, if
+    there is one, its moving average. They share their weights.
     """
     forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
     if processes.world_size > 1:

@@ -86,9 +86,8 @@ class Run:
 
 
 def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
-    """The run whose FILES have these contents; `path` is where errors say that it is.
-
-    Raises CheckpointError if there is no recipe.toml, or if a file is damaged.
+    """The run whose FILES have these contents, for errors at `path`. Raises CheckpointError if
+    there is no recipe.toml, or if a file is damaged.
     """
     if "recipe.toml" not in files:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")

@@ -38,17 +38,16 @@ MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 class Request(NamedTuple):
     """Which run is asked for, by a command line or in Python."""
 
-    recipe: str | None          # name or path; not needed with the folder of a run to resume
+    recipe: str | os.PathLike | None    # name or path; not needed with the folder of a run
     changes: Sequence[Override]  # of the recipe's keys, in the order in which they apply
     out_dir: Path | None        # None: runs/<recipe>-<init>-s<seed>
-    resume: str | None          # None: a new run; "auto": the one in out_dir, if any; or a folder
+    resume: str | os.PathLike | None    # None: a new run; "auto": that in out_dir; or a folder
 
     def as_dict(self) -> dict[str, Any]:
         """The request as run.json states it; what was not given is left out."""
-        given = {"recipe": self.recipe, "out_dir": self.out_dir and str(self.out_dir),
-                 "resume": self.resume}
-        return {key: value for key, value in given.items() if value is not None} | {
-            "changes": {change.key: plain(change.value) for change in self.changes}}
+        return {key: str(value) for key, value in self._asdict().items()
+                if key != "changes" and value is not None} | {
+                    "changes": {change.key: plain(change.value) for change in self.changes}}
 
 
 class Choice(NamedTuple):

@@ -179,9 +179,8 @@ def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) ->
 
 def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Sequence[str]
                      ) -> tuple[list[int | None], str]:
-    """For each of a run's classes the row of the classifiers that it starts from; and in words.
-
-    None: it stays as the init drew it. saved: with the run's recipe.
+    """For each class of a run the row of the classifiers that it starts from, or None for the
+    init's; and in words. saved: with the run's recipe.
     """
     choice, known, wanted = saved.recipe.init.checkpoint_head, saved.classes, len(classes)
     count = rows_of(tensors)

@@ -46,9 +46,8 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
 def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
             optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], processes: Processes
             ) -> str:
-    """Describe the run: recipe, data, model, init, batches, steps, optimiser and learning rates.
-
-    notes: lines about the weights that training starts from. lr_at: step → learning rate.
+    """Describe the run in lines. notes: about the weights that training starts from. lr_at: step →
+    learning rate.
     """
     schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
     steps_per_epoch = data.train_batches.steps_per_epoch

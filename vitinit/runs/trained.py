@@ -100,10 +100,10 @@ class Trained:
         return self.model(inputs).float().softmax(dim=1).cpu()
 
     def predict(self, image: ImageLike, top: int | None = 5) -> list[tuple[str, float]]:
-        """The `top` likeliest classes of one image as (name, probability), likeliest first.
+        """The `top` likeliest classes of one image as (name, probability), likeliest first; None:
+        all.
 
-        All of them if `top` is None or the model has fewer. Raises ValueError if the image cannot
-        be read, and for any other `top` below 1.
+        Raises ValueError if the image cannot be read, and for a `top` below 1.
         """
         return self.predict_batch([image], top)[0]
 
@@ -127,9 +127,8 @@ class Trained:
                                   "model returns features, and init.checkpoint fine-tunes it")
 
     def ranked(self, probabilities: Tensor, top: int | None) -> list[list[tuple[str, float]]]:
-        """The `top` likeliest classes of each image, as (name, probability), likeliest first.
-
-        probabilities: (B, classes). Classes of equal probability keep the order of `classes`.
+        """The `top` likeliest classes of each image, as (name, probability), likeliest first; equal
+        ones in the order of `classes`. probabilities: (B, classes).
         """
         order = probabilities.sort(dim=1, descending=True, stable=True)
         return [[(self.classes[index], value) for index, value in zip(indices[:top], values[:top])]
