@@ -9,7 +9,7 @@ from small_models import built, seeded
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init.whitened import FLOOR, whiten_patches
+from vitinit.init.baseline import FLOOR, whiten_patches
 
 
 def embedding(family: str, init: str, images: Tensor | None) -> nn.Conv2d:

@@ -1,4 +1,4 @@
-"""The baselines on which the other inits build: each draws every parameter of a model."""
+"""The baselines, which draw every parameter of a model, and `whitened`, which whitens patches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models import FAMILIES
@@ -14,6 +15,7 @@ from . import family_of, init_function
 
 EMBED_STD = 0.02            # std of position embeddings and class tokens in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
+FLOOR = 0.05                # of patches' mean square, in units of its mean over components
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
               "query", "key"}
 SAME = {"class_token": "cls_token", "distillation_token": "dist_token",      # in other libraries
@@ -190,3 +192,53 @@ def uniform_by_fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Gene
 def fan_in(weight: Tensor) -> int:
     """The number of inputs of which each output of a layer is a sum."""
     return weight[0].numel()
+
+
+@torch.no_grad()
+def whitened(model: nn.Module, *, generator: torch.Generator, base: Base = "default",
+             images: Tensor | None = None) -> None:
+    """Let the patch embedding, a convolution, whiten patches, so that no component drowns others.
+
+    Neighbouring pixels are alike. In 4×4 patches of CIFAR-10 the brightness of the whole patch has
+    35 times the mean square of a pixel, its slopes and its colour two to three times, and 21 of the
+    48 components less than a thousandth. Random weights pass this on, and LayerNorm keeps it: a
+    token is mostly the brightness of its patch. Whitening is the first layer of fast convolutional
+    networks (Jordan, arXiv 2404.00498). There it is frozen; here nothing is. What it is worth:
+    recipes/what_an_init_is_worth.md.
+
+    | tensor                                 | value                                              |
+    |----------------------------------------|----------------------------------------------------|
+    | weight of the patch embedding          | a rotation of whitened patches (`whiten_patches`)  |
+    | everything else                        | as `base` drew it                                  |
+
+    images: (n, 3, H, W), normalised training images, which train.py gives: they are no option.
+        Without, white noise takes their place.
+    """
+    draw_base(model, base, generator)
+    whiten_patches(model, images, generator)
+
+
+def whiten_patches(model: nn.Module, images: Tensor | None, generator: torch.Generator) -> None:
+    """Write the weight of the model's first convolution, (D, C, p, q), the patch embedding.
+
+    It becomes R (M + floor)^(−1/2), where M is the mean of the products of a patch's components
+    over all patches of `images`, R is a random matrix with orthogonal rows or columns, and the
+    floor keeps what is noise small. The outputs keep the mean square that they have had on the
+    images. Raises ValueError if it does not cut patches: if its kernel is not its stride.
+    """
+    layer = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
+    if layer is None or layer.kernel_size != layer.stride:
+        raise ValueError("the patch embedding is not one convolution, and no other is whitened")
+    weight = layer.weight.flatten(1)                                     # (D, P), P = C·p·q
+    moments = torch.eye(weight.shape[1], dtype=weight.dtype)             # of white noise
+    if images is not None:
+        moments.zero_()
+        for image in images.to(weight):
+            patches = F.unfold(image, layer.kernel_size, stride=layer.stride)        # (P, N)
+            moments.addmm_(patches, patches.T, alpha=1.0 / (len(images) * patches.shape[1]))
+    values, vectors = torch.linalg.eigh(moments)
+    scales = (values.clamp_min(0.0) + FLOOR * values.mean()).rsqrt()
+    rotation = nn.init.orthogonal_(torch.empty_like(weight), generator=generator)
+    white = rotation @ (vectors * scales) @ vectors.T
+    before, after = (torch.sum(each @ moments * each) for each in (weight, white))
+    layer.weight.copy_((white * (before / after).sqrt()).view_as(layer.weight))

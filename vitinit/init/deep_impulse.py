@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 from ..filters import head_offsets, logit_for, offsets_on_grid
 from ..mixing import run
-from .baseline import Base, draw_base
+from .baseline import Base, draw_base, whiten_patches
 from .layout import layout_of
 from .mimetic import write_values
 from .stream import ResidualStream, noise_images, stream_of
 from .views import Block, VitLayout
-from .whitened import whiten_patches
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
 PHASE = math.pi * (3.0 - math.sqrt(5.0))    # the golden angle, so that no token is at all peaks

@@ -5,8 +5,8 @@ impulse kernel, a kernel that is 1 at a single offset: every token attends to on
 heads of a block together then act as a convolution, whose weights are V and proj. Nothing is
 frozen; training may turn the attention into anything else.
 
-Options. The defaults are those of the released code, some of which the paper does not state. H is
-the convolution matrix of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
+Options of `impulse`. The defaults are those of the released code, some of which the paper does not
+state. H is the convolution matrix of a head's impulse kernel, Z the noise of `mimetic`.
 
 base: the baseline that first draws every weight; see baseline.py.
 kernel_size: f of the f×f impulse kernels; 3 in the paper.
@@ -28,6 +28,8 @@ value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Literal
 
 import torch
@@ -38,7 +40,7 @@ from ..filters import head_offsets, offsets_on_grid, shift_matrix
 from .baseline import Base, draw_base, truncated_normal_
 from .layout import layout_of
 from .mimetic import write_values
-from .views import VitLayout
+from .views import SwinLayout, VitLayout
 
 RELEASED_RANK = 64      # head_dim of ViT-T, S and B
 NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one head must reach
@@ -175,3 +177,81 @@ def _refuse(positions: Tensor, what: str) -> None:
     raise ValueError(f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
                      f"{rank} for {len(positions)} tokens, too low to tell them apart, "
                      'so every map would come out uniform; use pos_embed = "learned"')
+
+
+@torch.no_grad()
+def impulse_swin(model: nn.Module | SwinLayout, *, generator: torch.Generator,
+                 base: Base = "default", kernel_size: int = 3,
+                 offsets: Literal["ordered", "random"] = "ordered",
+                 target_mass: float = 0.9) -> None:
+    """Make every head attend to one neighbour within the window (arXiv 2505.19985, §5).
+
+    The paper gives neither magnitudes nor code; these are ours.
+
+    | tensor (every block)                    | value                                            |
+    |-----------------------------------------|--------------------------------------------------|
+    | attn.relative_position_bias_table       | β where query − key is minus the head's offset,  |
+    |                                         |   0 elsewhere                                    |
+    | everything else                         | as `base` drew it                                |
+
+    β = ln(m (n − 1) / (1 − m)) gives the target the mass m = target_mass among the n tokens of a
+    window, since e^β / (e^β + n − 1) = m. The base's logits Q Kᵀ, near 0 at the start, are added to
+    it. Where the shift masks part of a window the mass is higher. A token whose target is outside
+    its window, or masked, spreads its attention evenly over the tokens that it can attend to.
+
+    kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel that reaches beyond every
+        window.
+    """
+    if not 0.0 < target_mass < 1.0:
+        raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
+    swin = layout_of(model)
+    assert isinstance(swin, SwinLayout)
+    cells = offsets_on_grid(kernel_size, min(swin.grids, key=min))   # checks it, before any draw
+    draw_base(swin.model, base, generator)
+
+    for block in swin.blocks:
+        tokens = len(block.bias_rows)
+        targets = head_offsets(len(block.q), cells, offsets, generator)
+        block.bias_table.zero_()
+        if tokens > 1:                               # a token alone in its window attends to itself
+            beta = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
+            for head, offset in enumerate(targets):
+                block.bias_table[block.bias_row(offset), head] = beta
+
+
+@torch.no_grad()
+def norm_matched(model: nn.Module | VitLayout, *, generator: torch.Generator,
+                 base: Base = "default") -> None:
+    """A control for `impulse`: draw the base, and scale what `impulse` would write to its norms.
+
+    The authors of arXiv 2505.19985 asked whether the larger position embedding, queries and keys
+    explain the gain of `impulse`; their released code multiplies those of the default init by
+    constants (`default{p}_{q}_{v}`).
+
+    | tensor                                        | value                                   |
+    |-----------------------------------------------|-----------------------------------------|
+    | pos_embed                                     | base × one factor                       |
+    | every block: attn.qkv.weight, Q, K, V rows    | base × one factor per head, for each    |
+    |                                               |   of Q, K and V                         |
+    | every block: attn.proj.weight                 | base × one factor                       |
+    | everything else                               | as `base` drew it                       |
+
+    base: also of `impulse`, whose options are the defaults otherwise; raises ValueError as it does.
+    """
+    vit = layout_of(model)
+    assert isinstance(vit, VitLayout)
+    before = copy.deepcopy(vit.model.state_dict())
+    impulse(vit, generator=generator, base=base)
+    norms = [norm for _, norm in written(vit)]
+    vit.model.load_state_dict(before)
+    draw_base(vit.model, base, generator)
+    for (tensor, drawn), norm in zip(written(vit), norms):
+        tensor.mul_(norm / drawn)
+
+
+def written(vit: VitLayout) -> list[tuple[Tensor, Tensor]]:
+    """What `impulse` writes, each with its norms: of Q, K and V, (h, d, D), one per head."""
+    whole = [vit.pos_embed, *(block.proj for block in vit.blocks)]
+    by_head = [tensor for block in vit.blocks for tensor in (block.q, block.k, block.v)]
+    return [(tensor, torch.linalg.vector_norm(tensor, keepdim=True)) for tensor in whole] + [
+        (tensor, torch.linalg.vector_norm(tensor, dim=(1, 2), keepdim=True)) for tensor in by_head]

@@ -25,9 +25,8 @@ from . import BASES, apply, init_function
 from .baseline import EMBED_STD
 from .deep_impulse import NOISE_IMAGES
 from .layout import layout_of
-from .mass import measured, with_defaults
+from .mass import Description, Report, measured, patterns, with_defaults
 from .probe import probe
-from .receipt import Description, Report, patterns
 from .stream import noise_images
 from .views import Layout, SwinLayout, VitLayout
 
