@@ -75,9 +75,6 @@ def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
     return kernel.view(kernel_size, kernel_size)
 
 
-# Kernels as N×N matrices ----------------------------------------------------------------------
-
-
 def neighbours(offset: Offset, grid: tuple[int, int], *, circular: bool = False
                ) -> tuple[Tensor, Tensor]:
     """The tokens whose neighbour at `offset` is on the grid, and these neighbours: two (n,) int64.
@@ -112,9 +109,6 @@ def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool 
         # += because several cells of a kernel larger than a circular grid fall on the same entry.
         matrix[neighbours(offset, grid, circular=circular)] += weight
     return matrix
-
-
-# From a mass to a logit -----------------------------------------------------------------------
 
 
 def logit_for(mass: float, shape: Tensor, target: int) -> float | None:

@@ -41,9 +41,6 @@ Heads = slice | list[int]            # heads, or channels of a Mixer or ConvMixe
 Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len(heads), N, N)
 
 
-# Forward passes that are looked into ----------------------------------------------------------
-
-
 @torch.no_grad()
 def run(model: nn.Module, images: Tensor, *,
         before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
@@ -127,9 +124,6 @@ def mean_shares(model: nn.Module, images: Tensor,
     return sums
 
 
-# The mixers of the families -------------------------------------------------------------------
-
-
 class Mixer(NamedTuple):
     """What mixes the tokens in one block."""
 
@@ -193,9 +187,6 @@ def _read_depthwise(layer: DepthwiseConv, channels: Heads, x: Tensor) -> Tensor:
     grid = x.shape[-2], x.shape[-1]
     matrices = [convolution_matrix(kernel, grid) for kernel in layer.kernels()[channels, 0]]
     return torch.stack(matrices).expand(len(x), -1, -1, -1)              # the same for all images
-
-
-# Summaries of attention matrices; half precision is converted to float32 ----------------------
 
 
 def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -26,7 +26,8 @@ def initialised(model, seed: int = 0, **options):
 
 def position_attention(model, block: int = 0) -> torch.Tensor:
     """The attention matrices on the position embedding alone, (h, N, N), with the model's 1/√d."""
-    positions, attention = layout_of(model).normalised_positions(), model.blocks[block].attn
+    positions, attention = layout_of(model).positions, model.blocks[block].attn
+    positions = torch.nn.functional.layer_norm(positions, positions.shape[1:], eps=1e-6)
     return attention_weights(positions @ attention.q_weight.mT,
                              positions @ attention.k_weight.mT).detach()
 

@@ -67,7 +67,8 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
     ("conv_mixer", {}, "filters", dict(cells=10), "expected 1 ≤ cells ≤ 9"),
     ("simple_vit, content", dict(input_pos_embed=False), "impulse", {},
      "queries do not see; set input_pos_embed = true, alpha < 1, or"),
-    ("simple_vit, position", dict(head_dim=3), "impulse", {}, "'impulse' needs 4 or more"),
+    ("simple_vit, position", dict(head_dim=3), "impulse", {},
+     r"with 0 pair\(s\) of sine and cosine; raise head_dim"),
     ("simple_vit, position", {}, "filters", {}, "for a SimpleViT; it has: .*mimetic, impulse, imp"),
     ("vit", {}, "xyz", {}, f"there is no init 'xyz'; valid: {', '.join(sorted(INITS))}$"),
 ]

@@ -60,8 +60,8 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(".in_place", __name__), name)
 
 
-def family_of(model: nn.Module) -> str:
-    """The family of one of our models, a key of INITS' rows; the class's name of any other."""
+def family_of(model: Any) -> str:
+    """The family of a model of ours or a layout, a key of INITS' rows; of any other its class."""
     return getattr(model, "family", type(model).__name__)
 
 

@@ -75,17 +75,14 @@ def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: B
     assert isinstance(vit, VitLayout)
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
-    if not (rank >= 0 and qk_norm > 0 and impulse_scale > 0
-            and noise_scale >= 0 and noise_std >= 0 and value_alpha >= 0):
-        raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, "
-                         f"noise_scale {noise_scale}, noise_std {noise_std} and value_alpha "
-                         f"{value_alpha}; expected qk_norm and impulse_scale > 0 and the others "
-                         "≥ 0")
+    if not (rank >= 0 and noise_std >= 0):
+        raise ValueError(f"rank is {rank} and noise_std {noise_std}; expected both to be ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
 
     vit.pos_embed.mul_(pos_embed_scale)
-    positions = vit.normalised_positions()                               # (N, D)
+    # What the first attention would read if the patches had no content, (N, D).
+    positions = F.layer_norm(vit.positions, vit.positions.shape[1:], eps=vit.blocks[0].norm.eps)
     directions = int(torch.linalg.matrix_rank(positions))
     if directions < min(len(positions), positions.shape[1] - 1):
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")

@@ -14,8 +14,7 @@ whatever the number of tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ from ..models.simple_vit import SimpleViT
 from .baseline import Base, draw_base
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """How the positions along one axis of the grid are represented: by pairs of these frequencies.
 
     frequencies: (p,), in radians per token. logit: Σ w over the pairs, the logit at position
@@ -86,9 +84,6 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
                          "queries do not see; set input_pos_embed = true, alpha < 1, or another "
                          "reads")
     limit = first.head_dim // 4                      # pairs for rows, and as many for columns
-    if limit < 1:
-        raise ValueError(f"head_dim is {first.head_dim}, and init 'impulse' needs 4 or more: a "
-                         "pair for rows and a pair for columns")
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     axes = [sharpest_axis((torch.arange(1, max(size, 2)).double() * math.pi / size if free else
                            sincos_frequencies(model.pos_embed.shape[1]))[:limit],
@@ -151,11 +146,10 @@ def rotated_queries_keys(axes: list[Axis], offset: Offset,
 def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor, Tensor]:
     """Weights, each (C, 2p of rows + 2p of columns), that compute the same from the embedding."""
     weights = []
-    for axis, shift, part in zip(axes, offset, ("rows", "columns")):
+    # The quarters of the embedding: sin and cos of the column, sin and cos of the row.
+    for axis, shift, (sine, cosine) in zip(axes, offset, ((2, 3), (0, 1))):
         count = len(axis.frequencies)
         query, key = (torch.zeros(2 * count, 4, dim // 4, dtype=torch.float64) for _ in range(2))
-        # The quarters of the embedding: sin and cos of the column, sin and cos of the row.
-        sine, cosine = (2, 3) if part == "rows" else (0, 1)
         root = math.sqrt(axis.logit / count)
         turn = axis.frequencies * shift                                  # angles, (p,)
         wave = torch.arange(count)

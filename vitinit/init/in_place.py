@@ -97,18 +97,13 @@ def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describi
     if images is None and vit.image_shape and isinstance(vit, VitLayout):
         images = noise_images(vit, 1, rng)
     for init in ("impulse", "mimetic", "deep_impulse"):
-        # Each init is tried on the copy. mimetic writes every block alone, by a decomposition per
-        # head, so that one block of each shape says enough: a twelfth of a ViT-B's time.
-        tried = vit.one_of_each_shape() if init == "mimetic" else vit
         try:
-            write(tried, init, rng, None, images, {})
+            if init != "mimetic":                    # which fits whatever passed the probe
+                write(vit, init, rng, None, images, {})
             fits.append((init, ""))
         except (ValueError, RuntimeError) as error:
             fits.append((init, one_line(error)))
     return replace(recognised(model, vit), fits=tuple(fits))
-
-
-# What can be initialised, and on what ---------------------------------------------------------
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -190,17 +185,10 @@ def recognised(model: nn.Module, vit: VitLayout | SwinLayout) -> Description:
                        prefix_tokens=vit.prefix, checked=vit.checked)
 
 
-# Before the init, and after -------------------------------------------------------------------
-
-
 def write(vit: VitLayout | SwinLayout, name: str, generator: torch.Generator, base: str | None,
           images: Tensor | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
-    family = "vit" if isinstance(vit, VitLayout) else "swin"
-    function, words = init_function(name, family), dict(options)
-    if name == "deep_impulse" and vit.image_shape is None:
-        raise ValueError("init 'deep_impulse' passes images through the model, whose size is not "
-                         "known; describe the model by a Layout")
+    function, words = init_function(name, vit.family), dict(options)
     whole = name in (*BASES, "whitened")             # which write beside what a layout lists
     parameters = inspect.signature(function).parameters
     given: dict[str, Any] = {}

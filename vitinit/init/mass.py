@@ -57,17 +57,14 @@ class Mass(NamedTuple):
                 "heads")
 
 
-def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool:
-    """Whether the init `name` with these options aims heads of this model at targets."""
-    return aims(family_of(model), name, options)
-
-
-def aims(family: str, name: str, options: Mapping[str, Any]) -> bool:
-    """`has_targets` for any model of a family.
+def has_targets(model: nn.Module | VitLayout | SwinLayout, name: str,
+                options: Mapping[str, Any]) -> bool:
+    """Whether the init `name` with these options aims heads of this model at targets.
 
     Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
     tokens have no position embedding, and for queries and keys left as the base drew them.
     """
+    family = family_of(model)
     return (name in AIMED and options.get("qk_init") != "base"
             and (family in ("vit", "simple_vit") or family == "swin" and name != "mimetic"))
 
@@ -150,7 +147,7 @@ def measured(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
     relative bias alone; the second, of a ViT, in a forward pass of images, if there are any. The
     targets of offsets that were drawn at random are as in `mass_on_images`, on positions alone.
     """
-    if not aims("vit" if isinstance(vit, VitLayout) else "swin", name, options):
+    if not has_targets(vit, name, options):
         return (), (), ()
     aimed = targets_of(name, options, [len(block.q) for block in vit.blocks])
     if isinstance(vit, SwinLayout):

@@ -61,19 +61,16 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator, base: Base = "
 
 def write_linear_map(mlp: Mlp, matrix: Tensor, *, gain: float, linear_bias: float) -> None:
     """Make x ↦ fc2(GELU(fc1(x))) the map gain · matrix, (N, N); see `impulse_mixer`."""
-    tokens = len(matrix)
-    identity = torch.eye(tokens)
+    identity, bias = torch.eye(len(matrix)), linear_bias
+    if mlp.fc1.out_features >= 2 * len(matrix):
+        matrix, identity = torch.cat([matrix, -matrix]), torch.cat([identity, -identity], dim=1)
+        bias = 0.0
+    used = len(matrix)                               # hidden units
+    mlp.fc1.weight[:used] = matrix
+    mlp.fc1.bias[:used] = bias
     mlp.fc2.weight.zero_()
-    if mlp.fc1.out_features >= 2 * tokens:
-        mlp.fc1.weight[:2 * tokens] = torch.cat([matrix, -matrix])
-        mlp.fc1.bias[:2 * tokens] = 0.0
-        mlp.fc2.weight[:, :2 * tokens] = gain * torch.cat([identity, -identity], dim=1)
-        mlp.fc2.bias.zero_()
-    else:
-        mlp.fc1.weight[:tokens] = matrix
-        mlp.fc1.bias[:tokens] = linear_bias
-        mlp.fc2.weight[:, :tokens] = gain * identity
-        mlp.fc2.bias.fill_(-gain * linear_bias)
+    mlp.fc2.weight[:, :used] = gain * identity
+    mlp.fc2.bias.fill_(0.0 - gain * bias)
 
 
 @torch.no_grad()

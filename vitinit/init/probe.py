@@ -101,20 +101,16 @@ def entering(layout: Layout | SwinLayout, images: Tensor) -> dict[nn.LayerNorm, 
     """What the first block's norm reads, and all LayerNorms before it, in the order of calls."""
     first, attention = layout.blocks[0].norm, layout.blocks[0].attention
     read: dict[nn.LayerNorm, Tensor] = {}
+    outside = attention is not None and first not in attention.modules()
 
-    def stop(_: Tensor) -> None:
-        raise _Reached
-
-    def keep(norm: nn.LayerNorm, x: Tensor) -> None:
-        read.setdefault(norm, x.clone())
-        if norm is first:
+    def keep(module: nn.Module, x: Tensor) -> None:
+        if isinstance(module, nn.LayerNorm):
+            read.setdefault(module, x.clone())
+        if module is first or outside and module is attention:
             raise _Reached
-    hooks: dict[nn.Module, Callable[[Tensor], None]] = {
+    passed(layout.model, images, before={
         module: partial(keep, module) for module in layout.model.modules()
-        if isinstance(module, nn.LayerNorm)}
-    if attention is not None and first not in attention.modules():
-        hooks[attention] = stop
-    passed(layout.model, images, before=hooks)
+        if isinstance(module, nn.LayerNorm) or module is attention})
     if first not in read:
         raise ValueError("the first attention is called before its norm: post-norm blocks, or "
                          "another norm")

@@ -7,7 +7,7 @@ their attention.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
     return []
 
 
-@dataclass(frozen=True)
-class ResidualStream:
+class ResidualStream(NamedTuple):
     """What `deep_impulse` writes beside attention.
 
     writers: weights and biases, the first dimension D, of the layers that write to the stream: of

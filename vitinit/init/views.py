@@ -6,11 +6,9 @@ a window.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Self
+from dataclasses import KW_ONLY, dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..filters import Offset, neighbours
@@ -70,13 +68,9 @@ class WindowBlock(Block):
                              f"{offset}, expected one")
         return int(rows)
 
-    def bias(self) -> Tensor:
-        """What is added to the logits of each head, (h, n, n)."""
-        return self.bias_table[self.bias_rows].movedim(2, 0)
-
     def logits(self, y: Tensor) -> Tensor:
-        """As of any block, and the bias; y is of whole windows, row by row."""
-        return super().logits(y) + self.bias()
+        """As of any block, and the bias, (h, n, n); y is of whole windows, row by row."""
+        return super().logits(y) + self.bias_table[self.bias_rows].movedim(2, 0)
 
 
 def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,10 +90,6 @@ class Attentions:
     image_shape: tuple[int, int, int] | None = None      # (channels, height, width), where known
     prefix: int = 0
     checked: str = ""
-
-    def one_of_each_shape(self) -> Self:
-        """The same with one block of each shape."""
-        return replace(self, blocks=tuple({block.q.shape: block for block in self.blocks}.values()))
 
 
 @dataclass(frozen=True)
@@ -130,6 +120,7 @@ class VitLayout(Layout):
     grid: tuple[int, int]
     sequence_first: bool = False
     entry: nn.Module = nn.Identity()
+    family = "vit"              # whose inits write to it
 
     @property
     def grids(self) -> list[tuple[int, int]]:
@@ -141,12 +132,6 @@ class VitLayout(Layout):
         """The position embedding of the patch tokens, (N, D), a view."""
         return self.pos_embed[-self.grid[0] * self.grid[1]:]
 
-    def normalised_positions(self) -> Tensor:
-        """`positions` after a LayerNorm of gain 1 and bias 0, (N, D), which is what the first
-        attention would read if the patches had no content.
-        """
-        return F.layer_norm(self.positions, self.positions.shape[-1:], eps=self.blocks[0].norm.eps)
-
     def batch_first(self, x: Tensor) -> Tensor:
         """What a block reads as (n, T, D), a view."""
         return x.transpose(0, 1) if self.sequence_first and x.ndim == 3 else x
@@ -157,6 +142,7 @@ class SwinLayout(Attentions):
     """The same of a Swin, whose heads find their target by the relative bias of their window."""
 
     blocks: tuple[WindowBlock, ...]
+    family = "swin"
 
     @property
     def grids(self) -> list[tuple[int, int]]:
