@@ -38,8 +38,7 @@ def kernel_offsets(kernel_size: int) -> list[Offset]:
 def ordered_offsets(kernel_size: int) -> list[Offset]:
     """The offsets of a kernel in the order in which they are assigned to heads.
 
-    For 3×3 this is the order of the released code. Otherwise offsets are ordered by their distance
-    from the centre, and row-major at equal distance.
+    For 3×3 this is the released code's. Others go by distance from the centre, then row-major.
     """
     offsets = kernel_offsets(kernel_size)
     if kernel_size == 3:

@@ -1,7 +1,6 @@
 """Which spatial mixing does a model currently apply?
 
-All models of this package alternate channel mixing with spatial mixing X ← M X, and M can be read
-from a forward pass:
+All models of this package alternate channel mixing with spatial mixing X ← M X:
 
 | family            | M of a block                                         | one M per         |
 |-------------------|------------------------------------------------------|-------------------|
@@ -45,8 +44,7 @@ Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len
 def run(model: nn.Module, images: Tensor, *,
         before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
         after: Mapping[nn.Module, Callable[[tuple, Any], None]] | None = None) -> None:
-    """Pass images through a model in evaluation mode, and leave it as it was, its buffers included,
-    and the global random state, too.
+    """Pass images through a model in evaluation mode; its modes, buffers and the random state stay.
 
     before: by module, what is called with the module's input. after: with all its inputs and its
     output. PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
@@ -80,10 +78,8 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
     """The matrices with which the model mixes the tokens of `images`, by block.
 
     images: (B, 3, H, W), normalised as for the model.
-    blocks: their numbers; all by default. Those of a Swin are counted through its stages, whose
-        grids `block_grids` gives.
-    heads: their numbers; all by default. For a Mixer or ConvMixer they are channels; all of a large
-        model together take gigabytes.
+    blocks: their numbers, through a Swin's stages; all by default. `block_grids` has their grids.
+    heads: their numbers; all by default. Of a Mixer or ConvMixer, channels: all take gigabytes.
     summarise: what is kept of a block's matrices, so that those of all blocks need no memory.
 
     Returns {block: (B, len(heads), N, N)}; N includes the prefix tokens. The model runs as in
@@ -219,8 +215,7 @@ def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1), as a convolution kernel.
 
     weights: (..., N, N), of which `shares_of_patches` are taken. Entry [radius + down, radius +
-    right] is the average over the tokens for which that offset leads to a token of the grid; it is
-    0 if there are none.
+    right] is the average over the tokens with a neighbour at that offset; 0 if there are none.
     """
     return by_offset(shares_of_patches(weights, grid), grid, radius)
 

@@ -26,10 +26,7 @@ Base = Literal["default", "torch", "lecun"]
 
 
 def draw_base(model: nn.Module, base: Base | None, generator: torch.Generator) -> None:
-    """Draw every parameter by the baseline named `base`, of other libraries as for a ViT.
-
-    None, which only `init_` of in_place.py gives, leaves the model as it is.
-    """
+    """Draw every parameter by a baseline, of other libraries as for a ViT; None draws nothing."""
     if base is not None:
         family = family_of(model) if family_of(model) in FAMILIES else "vit"
         init_function(base, family)(model, generator=generator)
@@ -66,8 +63,7 @@ def truncated_normal_(tensor: Tensor, *, std: float, cut: float,
     """Fill a tensor with a normal of mean 0 truncated at ± `cut`: values beyond are drawn again.
 
     std: of the normal before the truncation. nn.init.trunc_normal_ of torch 2.15 does the same, but
-    that of torch 2.11 draws differently. Where less than 0.3 of the normal is within the cut,
-    torch's own function is used, since drawing again would take long.
+    that of torch 2.11 draws differently. It is used where less than 0.3 of the normal is within.
     """
     if math.erf(cut / (std * 2.0**0.5)) <= 0.3:
         nn.init.trunc_normal_(tensor, std=std, a=-cut, b=cut, generator=generator)
@@ -94,8 +90,7 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     Both papers' code calls trunc_normal_(std=.02), which truncates at an absolute ±2, that is, at
     100 standard deviations: in effect a normal distribution.
 
-    ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init, `torch`,
-    and MLP-Mixer that of `mixer_default`.
+    ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init, `torch`.
     """
     for kind, weight, bias in drawn_tensors(model):
         if kind == "linear":
@@ -202,17 +197,15 @@ def whitened(model: nn.Module, *, generator: torch.Generator, base: Base = "defa
     Neighbouring pixels are alike. In 4×4 patches of CIFAR-10 the brightness of the whole patch has
     35 times the mean square of a pixel, its slopes and its colour two to three times, and 21 of the
     48 components less than a thousandth. Random weights pass this on, and LayerNorm keeps it: a
-    token is mostly the brightness of its patch. Whitening is the first layer of fast convolutional
-    networks (Jordan, arXiv 2404.00498). There it is frozen; here nothing is. What it is worth:
-    recipes/what_an_init_is_worth.md.
+    token is mostly the brightness of its patch. In fast convolutional networks the first layer
+    whitens, and is frozen (Jordan, arXiv 2404.00498). See recipes/what_an_init_is_worth.md.
 
     | tensor                                 | value                                              |
     |----------------------------------------|----------------------------------------------------|
     | weight of the patch embedding          | a rotation of whitened patches (`whiten_patches`)  |
     | everything else                        | as `base` drew it                                  |
 
-    images: (n, 3, H, W), normalised training images, which train.py gives: they are no option.
-        Without, white noise takes their place.
+    images: (n, 3, H, W), normalised training images; without, white noise takes their place.
     """
     draw_base(model, base, generator)
     whiten_patches(model, images, generator)

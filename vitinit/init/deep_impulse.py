@@ -103,9 +103,7 @@ def write_constants(vit: VitLayout, x: Tensor, share: float, first: int) -> None
 
 
 def require_positions(vit: VitLayout, x: Tensor, number: int, first: int) -> None:
-    """Raise an error unless the channels before `first` of what a block reads, (n, P + N, D), are
-    the position embedding's.
-    """
+    """Raise an error unless before `first` a block reads positions as written; x: (n, P + N, D)."""
     if not x.isfinite().all():
         raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
     read = patches(vit, x)[..., :first]

@@ -14,10 +14,8 @@ offsets: "ordered": head h of every block takes offset number h of `filters.orde
     their number (for 3×3 the released order). "random": one draw per head and block.
 pos_embed_scale: factor on the base's pos_embed. The default raises its standard deviation from
     0.02 to 0.36, so that the content of patches does not swamp it. Not in the paper.
-qk_norm: γ, the Frobenius norm of each head's Q and K. The paper has 2, with which the maps of
-    ViT-T stay nearly uniform.
-rank: how many directions of the position embedding are used, at most head_dim; 0 chooses by
-    `default_rank`.
+qk_norm: γ, the Frobenius norm of each head's Q and K; 2 in the paper: nearly uniform in ViT-T.
+rank: how many directions of the position embedding are used, up to head_dim; 0: `default_rank`.
 impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale · H where H is
     not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
     at ±2 (in the paper 40 · H + Z, Z normal). A row whose target is off the grid is therefore
@@ -55,8 +53,7 @@ def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: B
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
     """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.
 
-    This is Algorithm 1 of arXiv 2505.19985. P is the position embedding; the module's docstring
-    explains the options.
+    Algorithm 1 of arXiv 2505.19985. P: the position embedding. Options: see the module's docstring.
 
     | tensor                                    | value                                            |
     |-------------------------------------------|--------------------------------------------------|
@@ -68,8 +65,7 @@ def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: B
 
     As in the released code, the solution takes no account of the class token's row of pos_embed or
     of attention's factor 1/√d. Raises ValueError for a position embedding that is fixed or has too
-    few independent directions, for options out of range, and if the maps of all heads come out
-    nearly uniform.
+    few independent directions, for options out of range, and if all maps come out nearly uniform.
     """
     vit = layout_of(model)
     assert isinstance(vit, VitLayout)
@@ -155,10 +151,7 @@ def query_key_factors(maps: Tensor, basis: tuple[Tensor, Tensor], width: int,
 
 
 def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
-    """Raise ValueError unless one head is well above uniform attention on positions alone.
-
-    weights: (h, N, N). impulses: (h, N, N), above 0 at the target of each token that has one.
-    """
+    """Raise ValueError unless a head's weights, (h, N, N), are well above uniform on its target."""
     targets, uniform = impulses > 0, 1.0 / weights.shape[-1]
     best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
     if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
@@ -196,8 +189,7 @@ def impulse_swin(model: nn.Module | SwinLayout, *, generator: torch.Generator,
     it. Where the shift masks part of a window the mass is higher. A token whose target is outside
     its window, or masked, spreads its attention evenly over the tokens that it can attend to.
 
-    kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel that reaches beyond every
-        window.
+    kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel beyond every window.
     """
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
@@ -221,9 +213,8 @@ def norm_matched(model: nn.Module | VitLayout, *, generator: torch.Generator,
                  base: Base = "default") -> None:
     """A control for `impulse`: draw the base, and scale what `impulse` would write to its norms.
 
-    The authors of arXiv 2505.19985 asked whether the larger position embedding, queries and keys
-    explain the gain of `impulse`; their released code multiplies those of the default init by
-    constants (`default{p}_{q}_{v}`).
+    The authors of arXiv 2505.19985 asked whether larger positions, queries and keys explain the
+    gain of `impulse`; their code multiplies the default's by constants (`default{p}_{q}_{v}`).
 
     | tensor                                        | value                                   |
     |-----------------------------------------------|-----------------------------------------|

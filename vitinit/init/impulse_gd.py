@@ -41,8 +41,7 @@ def impulse_gd(model: nn.Module | VitLayout, *, generator: torch.Generator, base
         the kernel size is 5 in the first paper, 3 or 5 in the second.
     pseudo_input: what X̃ is: the position embedding, or noise, uniform on ±1 or normal of variance
         ½, or the sum of both; after LayerNorm for a ViT, as in the second paper's code, and as it
-        is for a SimpleViT, as in the first's, which knows "pos_embed" alone. Free Q and K have
-        no X̃.
+        is for a SimpleViT, as in the first's ("pos_embed" alone). Free Q and K have no X̃.
     share_blocks: one solution for all blocks (second paper) or one per block (first paper).
     steps, step_size: of Adam, on the mean squared error of the maps. The papers take 10,000 steps.
     renorm_every: after every so many steps, each column of Q and of Kᵀ is scaled back to the mean

@@ -6,9 +6,8 @@ pairs of their own position m and queries those of n + δ, the logits along one 
     Σ w · cos(ω (n + δ − m)),        largest at m = n + δ.
 
 The logits of rows and columns add up, so their softmax is the product of a softmax over rows and
-one over columns, and together they are an impulse convolution. The rotation is exact and needs no
-solver, whereas inverting the sin-cos embedding fails, because its numerical rank is only about 25,
-whatever the number of tokens.
+one over columns, and together they are an impulse convolution. The rotation is exact, whereas
+inverting the sin-cos embedding fails: its numerical rank is about 25 for any number of tokens.
 """
 
 from __future__ import annotations
@@ -26,19 +25,13 @@ from .baseline import Base, draw_base
 
 
 class Axis(NamedTuple):
-    """How the positions along one axis of the grid are represented: by pairs of these frequencies.
+    """How the positions along one axis of the grid are represented: by pairs of frequencies."""
 
-    frequencies: (p,), in radians per token. logit: Σ w over the pairs, the logit at position
-        m = n + δ.
-    """
-
-    frequencies: Tensor
-    logit: float
+    frequencies: Tensor         # (p,), in radians per token
+    logit: float                # Σ w over the pairs, the logit at position m = n + δ
 
     def pairs(self, positions: Tensor) -> Tensor:
-        """(n,) positions → (n, 2p): their sines, then their cosines, scaled so that two equal
-        positions have the inner product `logit`.
-        """
+        """(n,) → (n, 2p): sines, then cosines; those of a position have the square sum `logit`."""
         angles = positions[:, None].double() * self.frequencies          # (n, p)
         size = math.sqrt(self.logit / len(self.frequencies))
         return size * torch.cat([angles.sin(), angles.cos()], dim=1)
@@ -60,16 +53,14 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
     kernel_size, offsets: as for `impulse`.
     target_mass: the least share of attention that the target gets, wherever it is on the grid;
         √target_mass along each axis. Among the first head_dim // 4 frequencies (the highest of the
-        embedding, the lowest of the free ones) each axis uses the first p, with p chosen such that
-        the logits are smallest.
+        embedding, the lowest of the free ones) each axis uses the first p that need least logits.
 
     A query whose target is off the grid attends to the nearby border if reads is "position"; with
     free Q and K it spreads its attention over that axis.
 
     "On the position embedding alone" means on P for reads = "position", on (1 − alpha) P for
     "mixed", and on LayerNorm(P) for "content", where the mass may fall slightly short. For the last
-    two the content of patches is added, and swamps the position embedding unless alpha is small, as
-    in the papers' solutions.
+    two the patches' content is added, and swamps positions unless alpha is small (the papers').
 
     arXiv 2401.12511 reaches such maps by gradient descent, which is the init `impulse_gd`; this
     closed form is ours, sharper and much faster. Raises ValueError for a model whose queries do not

@@ -45,8 +45,7 @@ def layout_of(model: nn.Module | Layout | SwinLayout) -> Layout | SwinLayout:
     """The attentions and positions of a model of this package or of another library, by attributes.
 
     It is a VitLayout where the model states its grid, as all of ours do. A layout is returned as it
-    is. Raises ValueError if there are no blocks with one attention each, or neither windows nor one
-    position embedding.
+    is. Raises ValueError without blocks of one attention each, windows or one position embedding.
     """
     if isinstance(model, (Layout, SwinLayout)):
         return model

@@ -41,8 +41,7 @@ class Mass(NamedTuple):
     def __str__(self) -> str:
         """For example ".99 / .05 (uniform .001) on the targets of centre / other heads".
 
-        The numbers are means over the blocks, or one for each block where they differ by more than
-        0.05, with "–" for a block that has no such head.
+        Means over the blocks, or, where these differ by more than 0.05, one each, "–" without such.
         """
         shown: list[str] = []
         kinds: list[str] = []

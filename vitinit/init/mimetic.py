@@ -41,8 +41,7 @@ def mimetic(model: nn.Module | VitLayout | SwinLayout, *, generator: torch.Gener
         is multiplied by √S Uᵀ W √S, whose diagonal is negative on average, too.
 
     Z is uniform with mean 0 and variance 1/D. The defaults are the paper's constants for ViT. As in
-    that code, every head has its own Z and pos_embed is left alone (the mimetic paper adds sin-cos
-    embeddings).
+    that code, every head has its own Z, and pos_embed, to which the paper adds sin-cos, is left.
     """
     layout = layout_of(model)
     draw_base(layout.model, base, generator)
@@ -86,8 +85,7 @@ def write_values(block: Block, alpha: float, beta: float, generator: torch.Gener
                  first: int = 0, transposed: bool = True) -> None:
     """Write V and proj of one attention layer: balanced factors of αZ − βI.
 
-    The inner channels are in decreasing order of singular value, as in the released code, so that
-    the first head carries the most.
+    As in the released code, the first head carries the most: singular values decrease.
 
     first: only the channels of the stream from this one on; V and proj leave out those before it.
         Then the inner channels go to the heads at random, so that no head carries more than another
@@ -116,10 +114,7 @@ def write_values(block: Block, alpha: float, beta: float, generator: torch.Gener
 
 def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
                    generator: torch.Generator) -> Tensor:
-    """(D, D): alpha · Z + beta · I, where Z is uniform with mean 0 and variance 1/D.
-
-    Raises ValueError for a negative alpha or NaN.
-    """
+    """(D, D): alpha · Z + beta · I, Z uniform of variance 1/D; ValueError for alpha < 0 or NaN."""
     if not alpha >= 0:
         raise ValueError(f"the factor of the noise Z is {alpha}, expected a number ≥ 0")
     bound = alpha * (3.0 / dim) ** 0.5               # U(-b, b) has variance b² / 3

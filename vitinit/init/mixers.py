@@ -86,10 +86,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     | everything else            | as `base` drew it                                            |
 
     kernel_size: of the kernel whose offsets are used, centred in the model's; 0: the model's.
-    offsets: "ordered": in turn, the same in every block. "random", as in the paper: one draw per
-        filter.
-    gain: the value of the impulse. The paper's code uses √⅓, the expected norm of a filter that
-        PyTorch draws.
+    offsets: "ordered": in turn, the same in every block. "random": a draw per filter (the paper's).
+    gain: the value of the impulse. The paper's code uses √⅓, the norm of PyTorch's draw.
 
     Raises ValueError for options out of range.
     """
@@ -120,8 +118,7 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     | blocks.i.0.fn.0.weight     | see kind                                                     |
     | everything else            | as `base` drew it                                            |
 
-    kind: one of the following. cells: of "box". sigma: of "gaussian", in cells. (The paper's code
-        calls σ² what is σ here.)
+    cells: of "box". sigma: of "gaussian", in cells. (The paper's code calls σ² what is σ here.)
 
     | kind       | filter                                                                       |
     |------------|------------------------------------------------------------------------------|
@@ -131,8 +128,7 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     | "gaussian" | exp(−‖δ − c‖² / 2σ²) around a random cell c; all filters of a block are      |
     |            |   multiplied by one factor, so that their mean Σ w² is ⅓                     |
 
-    With the model option `train_filters = false` the filters keep these values. Raises ValueError
-    for values out of range.
+    With `train_filters = false` the model keeps them. Raises ValueError for values out of range.
     """
     size = model.kernel_size
     if not 1 <= cells <= size**2 or not sigma > 0:

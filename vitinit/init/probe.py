@@ -51,8 +51,7 @@ def probe(layout: Layout | SwinLayout, images: Tensor | None, *, by_hand: bool =
     images: (n, C, H, W), normalised, or None for white noise of the size that the model states.
     by_hand: whether the user has written the layout. It is believed where no size of images is
         known, and its attentions where it does not name their modules.
-    Raises ValueError, in one line, for a model that is not what its layout says, and where the size
-    of images is not known.
+    Raises ValueError for a model that is not what its layout says, or of unknown size of images.
     """
     rng, where = torch.Generator().manual_seed(0), "white noise"
     if images is not None:

@@ -1,8 +1,4 @@
-"""The residual stream of a ViT: what writes to it beside attention, and images to pass through it.
-
-These parts are found in the models of this package and of other libraries, as `layout.py` finds
-their attention.
-"""
+"""The residual stream of any ViT: what writes to it beside attention, and images that pass it."""
 
 from __future__ import annotations
 
@@ -96,10 +92,7 @@ def image_shape_of(layout: Layout | SwinLayout) -> tuple[int, int, int] | None:
 
 
 def noise_images(layout: Layout | SwinLayout, count: int, generator: torch.Generator) -> Tensor:
-    """White noise of the size and type of the model's images, (count, channels, height, width).
-
-    Raises ValueError where the model states no size.
-    """
+    """White noise like the model's images, (count, C, H, W); ValueError if it states no size."""
     shape = image_shape_of(layout)
     if shape is None:
         raise ValueError("the size of its images is not seen in the model; give images=, or "

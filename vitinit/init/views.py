@@ -1,7 +1,6 @@
 """What inits write to: the one door to the tensors of a transformer's attention.
 
-Shapes: D channels of the residual stream, h heads, d channels per head, N patch tokens, n tokens of
-a window.
+Shapes: D channels of the residual stream, h heads, d channels per head, N patches, n in a window.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class WindowBlock(Block):
     bias_rows: Tensor           # (n, n), by query and key
 
     def bias_row(self, offset: Offset) -> int:
-        """The row of `bias_table` for the keys at this offset from their query.
-
-        Raises ValueError if the table does not have one row for it.
-        """
+        """The row of `bias_table` for keys at this offset; ValueError unless there is one."""
         rows = self.bias_rows[neighbours(offset, self.window)].unique()
         if len(rows) != 1:
             raise ValueError(f"the relative position bias has {len(rows)} rows for the offset "
