@@ -34,10 +34,8 @@ from .models.swin import SwinBlock
 from .models.vit import VitBlock
 
 AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
-TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounded to zero
 
 Heads = slice | list[int]            # heads, or channels of a Mixer or ConvMixer
-Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len(heads), N, N)
 
 
 @torch.no_grad()
@@ -125,7 +123,7 @@ class Mixer(NamedTuple):
 
     module: nn.Module
     grid: tuple[int, int]       # of the patch tokens that it mixes
-    read: Reader
+    read: Callable[..., Tensor]          # (heads, *inputs) → (B, len(heads), N, N)
 
 
 def mixers(model: nn.Module) -> list[Mixer]:
@@ -194,7 +192,7 @@ def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
 def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     """`among_patches`, each row divided by its sum; a row that is all on prefix tokens is 0."""
     patches = among_patches(weights, grid)
-    return patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)
+    return patches / patches.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int]) -> Tensor:

@@ -127,8 +127,7 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
 def rotated_queries_keys(axes: list[Axis], offset: Offset,
                          grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Queries and keys of all tokens, each (N, 2p of rows + 2p of columns)."""
-    rows, columns = (axis.flatten() for axis in torch.meshgrid(
-        torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij"))
+    rows, columns = torch.cartesian_prod(*map(torch.arange, grid)).unbind(1)
     key = torch.cat([axes[0].pairs(rows), axes[1].pairs(columns)], dim=1)
     query = torch.cat([axes[0].pairs(rows + offset[0]), axes[1].pairs(columns + offset[1])], dim=1)
     return query, key

@@ -1,8 +1,5 @@
 """Initialise any ViT in place, of this package or of another library, and say what was achieved.
 
-    report = impulse_(model, generator=torch.Generator().manual_seed(0))
-    print(report)                                   # the receipt: what was written, and the mass
-
 A copy of the model, on the CPU and in float32 (or float64), is probed first (`probe.py`). Then the
 init is applied to it, and the tensors that it changed are copied back when all is well. So after an
 error no tensor has changed, and the model may be on any device and in half precision. The inits are
@@ -107,9 +104,7 @@ def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describi
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, DataParallel, DistributedDataParallel or a LightningModule
-    that has no forward of its own, and one module with weights.
-    """
+    """The model in a wrapper of torch, or alone in a LightningModule without its own forward."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrapped(model.module)
@@ -120,9 +115,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> VitLayout | SwinLayout:
-    """The layout of a copy of a model, which inits may write to; raises ValueError, in one line, if
-    none is known to do what it promises.
-    """
+    """The layout of a copy, to which inits may write; ValueError, in one line, if none does fit."""
     if images is not None and (images.ndim != 4 or not len(images)):
         raise ValueError(f"images are {tuple(images.shape)}; expected (n, C, H, W)")
     try:
@@ -143,10 +136,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, in float64 if the model has such parameters, else in float32.
-
-    Raises ValueError for tensors without storage, sharded, quantised and computed ones.
-    """
+    """A copy on the CPU, in float64 or float32; ValueError for what is sharded or quantised."""
     for name, tensor in tensors(model):
         kind = type(tensor).__name__
         if kind not in ("Tensor", "Parameter", "Buffer") or tensor.device.type == "meta" or (

@@ -83,9 +83,7 @@ def layout_of(model: nn.Module | Layout | SwinLayout) -> Layout | SwinLayout:
 
 
 def norm_before(attention: str, block: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The norm that an attention, by its path, reads: its own in vit-pytorch, else the innermost
-    around it, up to the block; None if there is none.
-    """
+    """The norm before an attention: its own (vit-pytorch), else the innermost up to the block."""
     norm = getattr(modules[attention], "norm", None)
     if hasattr(modules[attention], "to_qkv") and isinstance(norm, nn.LayerNorm):
         return norm

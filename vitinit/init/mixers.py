@@ -53,10 +53,10 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator, base: Base = "
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     draw_base(model, base, generator)
 
-    for block, offset in zip(model.blocks, head_offsets(len(model.blocks), cells, offsets,
-                                                        generator)):
-        shift = shift_matrix(offset, model.grid)
-        write_linear_map(block.mlp_tokens, shift, gain=gain, linear_bias=float(linear_bias))
+    targets = head_offsets(len(model.blocks), cells, offsets, generator)
+    for block, offset in zip(model.blocks, targets):
+        write_linear_map(block.mlp_tokens, shift_matrix(offset, model.grid), gain=gain,
+                         linear_bias=float(linear_bias))
 
 
 def write_linear_map(mlp: Mlp, matrix: Tensor, *, gain: float, linear_bias: float) -> None:

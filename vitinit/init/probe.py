@@ -1,16 +1,8 @@
 """What forward passes show of a model of another library, before an init is believed to fit it.
 
 A layout (`layout.py`) is what attributes seem to say. Whether an init does what it promises depends
-on more, which `probe` sees in forward passes of a copy of the model, which is then as it was:
-
-    order       some patches are changed at a time, and the tokens of the first block that change
-                are theirs: the grid, row by row, behind the prefix tokens
-    positions   rows of the position embedding are changed, and the same tokens change by as much
-    formula     the weights of every attention are drawn at random, so that none hides behind
-                another that is 0, and its output is compared with softmax(Q Kᵀ / √d) V·proj of the
-                output of its norm; in a Swin within windows, with the relative bias
-
-What differs is refused, with the reason.
+on more, which `probe` sees in forward passes of a copy of the model, which is then as it was: the
+order of tokens, positions, and the formula of attention, as the page your_own_code.md explains.
 """
 
 from __future__ import annotations

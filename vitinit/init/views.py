@@ -76,16 +76,14 @@ def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Attentions:
-    """The blocks of a transformer, and what a probe (`probe.py`) has seen of it: how many prefix
-    tokens there are, and in words, what was checked.
-    """
+    """The blocks of a transformer, and what a probe (`probe.py`) has seen of it."""
 
     model: nn.Module
     blocks: tuple[Block, ...]
     _: KW_ONLY
     image_shape: tuple[int, int, int] | None = None      # (channels, height, width), where known
-    prefix: int = 0
-    checked: str = ""
+    prefix: int = 0             # tokens before those of the patches
+    checked: str = ""           # in words, what was checked
 
 
 @dataclass(frozen=True)
