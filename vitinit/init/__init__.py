@@ -30,8 +30,7 @@ __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "
 
 GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
 
-# By init and family, a function, or where it is, as "module.function" of this package. Modules are
-# imported when their init is used.
+# By init and family, a function, or "module.function" of this package, imported when it is used.
 INITS: dict[str, dict[str, str | Callable[..., None]]] = {
     "default": {"vit": "baseline.default", "swin": "baseline.default",
                 "mlp_mixer": "baseline.mixer_default", "conv_mixer": "baseline.torch_default",
@@ -50,11 +49,10 @@ INITS: dict[str, dict[str, str | Callable[..., None]]] = {
     "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},
 }
 BASES = ("default", "torch", "lecun")
-IN_PLACE = ("deep_impulse_", "describe", "impulse_", "init_", "mimetic_")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in IN_PLACE:
+    if name not in __all__:                          # those that are not defined here
         raise AttributeError(f"module 'vitinit.init' has no attribute '{name}'")
     return getattr(importlib.import_module(".in_place", __name__), name)
 

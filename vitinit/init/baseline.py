@@ -87,8 +87,7 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     | patch_embed.proj                            | PyTorch's own: U(±1/√fan_in), weight, bias  |
     | LayerNorm                                   | weight 1, bias 0                            |
 
-    Both papers' code calls trunc_normal_(std=.02), which truncates at an absolute ±2, that is, at
-    100 standard deviations: in effect a normal distribution.
+    Both papers' code calls trunc_normal_(std=.02), which truncates at ±2: 100 standard deviations.
 
     ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init, `torch`.
     """

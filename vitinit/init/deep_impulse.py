@@ -12,8 +12,7 @@ proj and the MLPs write over the position embedding, and LayerNorm divides it by
 - Two *constants*, ±a on every token, which hold most of the variance that LayerNorm divides by. So
   it divides all tokens by nearly the same number, and its weight makes up for that.
 
-All sizes are measured: training images pass through the model while it is written. Nothing is
-frozen. No paper describes this initialisation.
+All sizes are measured: images pass through the model while it is written. No paper describes this.
 """
 
 from __future__ import annotations

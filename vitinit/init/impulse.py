@@ -2,8 +2,7 @@
 
 Q and K of each head are solved so that its attention map approximates the convolution matrix of an
 impulse kernel, a kernel that is 1 at a single offset: every token attends to one neighbour. The
-heads of a block together then act as a convolution, whose weights are V and proj. Nothing is
-frozen; training may turn the attention into anything else.
+heads of a block then act as a convolution, whose weights are V and proj. Nothing is frozen.
 
 Options of `impulse`. The defaults are those of the released code, some of which the paper does not
 state. H is the convolution matrix of a head's impulse kernel, Z the noise of `mimetic`.
@@ -14,7 +13,7 @@ offsets: "ordered": head h of every block takes offset number h of `filters.orde
     their number (for 3×3 the released order). "random": one draw per head and block.
 pos_embed_scale: factor on the base's pos_embed. The default raises its standard deviation from
     0.02 to 0.36, so that the content of patches does not swamp it. Not in the paper.
-qk_norm: γ, the Frobenius norm of each head's Q and K; 2 in the paper: nearly uniform in ViT-T.
+qk_norm: γ, the Frobenius norm of each head's Q and K. The paper's 2 leaves ViT-T nearly uniform.
 rank: how many directions of the position embedding are used, up to head_dim; 0: `default_rank`.
 impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale · H where H is
     not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
@@ -121,8 +120,7 @@ def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     diag(1/s) Wᵀ Xᵀ, (rank, N), whose product is the pseudo-inverse of X at that rank.
 
     The truncation, which the released code has and the paper does not mention, is essential: the
-    smallest directions, each divided by its s, would take most of the norm of Q and K, which
-    flattens the map even without noise (lesson 3 shows it).
+    smallest directions, divided by s, would take most of Q's and K's norm: a flat map (lesson 3).
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)

@@ -28,8 +28,7 @@ def impulse_gd(model: nn.Module | VitLayout, *, generator: torch.Generator, base
                renorm_every: int = 100) -> None:
     """Optimise Q and K until softmax(σ X̃ Q Kᵀ X̃ᵀ) is near the impulse maps of all heads.
 
-    The optimiser is Adam, σ the model's own factor on the logits. The papers are arXiv 2401.12511
-    ("first") and arXiv 2404.01139 ("second").
+    By Adam; σ is the model's factor on the logits. The papers: arXiv 2401.12511, then 2404.01139.
 
     | tensor                                                                   | value             |
     |--------------------------------------------------------------------------|-------------------|

@@ -9,7 +9,6 @@ those of this package: a ViT of timm and ours get the same bits from the same ge
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -41,8 +40,7 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     base: "default", "torch" or "lecun" draws all other weights first. None leaves them as they are:
         written is what the init's docstring lists, and 0 to the biases of what it lists.
     images: (n, 3, H, W), normalised as for training. On these the model is probed and the mass
-        measured, too, and deep_impulse measures its norms. Without, white noise takes their place,
-        of the size that the model states.
+        measured, too, and deep_impulse measures its norms. Without: white noise, of a stated size.
     layout: describes the model, where it is of no library that is known here.
     options: of the init, see its function; for example `kernel_size`.
 
@@ -178,21 +176,19 @@ def recognised(model: nn.Module, vit: VitLayout | SwinLayout) -> Description:
 def write(vit: VitLayout | SwinLayout, name: str, generator: torch.Generator, base: str | None,
           images: Tensor | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
-    function, words = init_function(name, vit.family), dict(options)
+    function, given = init_function(name, vit.family), dict[str, Any]()
     whole = name in (*BASES, "whitened")             # which write beside what a layout lists
-    parameters = inspect.signature(function).parameters
-    given: dict[str, Any] = {}
-    if "images" in parameters:
+    complete = with_defaults(function, options)
+    if "images" in complete:
         given["images"] = None if images is None else images.detach().to(vit.blocks[0].q)
-    complete = with_defaults(function, words)
     if base is not None:
-        words["base"] = base
-    elif "base" in parameters:
+        options = {**options, "base": base}
+    elif "base" in complete:
         given["base"] = None                         # which is no word of the option
         if not whole and generator.device.type == "cpu":     # else `apply` refuses it
             prepare(vit, name, complete, generator)
-    apply(function, vit.model, vit.model if whole else vit, words, name=name, generator=generator,
-          **given)
+    apply(function, vit.model, vit.model if whole else vit, options, name=name,
+          generator=generator, **given)
     return complete
 
 

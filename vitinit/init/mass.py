@@ -43,17 +43,15 @@ class Mass(NamedTuple):
 
         Means over the blocks, or, where these differ by more than 0.05, one each, "–" without such.
         """
-        shown: list[str] = []
-        kinds: list[str] = []
+        shown: dict[str, str] = {}
         for kind, values in (("centre", self.centre), ("other", self.others)):
             known = [value for value in values if not math.isnan(value)]
             if known:
                 alike = max(known) - min(known) <= ALIKE
-                kinds.append(kind)
-                shown.append(" ".join(map(decimal, [sum(known) / len(known)] if alike else values)))
+                shown[kind] = " ".join(map(decimal, [sum(known) / len(known)] if alike else values))
         uniform = decimal(sum(self.uniform) / len(self.uniform))
-        return (f"{' / '.join(shown)} (uniform {uniform}) on the targets of {' / '.join(kinds)} "
-                "heads")
+        return (f"{' / '.join(shown.values())} (uniform {uniform}) on the targets of "
+                f"{' / '.join(shown)} heads")
 
 
 def has_targets(model: nn.Module | VitLayout | SwinLayout, name: str,
@@ -113,8 +111,7 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     """The masses that an init reached in a forward pass of `images`, (n, 3, H, W), normalised.
 
     options: those given to the init, which has just been applied to the model and `has_targets`.
-    The target of `mimetic` is the token itself. If offsets were drawn at random, the target of a
-    head is the offset of the kernel to which it attends most.
+    The target of `mimetic` is the token itself; of drawn offsets, that which has the most mass.
     """
     attentions = [module for module in model.modules()
                   if isinstance(module, (Attention, SimpleAttention))]

@@ -1,7 +1,6 @@
 """Mimetic initialisation (Trockman and Kolter, arXiv 2305.09828).
 
-Its weights resemble trained ones. In trained ViTs, W_Q W_Kᵀ of a head has a pronounced positive
-diagonal, and W_V W_proj a negative one.
+As in trained ViTs, W_Q W_Kᵀ of a head has a positive diagonal, and W_V W_proj a negative one.
 """
 
 from __future__ import annotations

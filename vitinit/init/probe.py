@@ -271,8 +271,7 @@ def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: tuple[in
     """What a Swin's attention makes of its norm's output y, and what the formula does, by shift.
 
     y: (n, H, W, D), or (n, H·W, D), with H : W as in `grid`. output: the same, or by windows. Each
-    pair is (windows, n, D), of the windows that are whole: with a shift, the last row and column of
-    windows join what lies apart, and are masked.
+    pair is (windows, n, D), without those of a shift's last row and column, which are masked.
     """
     down, across = block.window
     if y.ndim == 3:
