@@ -12,9 +12,8 @@ from PIL import Image
 
 from vitinit.lessons import FOLDER, IMAGES, __main__ as command, lesson_paths
 from vitinit.lessons.__main__ import main
-from vitinit.lessons.notebook import notebook
-from vitinit.lessons.page import PICTURE, difference, read_page
-from vitinit.lessons.run import LessonError, check_page, run_page, updated_page
+from vitinit.lessons.page import (PICTURE, LessonError, check_page, difference, notebook, read_page,
+                                  run_page, updated_page)
 
 PATHS = lesson_paths()
 lessons = pytest.mark.parametrize("path", PATHS.values(), ids=lambda path: path.stem)

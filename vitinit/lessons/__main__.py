@@ -22,9 +22,7 @@ from ..command_line import Output, Parser, integer, run_program
 from ..files import write_text_atomically
 from ..messages import OneLineError
 from . import IMAGES, lesson_paths
-from .notebook import notebook
-from .page import Page, read_page
-from .run import check_page, updated_page
+from .page import Page, check_page, notebook, read_page, updated_page
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""A lesson as text: a Markdown page, taken apart into prose and code, and put together again.
+"""A lesson: a Markdown page, taken apart into prose and code, run, compared, and as a notebook.
 
 The format is Markdown as GitHub shows it, with four conventions:
 
@@ -15,11 +15,18 @@ Fences of other languages are prose.
 
 from __future__ import annotations
 
+import base64
+import io
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import chdir, redirect_stdout
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+from ..figures.plot import pyplot
+from ..messages import OneLineError, in_brief
 from . import IMAGES
 
 CODE = re.compile(r"^```python(?P<trains> train)?\n(?P<source>.*?)^```\n"
@@ -28,6 +35,18 @@ PICTURE = re.compile(rf"!\[[^\]]*\]\({IMAGES}/(?P<name>[^)/]+\.png)\)")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", flags=re.IGNORECASE)
 WORDS_PER_MINUTE = 150          # of prose with formulas; a line of code counts as LINE words
 LINE = 6
+LONG = re.compile(r"\b(steps|images)=\d+")
+SHORT = r"\1=2"                 # in its place where nobody wants to wait
+FOLD = re.compile(r"<details>\s*<summary>.*?</summary>|</details>")      # around an answer
+FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]*\)")
+HIDDEN = {"jupyter": {"source_hidden": True, "outputs_hidden": True}}
+
+
+class LessonError(OneLineError):
+    """A lesson's code does not do what its page says; the message is one line."""
+
+    status = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,6 @@ class Page:
 
 
 def read_page(path: Path) -> Page:
-    """Take a lesson apart."""
     text = path.read_text(encoding="utf-8")
     matches = list(CODE.finditer(text))
     ends = [0, *(match.end() for match in matches)]
@@ -83,6 +101,50 @@ def read_page(path: Path) -> Page:
                        pictures=tuple(picture["name"] for picture in PICTURE.finditer(after)))
                   for match, after in zip(matches, prose[1:]))
     return Page(path, prose, codes)
+
+
+def run_page(page: Page, folder: Path, *, train: bool) -> Iterator[tuple[Code, str]]:
+    """Run a lesson's blocks in order, as one program; yield each with what it prints.
+
+    folder: in which the blocks run, so that it receives their pictures, which need no display.
+    train: whether blocks that train do so for minutes; otherwise they take two steps and images.
+
+    Raises LessonError, with the page's line, if a block fails.
+    """
+    plt = pyplot()
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for code in page.codes:
+        printed = io.StringIO()
+        source = LONG.sub(SHORT, code.source) if code.trains and not train else code.source
+        try:
+            # Empty lines before the source make the line numbers of a traceback those of the page.
+            program = compile("\n" * (code.line - 1) + source, str(page.path), "exec")
+            with chdir(folder), redirect_stdout(printed):
+                exec(program, names)
+        except Exception as error:
+            raise LessonError(f"{page.path.name}:{code.line}: the code fails: "
+                              f"{type(error).__name__}: {in_brief(error)}") from error
+        plt.close("all")                             # pyplot would keep them in memory
+        yield code, printed.getvalue()
+
+
+def check_page(page: Page, folder: Path, *, train: bool = False) -> Iterator[tuple[Code, str]]:
+    """`run_page`; raises LessonError if a block prints something else than the page shows.
+
+    What a block that trains prints is not compared, since training makes differences of rounding
+    large.
+    """
+    for code, printed in run_page(page, folder, train=train):
+        yield code, printed
+        wrong = None if code.trains else difference(code.output, printed)
+        if wrong:
+            raise LessonError(f"{page.path.name}:{code.line}: {wrong}")
+
+
+def updated_page(page: Page, folder: Path) -> Page:
+    """The page with what its blocks print now, after all training; pictures go to `folder`."""
+    return replace(page, codes=tuple(replace(code, output=printed) for code, printed in
+                                     run_page(page, folder, train=True)))
 
 
 def difference(expected: str, printed: str) -> str | None:
@@ -115,3 +177,36 @@ def _unit(number: str) -> float:
     if not exponent and "." not in mantissa:
         return 0.0
     return 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+
+
+def notebook(page: Page) -> dict[str, Any]:
+    """The notebook of a lesson (nbformat 4.5), ready for json.dump.
+
+    A picture is shown as an output of the code that draws it, not in the prose. An answer is in
+    cells of its own, which are collapsed: its prose by a fold of HTML, its code by the cell's
+    metadata. Links to files become plain text.
+    """
+    cells: list[dict[str, Any]] = []
+    hidden = False
+    for prose, code in zip_longest(page.prose, page.codes):
+        for place, part in enumerate(FOLD.split(LINK.sub(r"\1", PICTURE.sub("", prose)))):
+            hidden ^= place > 0                      # each fold's mark begins or ends an answer
+            if text := part.strip():
+                text = FOLDED.format(text) if hidden else text
+                cells.append({"cell_type": "markdown", "metadata": {}, "source": text})
+        if code is not None:
+            outputs: list[dict[str, Any]] = []
+            if code.output:
+                outputs.append({"output_type": "stream", "name": "stdout", "text": code.output})
+            for picture in code.pictures:
+                content = (page.path.parent / IMAGES / picture).read_bytes()
+                outputs.append({"output_type": "display_data", "metadata": {}, "data": {
+                    "image/png": base64.b64encode(content).decode("ascii")}})
+            cells.append({"cell_type": "code", "execution_count": None, "outputs": outputs,
+                          "source": code.source.rstrip("\n"),
+                          "metadata": HIDDEN if hidden else {}})
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"
+    return {"nbformat": 4, "nbformat_minor": 5, "cells": cells, "metadata": {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"}}}
