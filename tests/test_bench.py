@@ -12,7 +12,7 @@ from launches import launches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitinit.bench import __main__ as bench, all as everything, loader, step, timing
-from vitinit.bench.memory import saved_bytes
+from vitinit.bench.step import saved_bytes
 from vitinit.bench.timing import interleave, times_as_fast
 from vitinit.bench.training import recipe_of
 from vitinit.data.images import decode_image

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.figures import maps, plot
+from vitinit.figures import attention, plot
 
 
 def built(pool: str) -> vitinit.models.VisionTransformer:
@@ -30,7 +30,7 @@ def test_maps_equal_the_formulas_written_out(pool):
     norm = model.blocks[block].norm1
     code = (code - code.mean(1, keepdims=True)) / np.sqrt(code.var(1, keepdims=True) + 1e-6)
     code = code * norm.weight.detach().numpy() + norm.bias.detach().numpy()
-    found = {kind: maps.position_maps(model, block, kind).numpy() for kind in maps.KINDS}
+    found = {kind: attention.position_maps(model, block, kind).numpy() for kind in attention.KINDS}
     for head in range(3):
         query, key = (packed[part * 39 + head * 13:][:13].T for part in (0, 1))      # (D, d)
         logits = code @ query @ key.T @ code.T
@@ -59,17 +59,17 @@ def test_a_simple_vits_maps_are_those_where_the_content_is_zero(reads, entering)
             part = slice(12 * head, 12 * head + 12)
             query, key = (z @ packed[part].T for packed in block.attn.qk.weight.chunk(2))
         logits = (query @ key.T).detach()
-        torch.testing.assert_close(maps.position_maps(model, 1, "logits")[head], logits)
-        torch.testing.assert_close(maps.position_maps(model, 1, "softmax")[head],
+        torch.testing.assert_close(attention.position_maps(model, 1, "logits")[head], logits)
+        torch.testing.assert_close(attention.position_maps(model, 1, "softmax")[head],
                                    (0.1 * logits).softmax(-1))
     if reads == "free":
         with pytest.raises(plot.FigureError, match="expected --kinds logits softmax"):
-            maps.position_maps(model, 1, "qk")
+            attention.position_maps(model, 1, "qk")
 
 
 def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeypatch):
     drawn = []
-    monkeypatch.setattr(maps, "draw_grid",
+    monkeypatch.setattr(attention, "draw_grid",
                         lambda *arguments: (drawn.append(arguments), plot.draw_grid(*arguments)))
     draw("maps", "--recipe", "quickstart", "--init", "default", "impulse", "--seed", 5, *sizes,
          "--blocks", 1, 0, "--heads", 2, 0, "--kinds", "qk", "softmax")
@@ -81,13 +81,13 @@ def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeyp
     model = vitinit.build_model("vit_tiny", num_classes=10, image_size=(10, 14), patch_size=2,
                                 embed_dim=39, depth=2, num_heads=3, pool="mean")
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(5))
-    assert torch.equal(rows[6].maps, maps.position_maps(model, 1, "softmax")[[2, 0]])
-    assert torch.equal(rows[3].maps, maps.position_maps(model, 0, "qk")[[2, 0]])
+    assert torch.equal(rows[6].maps, attention.position_maps(model, 1, "softmax")[[2, 0]])
+    assert torch.equal(rows[3].maps, attention.position_maps(model, 0, "qk")[[2, 0]])
 
 
 def test_without_a_recipe_or_a_run_nine_heads_are_shown_after_three_inits(draw, monkeypatch):
     drawn = []
-    monkeypatch.setattr(maps, "draw_grid",
+    monkeypatch.setattr(attention, "draw_grid",
                         lambda *arguments: (drawn.extend(arguments[1]), plot.draw_grid(*arguments)))
     draw("maps", "--kinds", "softmax")
     assert [row.label.partition("\n")[0] for row in drawn] == ["default", "mimetic", "impulse"]

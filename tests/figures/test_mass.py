@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vitinit.figures import mass
 from vitinit.figures.__main__ import main
+from vitinit.figures.attention import mass_of
 from vitinit.figures.plot import LOOKS
 from vitinit.figures.subjects import fresh, photographs
 from vitinit.filters import ordered_offsets
@@ -19,7 +19,7 @@ def test_the_masses_are_those_on_the_inits_targets(sizes, init):
     Of three heads, the first of block 0 alone has the offset (0, 0) if the offsets go on.
     """
     subject, = fresh(["quickstart"], [init], seed=None, sets=sizes[1::2])
-    found = mass.mass_of(subject, None, 5)
+    found = mass_of(subject, None, 5)
     cells, goes_on = ordered_offsets(3), init == "deep_impulse"
     for block, weights in mixing_matrices(
             subject.model, photographs(None, 5, subject.recipe)).items():

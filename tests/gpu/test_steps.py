@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit import build_model
-from vitinit.bench.memory import saved_bytes
+from vitinit.bench.step import saved_bytes
 from vitinit.bench.timing import clock_of
 from vitinit.bench.training import alone, given_step, train_on
 from vitinit.models.attention import attention_weights

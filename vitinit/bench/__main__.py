@@ -19,8 +19,7 @@ from ..command_line import Output, Parser, integer, one_of, real, run_program
 from ..train.device import cores
 from .all import bench_all, machine
 from .loader import fed_rows, image_folder, loader_rows
-from .memory import memory_row
-from .step import step_rows
+from .step import memory_row, step_rows
 from .timing import row_table
 from .training import recipe_of
 

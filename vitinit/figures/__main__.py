@@ -30,12 +30,10 @@ from ..command_line import Output, Parser, integer, one_of, real, run_program
 from ..init import INITS
 from ..runs.groups import finished_runs, group_runs
 from ..runs.records import read_runs
-from .attention import draw_attention
+from .attention import KINDS, draw_attention, draw_kernels, draw_maps, draw_mass
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_across, draw_curves, draw_steps
 from .explore import write_explorer
-from .maps import KINDS, draw_kernels, draw_maps
-from .mass import draw_mass
 from .plot import FigureError, pyplot
 from .report import write_report
 from .subjects import Subject, fresh, of_runs

@@ -1,18 +1,172 @@
-"""The figure `attention`: what a query token of a photograph attends to, as heat over the image."""
+"""The figures `maps`, `kernels`, `mass` and `attention`: what the heads of a model attend to.
+
+`maps` shows Q Kᵀ, P Q Kᵀ Pᵀ and its softmax, as arXiv 2305.09828 (mimetic initialisation) and
+2505.19985 (structured initialisation) do. Q and K are a head's query and key weights, P is the
+position embedding. `kernels` shows the mean attention by the offset from query to key, which is the
+convolution kernel that the head starts as; `mass` the share of attention that lies on each head's
+target, by depth: on the token at the head's offset, which a convolution with the head's impulse
+filter would pick. `attention` shows what a query token of a photograph attends to.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ..data.images import decode_image
-from ..mixing import block_grids, mixing_matrices
+from ..init.mass import Mass, has_targets, mass_on_images
+from ..mixing import block_grids, mean_kernel, mixing_matrices
+from ..models.attention import attention_weights
+from ..models.simple_vit import SimpleViT
 from ..models.swin import SwinTransformer
 from ..runs.data import as_input, evaluation_view
-from .plot import FigureError, draw_heat, pyplot, save
-from .subjects import VITS, Subject, indices, unfit
+from .plot import FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pyplot, save
+from .subjects import VITS, Subject, Vit, indices, photographs, unfit
+
+# kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
+KINDS = {
+    "qk": ("Q Kᵀ", "channel of Q", "channel of K", True),
+    "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
+    "softmax": ("attention on P alone", "query token", "key token", False),
+}
+RADIUS = 3                      # largest offset of a kernel, in patches
+SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour scale
+PARTS = {"centre": "centre heads", "others": "other heads"}      # of a Mass
+
+
+@torch.no_grad()
+def position_maps(model: Vit, block: int, kind: str) -> Tensor:
+    """One kind of map for every head of a block.
+
+    kind: one of KINDS.
+    Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D), is the position
+    embedding as it reaches the queries and keys where the content is 0: after the block's own first
+    norm, in a SimpleViT also weighted and read as the model does. Biases of queries and keys are
+    left out, as in the papers; "softmax" includes the model's factor on the logits. Raises
+    FigureError for a "qk" of a SimpleViT whose queries and keys are free parameters.
+    """
+    norm, attention = model.blocks[block].norm1, model.blocks[block].attn
+    if kind == "qk":
+        if getattr(attention, "reads", "") == "free":
+            raise FigureError('Q and K of this model (reads = "free") are no weights of channels; '
+                              "expected --kinds logits softmax")
+        return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
+    if isinstance(model, SimpleViT):
+        attention = model.blocks[block].attn
+        share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
+        x = norm(share * model.pos_embed)[None]                          # (1, N, D)
+        if kind == "softmax":
+            return attention.mixing_weights(x, model.pos_embed)[0]
+        query, key = attention.queries_keys(x, model.pos_embed)          # (1, h, N, d) each
+        return (query @ key.mT)[0]
+    positions = norm(model.pos_embed[0, model.num_prefix_tokens:])       # (N, D)
+    query, key = positions @ attention.q_weight.mT, positions @ attention.k_weight.mT  # (h, N, d)
+    return query @ key.mT if kind == "logits" else attention_weights(query, key)
+
+
+def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
+              blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+    """Draw one row per kind, model and block, with one column per head.
+
+    Each kind has one colour scale. heads: indices; None: all heads.
+    """
+    rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
+    for subject in subjects:
+        if not isinstance(model := subject.model, VITS):
+            raise unfit(subject, "maps", VITS)
+        for block in indices("block", blocks, len(model.blocks)):
+            for kind in kinds:
+                unit, down, across, diverging = KINDS[kind]
+                maps = position_maps(model, block, kind)
+                maps = maps[indices("head", heads, len(maps))]
+                # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
+                # other entries would be pale.
+                peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
+                rows[kind].append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
+                                      diverging, peak=peak))
+    draw_grid(out, [row for kind in kinds for row in rows[kind]], heads,
+              subject.heading("each head on the position embedding P"))
+
+
+def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
+                 blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+    """Draw mean attention by offset, with one row per model and block and one column per head.
+
+    folder, count: the mean is over `count` images (`photographs`) and all query tokens.
+    heads: indices; None: all heads.
+    """
+    rows = []
+    for subject in subjects:
+        if not isinstance(model := subject.model, VITS):
+            raise unfit(subject, "kernels", VITS)
+        images = photographs(folder, count, subject.recipe)
+        numbers = indices("block", blocks, len(model.blocks))
+        for block, weights in mixing_matrices(model, images, blocks=numbers).items():
+            weights = weights[:, indices("head", heads, weights.shape[1])]       # (B, h, N, N)
+            kernel = mean_kernel(weights, model.grid, RADIUS).mean(0)
+            rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
+                            "patches down", "patches right", diverging=False, centred=True))
+    draw_grid(out, rows, heads,
+              subject.heading(f"what each head attends to, mean over {count} images"))
+
+
+def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
+    """The mass on the targets of the subject's init, on `count` images (see `photographs`).
+
+    An init that aims at no neighbours is measured on the targets that `impulse` would have.
+    """
+    name, options = subject.recipe.init.name, subject.recipe.init.options
+    if name == "mimetic" or not has_targets(subject.model, name, options):
+        name, options = "impulse", {}
+    return mass_on_images(subject.model, name, options, photographs(folder, count, subject.recipe))
+
+
+def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int) -> None:
+    """Draw two panels per recipe with one line per init, or per run and epoch; print the numbers.
+
+    The upper panels show the heads whose target is the query token itself, the lower ones all
+    others; blocks without such heads are left out. folder, count: see `photographs`.
+    """
+    by_recipe: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
+    for subject in subjects:
+        if not isinstance(subject.model, VITS):
+            raise unfit(subject, "mass", VITS)
+        subject = subject._replace(state=subject.state.removeprefix(f"{subject.recipe.name}, "))
+        mass = mass_of(subject, folder, count)
+        for part in PARTS:
+            print(f"{subject.recipe.name}, {subject.state}: {part}",
+                  *(f"{value:.3f}" for value in getattr(mass, part)))
+        by_recipe[subject.recipe.name].append((subject, mass))
+
+    figure, axes = pyplot().subplots(2, len(by_recipe), squeeze=False, sharey=True,
+                                     layout="constrained",
+                                     figsize=(max(7.6, 2.4 * len(by_recipe) + 0.8), 6.0))
+    legend = {}
+    for column, (name, masses) in zip(axes.T, by_recipe.items()):
+        looks = looks_of([subject.recipe.init.name for subject, _ in masses])
+        for axis, (part, words) in zip(column, PARTS.items()):
+            legend["uniform attention"], = axis.plot(masses[0][1].uniform, color="0.8", linewidth=6)
+            for (subject, mass), (colour, line) in zip(masses, looks):
+                values = torch.tensor(getattr(mass, part))
+                known = ~values.isnan()
+                legend[subject.state], = axis.plot(
+                    known.nonzero()[:, 0], values[known], color=colour, linestyle=line, marker="o",
+                    markersize=3)
+            axis.set_title(f"{name}, {words}", fontsize=10)
+            axis.set_xticks(range(len(mass.uniform)))
+            axis.tick_params(labelsize=7)
+            axis.grid(alpha=0.3)
+        axis.set_xlabel("block")
+    axis.set(yscale="log", ylim=(None, 1.2))         # of all panels; with room for markers at 1
+    axis.yaxis.set_major_formatter("{x:g}")
+    add_legend(figure, legend)
+    figure.supylabel("share of attention on the head's target", fontsize=10)
+    save(figure, out, f"Attention on the heads' targets by depth, mean over {count} images")
 
 
 def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
