@@ -15,8 +15,7 @@ from small_models import built, seeded
 import vitinit
 from vitinit import predict as predict_module
 from vitinit.data.images import HEIF_REMEDY
-from vitinit.figures import sheet as sheet_module
-from vitinit.figures.sheet import attended
+from vitinit.figures.plot import FigureError
 from vitinit.mixing import mixing_matrices
 from vitinit.runs.trained import Trained
 
@@ -122,8 +121,9 @@ def test_the_sheet_shows_images_with_their_guesses_in_an_even_selection(folder, 
     assert f"{len(places)} of 21 images: " in heading
     for tile, path in zip(tiles, [paths[place] for place in places], strict=True):
         assert torch.equal(tile.view, trained.view(path)) and tile.heat is None
-        assert tile.truth == path.parent.name
-        assert (tile.guess, pytest.approx(tile.share, rel=1e-5)) == trained.predict(path)[0]
+        assert tile.guess.truth == path.parent.name
+        (name, share), *_ = tile.guess.ranked
+        assert (name, pytest.approx(share, rel=1e-5)) == trained.predict(path)[0]
 
 
 def test_a_drawn_sheet_is_an_image(folder, tmp_path, capsys):
@@ -151,9 +151,9 @@ def test_heat_is_the_attention_of_the_pooled_tokens():
         matrices = mixing_matrices(trained.model, trained.preprocess(view))
         weights = matrices[max(matrices)][0].mean(0)                     # (N, N)
         expected = weights[0] if sizes.get("pool") == "class" else weights[-35:].mean(0)
-        torch.testing.assert_close(attended(trained, view), expected[-35:].view(5, 7))
-    with pytest.raises(sheet_module.FigureError, match="a MlpMixer has no attention; expected a V"):
-        sheet_module.require_attention(with_model("mixer"))
+        torch.testing.assert_close(predict_module.attended(trained, view), expected[-35:].view(5, 7))
+    with pytest.raises(FigureError, match="a MlpMixer has no attention; expected a V"):
+        predict_module.require_attention(with_model("mixer"))
 
 
 def test_what_cannot_be_predicted_is_one_line(tmp_path, monkeypatch, capsys):

@@ -15,8 +15,7 @@ from PIL import Image
 
 import vitinit
 from vitinit.data.datasets import imagenet_wnids
-from vitinit.figures.sheet import attended
-from vitinit.predict import classify
+from vitinit.predict import attended, classify
 from vitinit.recipe.values import ReadOnly
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import read_checkpoint_file as load_checkpoint
