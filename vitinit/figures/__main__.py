@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -45,29 +46,21 @@ VARIANT_INITS = ["default", "mimetic", "impulse"]
 MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")   # arguments about models
 
 
-# Parts of the command line --------------------------------------------------------------------
-
-
 def numbers(text: str) -> list[int] | Literal["all"]:
-    """Parse a list of epochs, such as "0,10,300", or "all"."""
-    try:
+    with suppress(argparse.ArgumentTypeError):
         return "all" if text == "all" else list(map(integer(0), text.split(",")))
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers such as 0,10,300, or all"
-                                         ) from None
+    raise argparse.ArgumentTypeError(f"{text}: expected numbers such as 0,10,300, or all")
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Parse "ROW,COLUMN"."""
-    try:
-        row, column = map(integer(-2**15, 2**15), text.split(","))
-    except (argparse.ArgumentTypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text}: expected two numbers such as 3,5") from None
-    return row, column
+    with suppress(argparse.ArgumentTypeError, ValueError):
+        row, column = map(integer(0, 2**15), text.split(","))
+        return row, column
+    raise argparse.ArgumentTypeError(f"{text}: expected two numbers such as 3,5")
 
 
 def models(figure: Parser) -> None:
-    """Add MODELS: models freshly initialised from recipes, or read from runs."""
+    """Add MODELS, the arguments of `subjects`."""
     source = figure.add_mutually_exclusive_group()
     source.add_argument("--recipe", nargs="+", metavar="NAME",
                         help="models freshly initialised from these recipes; default: quickstart "
@@ -90,8 +83,7 @@ def images(figure: Parser) -> None:
     figure.add_argument("--data-dir", type=Path, dest="folder",
                         help="a folder with photographs; default: the images that a recipe of "
                              "`shapes` draws")
-    figure.add_argument("--count", type=integer(1), default=24,
-                        help="use the first COUNT of them")
+    figure.add_argument("--count", type=integer(1), default=24, help="use the first COUNT of them")
 
 
 def blocks_and_heads(figure: Parser) -> None:
@@ -106,8 +98,7 @@ def runs(figure: Parser) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """`draw` is the figure's function; what belongs to that figure alone is named as its parameter.
-    """
+    """`draw` is the figure's function; all but MODELS and `out` are named as its parameters."""
     parser = Parser(prog="python -m vitinit.figures", description=__doc__)
     figures = parser.add_subparsers(metavar="FIGURE", required=True)
 
@@ -164,22 +155,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-# What is drawn --------------------------------------------------------------------------------
-
-
 def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -> None:
-    """Draw top-1 of finished runs, by epoch or by a key, or quantities by step of all runs.
-
-    Runs that are left out because they are not finished are named.
-    """
+    """Draw top-1 of finished runs, by epoch or by a key, or quantities by step of all runs."""
     if steps:
         return draw_steps(out, group_runs(read_runs(runs)))
     finished, unfinished = finished_runs(read_runs(runs))
-    for line in unfinished:
-        print(line)
-    if across:
-        return draw_across(out, group_runs(finished), across)
-    draw_curves(out, group_runs(finished))
+    print("".join(f"{line}\n" for line in unfinished), end="")
+    groups = group_runs(finished)
+    return draw_across(out, groups, across) if across else draw_curves(out, groups)
 
 
 def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str] | None,

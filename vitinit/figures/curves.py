@@ -50,24 +50,26 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
     """The QUANTITIES of steps.jsonl by step, and how many recorded steps are one point.
 
     Only steps that all seeds of a group have reached have a point. Bands of more than POINTS
-    recorded steps are averages over equally many neighbouring ones.
+    recorded steps are means of equally many neighbours, without NaN.
     Raises FigureError for a group without a recorded step that all seeds share.
     """
     bands: dict[str, list[Band]] = {key: [] for key in QUANTITIES}
     most = 1
     for group, look in zip(groups, looks(groups)):
-        rows = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
+        recorded = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
         for key in QUANTITIES:
             curve = band(group, look, [{row["step"]: math.nan if row[key] is None else row[key]
-                                        for row in seed} for seed in rows])
+                                        for row in rows} for rows in recorded])
             if not len(curve.across):
                 run, *_ = group.runs.values()
                 raise FigureError(f"{run.path.name}: no steps on record to draw; steps.jsonl has a "
                                   "line from the tenth on")
             merged = -(-len(curve.across) // POINTS)
             most = max(most, merged)
-            bands[key].append(curve._replace(across=averaged(curve.across[None], merged)[0],
-                                             values=averaged(curve.values, merged)))
+            steps, values = (
+                torch.stack([part.double().nanmean(1) for part in rows.split(merged, 1)], 1)
+                for rows in (curve.across[None], curve.values))
+            bands[key].append(curve._replace(across=steps[0], values=values))
     return bands, most
 
 
@@ -80,25 +82,15 @@ def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float]]) -> Ba
     return Band(label, *look, torch.tensor(shared), values)
 
 
-def averaged(values: Tensor, merged: int) -> Tensor:
-    """Average each `merged` neighbours of a row: (rows, columns) → (rows, ⌈columns / merged⌉).
-
-    NaN is left out of the means.
-    """
-    return torch.stack([part.double().nanmean(1) for part in values.split(merged, dim=1)], dim=1)
-
-
 def looks(groups: Sequence[Group]) -> list[Look]:
     """The colour and the line of each group, which are those of its init."""
-    firsts = [next(iter(group.runs.values())) for group in groups]
-    return looks_of([run.keys["init.name"] for run in firsts])
+    return looks_of([next(iter(group.runs.values())).keys["init.name"] for group in groups])
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
-    """Draw validation top-1 by epoch, with one line per group of runs.
+    """Draw validation top-1 by epoch, a line per group: mean over seeds, in a band, their range.
 
-    A group's line is the mean over its seeds, with a band from the lowest to the highest. Epochs
-    without an evaluation are left out.
+    Epochs without an evaluation are left out.
     """
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
     draw_bands(axis, by_epoch(groups))
@@ -108,10 +100,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
 
 
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:
-    """Draw the quantities in steps.jsonl, a panel each, as `draw_curves` draws top-1.
-
-    Raises FigureError as `by_step` does.
-    """
+    """Draw the quantities of `by_step`, which may raise FigureError, as `draw_curves` top-1."""
     bands, merged = by_step(groups)
     figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(9.0, 3.6), layout="constrained")
     for axis, (key, words) in zip(axes, QUANTITIES.items()):
@@ -138,7 +127,6 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     """Draw the last top-1 by the value of a numerical key of the recipe, on a logarithmic axis.
 
     key: or IMAGES, the number of training images on record, which SUBSET's keys and the set decide.
-
     Groups that differ in this key alone are points of one line: mean over seeds, and where there
     are several a bar from the lowest to the highest.
     Raises FigureError if no line has two points, or if a point has two groups.

@@ -55,14 +55,10 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def as_png(view: Tensor, side: int | None = None) -> str:
-    """A view (3, H, W) uint8 as the address of an image inside a page.
-
-    side: the most pixels of a side that it may have; a larger view is made smaller.
-    """
+def as_png(view: Tensor, side: int = 2**16) -> str:
+    """A view (3, H, W) uint8, made smaller if over `side` pixels, as an address inside a page."""
     file, image = io.BytesIO(), Image.fromarray(view.permute(1, 2, 0).numpy())
-    if side is not None:
-        image.thumbnail((side, side))
+    image.thumbnail((side, side))
     image.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 

@@ -1,7 +1,4 @@
-"""Plotting that all figures share: the look of each init, legends, heat, grids of maps.
-
-The colours can be told apart by colour-blind readers.
-"""
+"""Plotting that all figures share: the look of each init, legends, heat, grids of maps."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 Line = str | tuple[int, tuple[int, ...]]
 Look = tuple[str, Line]         # a colour and a line, as matplotlib takes them
 # Each init has one colour and one line in every picture, here and in the lessons. The colours are
-# those of Okabe and Ito.
+# those of Okabe and Ito, which colour-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#000000"
 LOOKS: dict[str, Look] = {
@@ -70,7 +67,7 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
 
     few_colours: reduce it to FEW colours, which is a fourth of the bytes: "flat" for the areas of
     maps, "dithered" for photographs. Raises FigureError if it is too large for matplotlib, and
-    CheckpointError if the file cannot be written; one that was there then stays.
+    FileError if the file cannot be written; one that was there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
     drawn = io.BytesIO()
@@ -124,9 +121,6 @@ def draw_heat(axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor,
                        interpolation="nearest")
 
 
-# Grids of maps --------------------------------------------------------------------------------
-
-
 class Row(NamedTuple):
     """A row of a grid: maps side by side, one for each head."""
 
@@ -141,7 +135,7 @@ class Row(NamedTuple):
 
 
 def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: str) -> None:
-    """Draw a grid of maps. Neighbouring rows of one unit have one scale, and one colour bar.
+    """Draw a grid of maps: neighbouring rows of one unit have one scale, and one colour bar.
 
     heads: of the columns; None: all.
     """

@@ -67,9 +67,6 @@ def write_report(out: Path, runs: Sequence[Path], *, data_dir: str | None, image
                  for group in groups for run in group.runs.values()]})
 
 
-# Curves ---------------------------------------------------------------------------------------
-
-
 def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
     """The panels of curves, and a line about those by step where there are none, or only means."""
     by, notes = dict(EPOCHS), []
@@ -97,9 +94,6 @@ def panel(title: str, across: str, bands: Sequence[Band]) -> dict[str, Any]:
                       "low": rounded(values.amin(0).tolist()) if several else None,
                       "high": rounded(values.amax(0).tolist()) if several else None})
     return {"title": title, "across": across, "lines": lines, "log": False}
-
-
-# One run --------------------------------------------------------------------------------------
 
 
 def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weights: str

@@ -133,9 +133,6 @@ def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count:
     return numbers
 
 
-# Photographs ----------------------------------------------------------------------------------
-
-
 def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
     """The first `count` photographs under `folder` as the model's inputs, (count, 3, H, W).
 

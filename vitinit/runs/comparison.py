@@ -22,9 +22,6 @@ RECORDED = {"git_commit": "commit", "torch": "torch", "python": "Python", "devic
             "processes": "processes"}       # key of run.json → word in the comparison
 
 
-# Student's t ----------------------------------------------------------------------------------
-
-
 def share_within(angle: float, degrees: int) -> float:
     """P(|T| ≤ √n · tan(angle)) for Student's t with n `degrees` of freedom, an integer ≥ 1.
 
@@ -69,9 +66,6 @@ def paired(groups: Sequence[Group]) -> list[Difference]:
                                            for seed, value in other.last(metric).items()
                                            if seed in first.last(metric)})
             for other in others for name, metric in METRICS.items()]
-
-
-# As Markdown ----------------------------------------------------------------------------------
 
 
 def compare_runs(runs: Sequence[Run]) -> tuple[list[Group], str]:
