@@ -151,7 +151,8 @@ def test_heat_is_the_attention_of_the_pooled_tokens():
         matrices = mixing_matrices(trained.model, trained.preprocess(view))
         weights = matrices[max(matrices)][0].mean(0)                     # (N, N)
         expected = weights[0] if sizes.get("pool") == "class" else weights[-35:].mean(0)
-        torch.testing.assert_close(predict_module.attended(trained, view), expected[-35:].view(5, 7))
+        heat = predict_module.attended(trained, view)
+        torch.testing.assert_close(heat, expected[-35:].view(5, 7))
     with pytest.raises(FigureError, match="a MlpMixer has no attention; expected a V"):
         predict_module.require_attention(with_model("mixer"))
 

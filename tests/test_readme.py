@@ -17,9 +17,9 @@ from PIL import Image
 
 from vitinit import export, predict
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.comparison import mean_and_std, t_interval
 from vitinit.runs.model import build
 from vitinit.runs.records import read_archive
+from vitinit.runs.results import mean_and_std, t_interval
 
 
 def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, train_program,

@@ -23,9 +23,9 @@ from pathlib import Path
 from .command_line import Output, Parser, run_program
 from .figures.curves import draw_curves
 from .files import require_replaceable, write_text_atomically
-from .runs.comparison import compare_runs
 from .runs.groups import finished_runs
 from .runs.records import SUFFIX, read_runs, write_archive
+from .runs.results import compare_runs
 
 
 def compare(args: argparse.Namespace) -> None:

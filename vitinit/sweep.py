@@ -35,9 +35,9 @@ import torch
 
 from .command_line import Parser, integer, run_program
 from .recipe.files import RecipeError, fresh_recipe
-from .runs.comparison import compare_runs
 from .runs.folder import RunFolder
 from .runs.records import read_run, read_runs
+from .runs.results import compare_runs
 from .runs.resume import DONE, require_same_recipe, task_in
 from .train.device import cores
 from .train.interruption import StopRequest

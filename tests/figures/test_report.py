@@ -12,8 +12,8 @@ import torch
 import vitinit
 from vitinit.figures.__main__ import main
 from vitinit.figures.page import rounded
-from vitinit.runs.comparison import compare_runs, t_interval
 from vitinit.runs.records import read_run, write_archive
+from vitinit.runs.results import compare_runs, t_interval
 
 IMAGES = Path(__file__).parents[1] / "data" / "cifar10"
 

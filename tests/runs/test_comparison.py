@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vitinit.runs.comparison import mean_and_std, t_quantile
+from vitinit.runs.results import mean_and_std, t_quantile
 
 
 def test_t_quantiles_are_those_of_printed_tables_and_of_scipy():

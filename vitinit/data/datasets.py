@@ -17,9 +17,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
 
 
 def open_wnids(folder: Path) -> ImageFolder:
-    """Open an image folder whose classes are WordNet ids."""
+    """An image folder whose classes are WordNet ids."""
     source = ImageFolder(folder)
     for name in source.classes:
         if not is_wnid(name):
@@ -180,8 +180,7 @@ def list_pets(root: Path, split: str) -> ImageFiles:
                       [breeds[label] for label in sorted(breeds)])
 
 
-@dataclass(frozen=True)
-class DataSet:
+class DataSet(NamedTuple):
     """What is known about a data set."""
 
     open: Callable[[Path, str], Source]     # a split under a root folder; see `open_folder`

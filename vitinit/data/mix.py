@@ -55,19 +55,15 @@ class Mix:
             return UNMIXED
         switch = rng.random() < self.switch_probability
         if self.cutmix_alpha and (switch or not self.mixup_alpha):
-            box = draw_box(rng, rng.beta(self.cutmix_alpha, self.cutmix_alpha), height, width)
-            # λ follows the area of the box after it was clipped at the border.
+            # A box of (1 − λ) of the area, centre uniform, clipped at the border, which λ follows.
+            side = math.sqrt(1.0 - rng.beta(self.cutmix_alpha, self.cutmix_alpha))
+            half_height, half_width = int(height * side) // 2, int(width * side) // 2
+            y, x = int(rng.integers(height)), int(rng.integers(width))
+            top, left = max(y - half_height, 0), max(x - half_width, 0)
+            box = Box(top, left, min(y + half_height, height) - top,
+                      min(x + half_width, width) - left)
             return MixDraw(1.0 - box.height * box.width / (height * width), box)
         return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), NOWHERE)
-
-
-def draw_box(rng: np.random.Generator, share: float, height: int, width: int) -> Box:
-    """Draw cutmix's box: (1 − share) of the area, centre uniform, then clipped at the border."""
-    side = math.sqrt(1.0 - share)
-    half_height, half_width = int(height * side) // 2, int(width * side) // 2
-    y, x = int(rng.integers(height)), int(rng.integers(width))
-    top, left = max(y - half_height, 0), max(x - half_width, 0)
-    return Box(top, left, min(y + half_height, height) - top, min(x + half_width, width) - left)
 
 
 def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:

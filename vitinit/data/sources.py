@@ -130,12 +130,6 @@ def are_names(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
     return classes is not None and [*classes] != [*map(str, range(len(classes)))]
 
 
-def indices_by_name(known: Sequence[str], wanted: Sequence[str]) -> list[int | None]:
-    """For each name that is wanted its index among those that are known; None: it is not there."""
-    indices = {name: index for index, name in enumerate(known)}
-    return [indices.get(name) for name in wanted]
-
-
 def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
     """For each class of a data set its index among a model's; DataError names one that it lacks."""
     indices = {name: index for index, name in enumerate(model_classes)}
@@ -173,13 +167,9 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
     return {SIZES: hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]} if sizes else {}
 
 
-# Parts of a training set ----------------------------------------------------------------------
-#
 # The images of each class have a random order that is keyed by (seed, class) alone. Images to train
 # on are taken from its front, held-out images from its end. So with the same seed a smaller part is
 # contained in every larger one, and no image is both trained on and held out.
-
-
 def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int = 0,
                     held_out: int = 0, seed: int = 0, held_out_seed: int | None = None) -> Source:
     """The part of `source` to train on: a share of each class, or a number of images of each class.

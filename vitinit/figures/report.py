@@ -18,10 +18,10 @@ from ..data.images import DataError
 from ..messages import OneLineError
 from ..recipe.files import load_recipe
 from ..recipe.values import to_toml
-from ..runs.comparison import compare_runs, origin, paired, t_interval
 from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import Group, group_runs
 from ..runs.records import Run, read_runs
+from ..runs.results import compare_runs, origin, paired, t_interval
 from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
 from ..train.device import this_device

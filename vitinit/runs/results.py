@@ -1,8 +1,15 @@
-"""Results as text: a table in Markdown, and what eval.py prints and writes."""
+"""Results as Markdown and JSON: what eval.py prints and writes, and the comparison of runs.
+
+The latter has groups over seeds, paired differences and Student's t. `python -m vitinit.compare`
+prints it, a sweep ends with it, and the page `report` shows it.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +18,14 @@ from ..files import write_text_atomically
 from ..messages import one_line
 from ..train.engine import Evaluation
 from .data import EvaluatedSet
+from .groups import Group, finished_runs, group_runs
+from .records import Run
+
+CONFIDENCE = 0.95
+BISECTIONS = 100                # each halves an interval of doubles, whose mantissa has 53 bits
+METRICS = {"model": "val_top1", "EMA": "ema_top1"}
+RECORDED = {"git_commit": "commit", "torch": "torch", "python": "Python", "device": "device",
+            "processes": "processes"}       # key of run.json → word in the comparison
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -82,3 +97,141 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
     else:
         write_text_atomically(text, json_file)
         print(f"wrote {json_file}", flush=True)
+
+
+def share_within(angle: float, degrees: int) -> float:
+    """P(|T| ≤ √n · tan(angle)) for Student's t with n `degrees` of freedom, an integer ≥ 1.
+
+    Computed by the finite sums in Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3
+    (odd n) and 26.7.4 (even n).
+    """
+    odd = degrees % 2
+    share, factor = (2 * angle / math.pi, 2 / math.pi) if odd else (math.sin(angle), 1 / 2)
+    for power in range(1 if odd else 2, degrees - 1, 2):
+        share += factor * math.sin(angle) * math.cos(angle)**power
+        factor *= (power + 1) / (power + 2)
+    return share
+
+
+def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """The t with P(|T| ≤ t) = `confidence` for Student's t: 12.71 at 95 % and 1 degree."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share_within(middle, degrees) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def t_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """The mean of at least two paired differences, and half the width of its 95 % t interval."""
+    half = t_quantile(len(differences) - 1) * statistics.stdev(differences)
+    return statistics.fmean(differences), half / math.sqrt(len(differences))
+
+
+class Difference(NamedTuple):
+    """A group's last top-1 minus that of the first group, over the seeds that both have."""
+
+    label: str                  # of the group
+    weights: str                # "model" or "EMA"
+    by_seed: dict[int, float]
+
+
+def paired(groups: Sequence[Group]) -> list[Difference]:
+    """The differences of the other groups from the first one."""
+    first, *others = groups
+    return [Difference(other.label, name, {seed: value - first.last(metric)[seed]
+                                           for seed, value in other.last(metric).items()
+                                           if seed in first.last(metric)})
+            for other in others for name, metric in METRICS.items()]
+
+
+def compare_runs(runs: Sequence[Run]) -> tuple[list[Group], str]:
+    """The groups of the finished ones of these runs, and their whole comparison as Markdown.
+
+    It names the runs that are left out. Raises CheckpointError as `finished_runs` and `group_runs`
+    do.
+    """
+    finished, unfinished = finished_runs(runs)
+    groups = group_runs(finished)
+    names = dict.fromkeys(run.recipe for group in groups for run in group.runs.values())
+    parts = [f"# {', '.join(names)}",
+             "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best "
+             "epoch is chosen on the images it is reported on. Seconds are those of training, "
+             "without evaluation.",
+             by_group(groups), by_seed(groups), differences(groups), origin(groups),
+             *unfinished]
+    return groups, "\n\n".join(filter(None, parts)) + "\n"
+
+
+def by_group(groups: Sequence[Group]) -> str:
+    """One row per group: mean ± std over seeds of the last and best epoch, and of the seconds."""
+    rows = []
+    for group in groups:
+        cells = [group.label, str(len(group.runs))]
+        for metric in METRICS.values():
+            curves = [run.measured(metric) for run in group.runs.values()]
+            cells += [mean_and_std([curve[-1] for curve in curves]),
+                      mean_and_std([max(curve) for curve in curves])
+                      ] if all(curves) else ["–", "–"]
+        seconds = [sum(row["seconds"] for row in run.rows) for run in group.runs.values()]
+        rows.append([*cells, mean_and_std(seconds, places=0)])
+    return table(["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds per run"],
+                 rows)
+
+
+def mean_and_std(values: Sequence[float], places: int = 2) -> str:
+    """Mean and sample standard deviation, such as "84.03 ± 1.56"; of one value the mean alone."""
+    mean = f"{statistics.fmean(values):.{places}f}"
+    return f"{mean} ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else mean
+
+
+def by_seed(groups: Sequence[Group]) -> str:
+    """A table of the last epoch's top-1 of every run."""
+    seeds = sorted({seed for group in groups for seed in group.runs})
+    rows = [[group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–"
+                                  for seed in seeds)]
+            for group in groups for name, metric in METRICS.items()
+            if (values := group.last(metric))]
+    return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows)
+
+
+def differences(groups: Sequence[Group]) -> str:
+    """A table of the other groups minus the first one, with intervals over the seeds of both.
+
+    Groups with fewer than two such seeds are named in a sentence instead.
+    """
+    rows, unpaired, base = [], [], groups[0].label
+    for label, name, by_seed in paired(groups):
+        if len(by_seed) > 1:
+            mean, half = t_interval(list(by_seed.values()))
+            rows.append([label, name, str(len(by_seed)), f"{mean:+.2f} ± {half:.2f}",
+                         ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items())])
+        elif name == "model":
+            unpaired.append(f"`{label}`")
+    head = [f"minus {base}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
+    parts = [table(head, rows)] if rows else []
+    if unpaired:
+        parts.append(f"Fewer than two seeds are shared with `{base}` by {', '.join(unpaired)}: no "
+                     "interval.")
+    return "\n\n".join(parts)
+
+
+def origin(groups: Sequence[Group]) -> str:
+    """With which code and on which device the runs were made; the counts, where runs differ.
+
+    Also counted are sets of validation images, by a digest, if there are several.
+    """
+    runs = [run for group in groups for run in group.runs.values()]
+    # A run that was resumed on another machine has several values; each counts once.
+    counts = {words: Counter(value for run in runs for value in dict.fromkeys(
+        str(start.get(key, "unknown")) for start in run.starts)) for key, words in RECORDED.items()}
+    images = Counter(run.validated_on for run in runs if run.validated_on)
+    if len(images) > 1:
+        counts["validation images"] = images
+    alike = [f"{words} {value}" for words, values in counts.items() if len(values) == 1
+             for value in values]
+    unlike = [f"{words} " + ", ".join(f"{value} ({count})" for value, count in values.items())
+              for words, values in counts.items() if len(values) > 1]
+    lines = [f"All runs: {'; '.join(alike)}."] if alike else []
+    lines += [f"Runs differ (number of runs): {'; '.join(unlike)}."] if unlike else []
+    return "\n\n".join(lines)

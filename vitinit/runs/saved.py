@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..bounds import Size
-from ..data.sources import are_names, indices_by_name
+from ..data.sources import are_names
 from ..messages import nearest
 from ..models.convert import native_tensors
 from ..models.layers import Classifier
@@ -189,7 +189,7 @@ def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Seque
     elif choice == "drop":
         why = "init.checkpoint_head is drop"
     elif choice == "match" and are_names(known) and are_names(classes):
-        rows = indices_by_name(known, classes)
+        rows = list(map({name: row for row, name in enumerate(known)}.get, classes))
         lost = rows.count(None)
         return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
     elif count != wanted:
