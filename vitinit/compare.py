@@ -29,7 +29,6 @@ from .runs.results import compare_runs
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Print the comparison that the arguments ask for, and write it; or pack the runs."""
     out = args.out
     for name in ("comparison.md", "curves.png") if out and out.exists() else ():
         require_replaceable(out / name, name[name.index("."):])

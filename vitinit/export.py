@@ -55,7 +55,6 @@ from .runs.records import portable, without_paths
 from .runs.trained import VIEW_KEYS, Trained, load
 from .train.checkpoint import CheckpointError, read_checkpoint_file, save_atomically
 
-OURS: Names = {}                # the names of our own state_dict
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
 NEAR_IN_HALF = 0.02             # the same, with weights in half precision
 
@@ -92,7 +91,8 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
 
     None: under ours, and the file says which model of timm takes them, or null.
     """
-    notes, names = metadata(trained) | {"timm": None}, OURS
+    notes = metadata(trained) | {"timm": None}
+    names: Names = {}                                # ours
     with suppress(RecipeError) if library is None else nullcontext():
         name, arguments, names = taken_by(library or "timm", trained)
         notes[library or "timm"] = {"class": name, "arguments": arguments | {
@@ -281,7 +281,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write the export that the arguments ask for, and print what was written and checked."""
     trained, out = load(**run_arguments(args)), args.out
     trained.require_classifier()
     if args.to == "run":

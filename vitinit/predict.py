@@ -48,8 +48,6 @@ STRONG = 4.0                    # the scale of attention ends, at least, in mult
 
 
 class Guess(NamedTuple):
-    """The prediction for one image."""
-
     path: str
     truth: str | None           # the name of its folder, if that is a class
     ranked: list[tuple[str, float]]     # the likeliest classes and their probabilities
@@ -61,7 +59,6 @@ class Guess(NamedTuple):
         return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
 
     def as_json(self) -> str:
-        """The line of --json."""
         classes = [{"class": name, "probability": share} for name, share in self.ranked]
         return json.dumps({"image": self.path}
                           | ({} if self.truth is None else {"truth": self.truth})
@@ -69,8 +66,6 @@ class Guess(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One image on the contact sheet."""
-
     guess: Guess
     view: Tensor                # (3, H, W) uint8, the image as the model sees it
     heat: Tensor | None         # (rows, columns), the attention on each patch; None: not shown

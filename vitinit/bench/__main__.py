@@ -56,7 +56,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one command and print its tables."""
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     if args.bench == "all":
         return bench_all(args.out, device=device, photographs=args.data_dir, minutes=args.minutes)

@@ -65,7 +65,6 @@ def speeds(device: str, data: Sequence[str]) -> list[list[str]]:
 def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minutes: float) -> int:
     """Run the checks of tests/gpu, then measure speeds, and write a report as results come in.
 
-    Each command is a process of its own, so that a crash, a hang or a lost GPU ends that one only.
     After `minutes` the command that runs is ended, and further ones are not begun, which is no
     failure. Returns 1 if a check or a command failed, else 0. Raises OneLineError if `out` exists.
     """
@@ -91,8 +90,7 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
                 tell("Not begun: the time is over.")
                 continue
             place = ["--out-dir", str(Path(folder) / "run")] if words is TRAINING else []
-            status, printed = run_within([*words, *place], deadline - time.monotonic(),
-                                         environment)
+            status, printed = run_within([*words, *place], deadline - time.monotonic(), environment)
             end = "```\n" + "\n".join(printed.strip().splitlines()[-5:]) + "\n```"
             if status == -signal.SIGKILL and time.monotonic() >= deadline:
                 tell(f"{end}\n\nEnded: the time is over.")

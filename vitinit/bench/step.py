@@ -39,10 +39,9 @@ SHARE = 0.5                     # of the GPU's memory; augmentation, kernels and
 def step_rows(recipe: Recipe, device: torch.device, batch: int) -> list[Row]:
     """A training step of the recipe on synthetic images, with a batch that fits on the device.
 
-    The step is train.py's, from the forward pass to the moving average. It is compared with a bare
-    loop (forward, cross-entropy, backward, fused AdamW) over torchvision's model if it has this
-    one, else over the same model, and with large matrix products in the recipe's precision. A
-    recipe with a teacher is compared with its own step without it, too.
+    The step is train.py's. It is compared with a bare loop (forward, cross-entropy, backward, fused
+    AdamW) over torchvision's model if it has this one, else over the same model, with large matrix
+    products in the recipe's precision, and with itself without a teacher, if there is one.
     batch: images per step, halved for as long as they do not fit.
     """
     recipe = without_data(recipe)

@@ -20,9 +20,7 @@ Row = dict[str, Any]            # a row of results: column → number or short t
 def clock_of(device: torch.device) -> Callable[[], float]:
     """A clock in seconds for the work of this process on a device.
 
-    On a GPU it is the wall clock, read when the GPU has done all its work. On a CPU it is the
-    processor time of one thread, which other programs hardly change, with freed memory kept as in
-    train.py.
+    On a GPU it is the wall clock, read when all work is done; on a CPU one thread's processor time.
     """
     torch.set_num_threads(1)
     if device.type == "cpu":
@@ -37,10 +35,10 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], float],
                rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """The seconds of each action in each round, by name.
+    """The seconds of each action in each round, by name; a first round does not count.
 
     The actions run in turn, in every second round in the opposite order, so that what disturbs the
-    machine affects all of them alike. A first round, for caches and compilers, does not count.
+    machine affects all of them alike.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):

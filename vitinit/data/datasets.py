@@ -7,9 +7,6 @@ Four test sets are for models that were trained on ImageNet-1K:
     ImageNet-R       Hendrycks et al., arXiv 2006.16241: paintings, toys, tattoos, …; 200 classes
     ImageNet-A       Hendrycks et al., arXiv 1907.07174: photos that fool a ResNet-50; 200 classes
     ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
-
-Accuracy on ImageNet-R and ImageNet-A is defined over their 200 classes: the model's logits of the
-other 800 classes are left out (`sources.class_indices`).
 """
 
 from __future__ import annotations
@@ -181,8 +178,6 @@ def list_pets(root: Path, split: str) -> ImageFiles:
 
 
 class DataSet(NamedTuple):
-    """What is known about a data set."""
-
     open: Callable[[Path, str], Source]     # a split under a root folder; see `open_folder`
     holds: str                              # what the root folder has to hold, for error messages
     num_classes: int | None                 # how many classes the set has; None: any number

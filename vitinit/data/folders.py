@@ -2,12 +2,8 @@
 
 A folder with one of the names in SPLITS, in any case, is a split; without one, all folders are
 classes. A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left
-out (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted.
-
-Links to folders are followed, but each real folder is read once: where it lies, if that is below
-the folder that is read, else by the link to it that is highest up, of several the alphabetically
-first. So images belong to the class that they lie in, and a link to another class adds none. Links
-to files count as files.
+out (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted. Links are
+followed, but each real folder is read once, as of the class that it lies in (README.md).
 """
 
 from __future__ import annotations

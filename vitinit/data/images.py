@@ -107,10 +107,7 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
 
 
 def dark_in_16_bits(paths: Iterable[str]) -> str:
-    """A caution if some of these files have 16 bits and all of those are dark, or "".
-
-    Cameras of 10 to 14 bits often store their values in 16 as they are: below a quarter of white.
-    """
+    """A caution if some of these files have 16 bits and all of those are dark, or ""."""
     highest = []                                     # value of each file of 16 bits, white being 1
     for path in paths:
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.

@@ -107,9 +107,8 @@ class TrainSampler:
     Each epoch has a new random order of all `count` images. In this order each image stands
     `repeats` times in a row, once for each of its views: repeated augmentation (Hoffer et al.,
     arXiv 1901.09335), as in DeiT. The epoch ends after count // global_batch steps, as without
-    repeats, so it sees only about count / repeats different images. A last, incomplete batch is
-    left out. A set that is smaller than a global batch has epochs of one step, if its repeated
-    views fill it.
+    repeats, or after one, if a smaller set's repeated views fill it; else ValueError. A last,
+    incomplete batch is left out.
     """
 
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:

@@ -7,8 +7,7 @@ is its template (see page.py); it is filled with
     weights  all matrices as one byte per weight, in the order model, image, block, head,
              query (prefix tokens first), key (patches alone)
 
-A Mixer has no heads: its token MLP is one for all channels, and what a channel's matrix is depends
-on the image. The page shows the mean over channels, whose weights have both signs.
+Of a Mixer, which has no heads, it shows the mean over channels, whose weights have both signs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The page `report`: one HTML file about one run or several.
-
-It holds the curves (curves.py), for several runs their comparison, and for each run what its recipe
-changes in the one it comes from, when and on what it ran, and how it does on its validation images,
-where these and its weights are at hand. report.html is its template; page.py fills it.
-"""
+"""The page `report`: one HTML file about one run or several; report.html is its template."""
 
 from __future__ import annotations
 
@@ -98,7 +93,6 @@ def panel(title: str, across: str, bands: Sequence[Band]) -> dict[str, Any]:
 
 def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weights: str
              ) -> dict[str, Any]:
-    """What the page shows of one run."""
     judged, note = None, "" if images else "left out, as --images 0 asks"
     try:
         judged = judge(run.path, data_dir, images, weights) if images else None

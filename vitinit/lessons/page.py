@@ -164,7 +164,6 @@ def difference(expected: str, printed: str) -> str | None:
 
 
 def _agree(wanted: str, line: str) -> bool:
-    """Whether two lines agree, as `difference` describes."""
     if NUMBER.sub("#", wanted).split() != NUMBER.sub("#", line).split():
         return False
     pairs = zip(NUMBER.findall(wanted.replace("−", "-")), NUMBER.findall(line.replace("−", "-")))

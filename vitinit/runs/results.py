@@ -137,7 +137,6 @@ class Difference(NamedTuple):
 
 
 def paired(groups: Sequence[Group]) -> list[Difference]:
-    """The differences of the other groups from the first one."""
     first, *others = groups
     return [Difference(other.label, name, {seed: value - first.last(metric)[seed]
                                            for seed, value in other.last(metric).items()
