@@ -32,7 +32,7 @@ BELOW |= {"run": EVERYTHING, "figures": EVERYTHING, "bench": EVERYTHING,
 
 
 def named(path: Path) -> str:
-    """The name of a module of the package, such as vitinit.data.mix."""
+    """The name of a module of the package, such as vitinit.data.draw."""
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     return name.removesuffix(".__init__")
 

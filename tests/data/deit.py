@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from vitinit.data import augment
-from vitinit.data.draw import Augmentation, Draws, SampleKey, Samples, View, draw_view, unpack
+from vitinit.data.draw import (Augmentation, Draws, MixDraw, SampleKey, Samples, View, draw_view,
+                               unpack)
 from vitinit.data.images import crop_and_flip
-from vitinit.data.mix import MixDraw
 from vitinit.data.rand_augment import RandAugment, draw_operations, for_device, rand_augment
 from vitinit.data.sources import Source
 from vitinit.keys import Stream, keyed_generator

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
-from vitinit.data.augment import ToDevice, TrainToDevice, hashed, normal_quantiles, normalise
-from vitinit.data.draw import Augmentation, SampleKey, unpack
+from vitinit.data.augment import (ToDevice, TrainToDevice, hashed, mix_images, mix_targets,
+                                  normal_quantiles, normalise, smooth_one_hot)
+from vitinit.data.draw import Augmentation, Mix, SampleKey, unpack
 from vitinit.data.images import NOWHERE, Box
 from vitinit.data.loader import Batch
-from vitinit.data.mix import Mix, mix_images, mix_targets, smooth_one_hot
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE, FILL, CLASSES, SEED = (11, 13), (17, 131, 251), 19, 23

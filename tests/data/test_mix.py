@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from deit import MIX, as_drawn
 from torch import Tensor
 
+from vitinit.data.augment import mix_images, mix_targets, smooth_one_hot
+from vitinit.data.draw import UNMIXED, MixDraw
 from vitinit.data.images import Box
-from vitinit.data.mix import UNMIXED, MixDraw, mix_images, mix_targets, smooth_one_hot
 
 NO_BOX = UNMIXED.box
 MIXES = [UNMIXED, MixDraw(0.3137, NO_BOX), MixDraw(0.5, NO_BOX), MixDraw(0.0, NO_BOX),

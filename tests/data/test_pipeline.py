@@ -17,11 +17,11 @@ from deit import (AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT, as_drawn, augmented, c
 from refused import refused
 from torch import Tensor
 
-from vitinit.data.augment import ToDevice, TrainToDevice, normalise
+from vitinit.data.augment import (ToDevice, TrainToDevice, mix_images, mix_targets, normalise,
+                                  smooth_one_hot)
 from vitinit.data.draw import Augmentation, SampleKey, epoch_order
 from vitinit.data.images import NOWHERE, Box, DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import EvalViews, TrainViews
-from vitinit.data.mix import mix_images, mix_targets, smooth_one_hot
 from vitinit.data.pipeline import (GIB, Ahead, EvaluationBatches, TrainingBatches, cut,
                                    decode_to_device, preparing_stream)
 from vitinit.data.sampler import TrainSampler, plan_batches

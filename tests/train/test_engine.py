@@ -14,7 +14,7 @@ from optimisers import adamw, state_of
 
 import vitinit
 from vitinit.bench.training import GivenSteps
-from vitinit.data.mix import smooth_one_hot
+from vitinit.data.augment import smooth_one_hot
 from vitinit.data.sampler import BatchPlan
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes

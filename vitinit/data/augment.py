@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .draw import Augmentation, unpack
-from .mix import mix_images, mix_targets, smooth_one_hot
 from .operations import GROUP
 from .rand_augment import CPU_CHUNK, rand_augment
 
@@ -82,6 +82,38 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
         values = quantiles.index_select(0, bits & (len(quantiles) - 1))
     images.view(-1).scatter_(0, index, values)
     return images
+
+
+def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """Labels (B,) → (B, K) float32: s/K, and 1 − s more for the label (arXiv 1512.00567, §7)."""
+    off = np.float32(smoothing / num_classes)
+    on = np.float32(1.0 - smoothing) + off
+    targets = torch.full((len(labels), num_classes), float(off), device=labels.device)
+    return targets.scatter_(1, labels[:, None], float(on))
+
+
+def mix_images(images: Tensor, mixed: Tensor) -> Tensor:
+    """Mix (B, 3, H, W) with partners, uint8 rounded; mixed: (B, 5), see `draw.Draws`."""
+    share, top, left, height, width = mixed.view(-1, 5, 1, 1, 1).unbind(1)   # (B, 1, 1, 1) each
+    rows = torch.arange(images.shape[2], device=images.device)[:, None]
+    columns = torch.arange(images.shape[3], device=images.device)
+    inside = (((rows >= top) & (rows < top + height))
+              & ((columns >= left) & (columns < left + width))).float()  # (B, 1, H, W)
+    # An image that has a box stays as it is around it: weights of 1 and 0 change no bit.
+    share = share.masked_fill(height * width > 0, 1.0)
+    blended = blend(images, share.float() - inside, (1.0 - share).float() + inside)
+    return blended if images.is_floating_point() else blended.round_().to(images.dtype)
+
+
+def mix_targets(targets: Tensor, mixed: Tensor) -> Tensor:
+    """Mix targets (B, K) float32 with their partners'; mixed: as for `mix_images`."""
+    share = mixed[:, :1]
+    return blend(targets, share.float(), (1.0 - share).float())
+
+
+def blend(batch: Tensor, weight: Tensor, partners: Tensor) -> Tensor:
+    """weight · batch + partners · flipped batch, in float32."""
+    return batch.flip(0).float().mul_(partners).add_(batch * weight)
 
 
 class ToDevice:

@@ -9,7 +9,7 @@ were.
     erasing         applied to whole batches there, after normalisation            ├ → Draws
     mixing          likewise; drawn for a group of samples, by (seed, step, group) ┘
 
-`Augment` is the section of a recipe with this name.
+`Augment` and `Mix` are the sections of a recipe with these names.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bounds import AtLeastOne, Bounds, Count, Fraction, Proportion
+from ..bounds import AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative, Proportion
 from ..keys import Stream, keyed_generator, keyed_generators
 from .images import NOWHERE, Box
-from .mix import UNMIXED, Mix
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device
 
@@ -128,6 +127,54 @@ def draw_erasing(rng: np.random.Generator, augment: Augment, height: int, width:
             left = int(rng.integers(width - box_width, endpoint=True))
             return Box(top, left, box_height, box_width), noise_key
     return NOWHERE, noise_key
+
+
+class MixDraw(NamedTuple):
+    """How an image and its partner are mixed."""
+
+    share: float                # λ: the weight of the image's own label in its target
+    box: Box                    # cutmix: the box that comes from the partner; else NOWHERE
+
+
+UNMIXED = MixDraw(1.0, NOWHERE)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Mixup (Zhang et al., arXiv 1710.09412), cutmix (Yun et al., arXiv 1905.04899), smoothing.
+
+    A group of images is mixed with `probability`, where both kinds are on by cutmix with
+    `switch_probability`, else by mixup. All targets are smoothed, mixed or not.
+    """
+
+    mixup_alpha: NonNegative                        # λ ~ Beta(α, α); 0: no mixup
+    cutmix_alpha: NonNegative                       # likewise
+    probability: Proportion                         # that a group is mixed
+    switch_probability: Proportion                  # of cutmix, where both are on
+    label_smoothing: BelowOne
+    # Images per draw: even, divides global_batch.
+    group: Annotated[int, Bounds(minimum=2, below=2**31)]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether any image is ever mixed with these settings."""
+        return self.probability > 0.0 and (self.mixup_alpha > 0.0 or self.cutmix_alpha > 0.0)
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> MixDraw:
+        """Draw how a group of images of height × width pixels is mixed."""
+        if not self.mixes or rng.random() >= self.probability:
+            return UNMIXED
+        switch = rng.random() < self.switch_probability
+        if self.cutmix_alpha and (switch or not self.mixup_alpha):
+            # A box of (1 − λ) of the area, centre uniform, clipped at the border, which λ follows.
+            side = math.sqrt(1.0 - rng.beta(self.cutmix_alpha, self.cutmix_alpha))
+            half_height, half_width = int(height * side) // 2, int(width * side) // 2
+            y, x = int(rng.integers(height)), int(rng.integers(width))
+            top, left = max(y - half_height, 0), max(x - half_width, 0)
+            box = Box(top, left, min(y + half_height, height) - top,
+                      min(x + half_width, width) - left)
+            return MixDraw(1.0 - box.height * box.width / (height * width), box)
+        return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), NOWHERE)
 
 
 class SampleKey(NamedTuple):

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from ..bounds import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative,
                       Proportion, Size)
-from ..data.draw import Augment
-from ..data.mix import Mix
+from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
 from ..train.optim import Distill, Optim, Schedule
