@@ -11,7 +11,7 @@ import torch
 
 import vitinit
 from vitinit.figures.__main__ import main
-from vitinit.figures.page import rounded
+from vitinit.figures.plot import rounded
 from vitinit.runs.records import read_run, write_archive
 from vitinit.runs.results import compare_runs, t_interval
 

@@ -1,7 +1,7 @@
 """The page `explore`: one HTML file in which one sees what every patch of an image attends to.
 
 It holds the mixing matrices of every head of every block, for a few images and models. explore.html
-is its template (see page.py); it is filled with
+is its template (see `write_page`); it is filled with
 
     meta     names, class probabilities and, for each model, image and block, what `block_view` says
     weights  all matrices as one byte per weight, in the order model, image, block, head,
@@ -27,8 +27,7 @@ from ..messages import one_line
 from ..mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
 from ..models import ConvMixer, MlpMixer
 from ..runs.data import as_input, evaluation_view
-from .page import as_png, colours, packed, rounded, write_page
-from .plot import DIVERGING, OVERLAY, FigureError
+from .plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded, write_page
 from .subjects import Subject
 
 RADIUS = 3                      # of the mean attention by offset, in patches

@@ -1,18 +1,25 @@
-"""Plotting that all figures share: the look of each init, legends, heat, grids of maps."""
+"""What figures and pages share: the look of each init, legends, heat, grids of maps, templates."""
 
 from __future__ import annotations
 
+import base64
 import io
+import json
+import math
+import re
 import textwrap
+import zlib
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from .. import __version__
 from ..files import written_atomically
 from ..messages import OneLineError, in_brief
 
@@ -40,6 +47,8 @@ LEVELS = 63                     # colours in a map: odd, so that 0 is white; mor
 DPI, PHOTO_DPI = 100, 80        # the latter where pictures are mostly photographs
 FEW = 256                       # colours of a picture with photographs or maps of noise
 LETTER = 0.07                   # width of a letter in inches, in a legend of 8 points
+HERE = Path(__file__).parent
+COLOURS = 64                    # of a colour map; even, since a page looks them up from the middle
 
 
 class FigureError(OneLineError):
@@ -174,3 +183,47 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=9)
     save(figure, out, heading, few_colours="flat")
+
+
+def write_page(out: Path, template: str, meta: dict[str, Any], weights: str = "") -> None:
+    """Write an HTML page that needs neither a network nor a server, and print its size.
+
+    The template names in double braces what it is filled with: the look of all pages (page.css),
+    `meta`, which is JSON, and `weights`, as `packed` returns them. Nothing in `meta` can end the
+    script that it stands in, or is taken for a part of the template.
+    """
+    text = json.dumps(meta | {"made": f"vitinit {__version__}"}, separators=(",", ":"),
+                      allow_nan=False, ensure_ascii=False)
+    parts = {"style": (HERE / "page.css").read_text(encoding="utf-8"), "weights": weights,
+             "meta": text.replace("<", "\\u003c")}
+    page = re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]],
+                  (HERE / template).read_text(encoding="utf-8")).encode("utf-8", "replace")
+    with written_atomically(out) as file:
+        file.write(page)
+    print(f"{len(page) / 1e6:.1f} MB, a page without a network")
+
+
+def packed(levels: bytes) -> str:
+    """Bytes as a page reads them back: deflated, in base64."""
+    return base64.b64encode(zlib.compress(levels, 9)).decode("ascii")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with four digits, in lists of any depth; None for those that JSON does not know."""
+    if isinstance(value, (list, tuple)):
+        return [rounded(part) for part in value]
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def as_png(view: Tensor, side: int = 2**16) -> str:
+    """A view (3, H, W) uint8, made smaller if over `side` pixels, as an address inside a page."""
+    file, image = io.BytesIO(), Image.fromarray(view.permute(1, 2, 0).numpy())
+    image.thumbnail((side, side))
+    image.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def colours(name: str) -> list[list[int]]:
+    """A colour map of matplotlib as COLOURS triples of red, green and blue from 0 to 255."""
+    import matplotlib  # the caller has checked that it is there
+    return matplotlib.colormaps[name](np.linspace(0, 1, COLOURS), bytes=True)[:, :3].tolist()

@@ -23,8 +23,7 @@ from ..train.device import this_device
 from ..train.engine import autocast
 from ..train.metrics import ProgressBar
 from .curves import QUANTITIES, Band, by_epoch, by_step
-from .page import as_png, rounded, write_page
-from .plot import FigureError
+from .plot import FigureError, as_png, rounded, write_page
 
 MISTAKES = 24                   # shown
 SIDE = 96                       # pixels of a mistake's longer side, at most
