@@ -11,10 +11,9 @@ import torchvision
 from launches import launches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitinit.bench import __main__ as bench, all as everything, loader, step, timing
+from vitinit.bench import __main__ as bench, all as everything, loader, step, training
 from vitinit.bench.step import saved_bytes
-from vitinit.bench.timing import interleave, times_as_fast
-from vitinit.bench.training import recipe_of
+from vitinit.bench.training import interleave, recipe_of, times_as_fast
 from vitinit.data.images import decode_image
 
 TINY = [word for change in (
@@ -194,8 +193,8 @@ def test_the_commands_of_the_report_are_commands():
 
 def test_rows_become_a_table():
     rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
-    assert timing.row_table(rows).splitlines() == [
+    assert training.row_table(rows).splitlines() == [
         "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |",
         "| 2 | – | x\\|y |"]
-    assert [timing.cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
+    assert [training.cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
         "–", "3", "0.5", "1,234", "inf"]

@@ -72,10 +72,7 @@ class Tile(NamedTuple):
 
 
 def images_of(arguments: Sequence[str]) -> list[str]:
-    """The paths of all images: files as given, and the images below each folder, sorted.
-
-    Prints a line about a folder's files that are no images.
-    """
+    """The paths of all images: files as given, and the images below each folder, sorted."""
     paths = []
     for argument in arguments:
         if not os.path.exists(argument):
@@ -196,10 +193,7 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
 
 
 def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) -> int:
-    """Print the predictions, and write the requested files and name them.
-
-    Returns the exit status: 1 if a file could not be read, otherwise 0.
-    """
+    """Print the predictions, write the requested files, and return the exit status."""
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
     tiles: list[Tile] = []

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitinit import build_model
 from vitinit.bench.step import saved_bytes
-from vitinit.bench.timing import clock_of
-from vitinit.bench.training import alone, given_step, train_on
+from vitinit.bench.training import alone, clock_of, given_step, train_on
 from vitinit.models.attention import attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
 from vitinit.train.engine import autocast, evaluate, set_precision

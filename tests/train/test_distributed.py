@@ -13,7 +13,7 @@ import pytest
 import torch
 from forks import in_two_processes
 
-from vitinit.bench import timing
+from vitinit.bench import training
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.runs import data, model as start
@@ -211,6 +211,6 @@ def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch):
                            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True)
     assert int(found.stdout) < 1000
     asked = []
-    monkeypatch.setattr(timing, "keep_freed_memory", lambda: asked.append(True))
-    timing.clock_of(torch.device("cpu"))
+    monkeypatch.setattr(training, "keep_freed_memory", lambda: asked.append(True))
+    training.clock_of(torch.device("cpu"))
     assert asked

@@ -20,8 +20,7 @@ from ..train.device import cores
 from .all import bench_all, machine
 from .loader import fed_rows, image_folder, loader_rows
 from .step import memory_row, step_rows
-from .timing import row_table
-from .training import recipe_of
+from .training import recipe_of, row_table
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -22,7 +22,7 @@ from ..messages import OneLineError
 from ..runs.folder import git_commit
 from ..runs.summary import CPU_INFO
 from ..train.device import cores, describe_device
-from .timing import Row, row_table
+from .training import Row, row_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKS = REPOSITORY / "tests" / "gpu"

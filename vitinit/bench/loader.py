@@ -18,8 +18,8 @@ from ..data.sources import LooseImages
 from ..recipe.sections import Recipe
 from ..runs.data import open_data
 from .step import synthetic_batch
-from .timing import Row, clock_of, interleave, times_as_fast
-from .training import alone, given_step, recipe_of, set_up, train_on
+from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, set_up,
+                       times_as_fast, train_on)
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
 BATCH = 50                      # images that are augmented together
@@ -81,10 +81,7 @@ def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
 
 
 def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
-    """Images/s that one core and the device prepare as the recipe says, and parts of it.
-
-    name, sets: of a recipe with the data set that `image_folder` has made of photographs in `root`.
-    """
+    """Images/s that one core and the device prepare as a recipe of `image_folder`'s set says."""
     clock = clock_of(device)
     batches = [*in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"]
     paths = sorted((root / "train").rglob("*.*"))[:BATCH]

@@ -25,8 +25,7 @@ from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.metrics import training_flops
 from ..train.optim import hidden_matrices
-from .timing import Row, clock_of, interleave, times_as_fast
-from .training import Part, given_step, set_up, train_on
+from .training import Part, Row, clock_of, given_step, interleave, set_up, times_as_fast, train_on
 
 STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}                            # of a large product's matrices

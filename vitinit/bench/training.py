@@ -1,8 +1,11 @@
-"""What a run trains with, set up by the run's own functions, and steps of given tensors."""
+"""What benchmarks share: honest times, tables, and the run's own training on given tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,20 +16,76 @@ from torch import Tensor, nn
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
 from ..runs.model import initial_state, wrap_models
+from ..runs.results import table
+from ..train.device import keep_freed_memory
 from ..train.distributed import Processes
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
 from ..train.metrics import StepRow
 from ..train.state import TrainState
 
+ROUNDS = 7
+Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
 Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the device
 
 
-def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
-    """The recipe `name` with init "default" and with changes such as "engine.compile=false".
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock in seconds for the work of this process on a device.
 
-    Of a set whose folder is not given, the recipe has the published number of classes.
+    On a GPU it is the wall clock, read when all work is done; on a CPU one thread's processor time.
     """
+    torch.set_num_threads(1)
+    if device.type == "cpu":
+        keep_freed_memory()
+        return time.process_time
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return read
+
+
+def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], float],
+               rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """The seconds of each action in each round, by name; a first round does not count.
+
+    The actions run in turn, in every second round in the opposite order, so that what disturbs the
+    machine affects all of them alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(rounds + 1):
+        for name in list(actions)[::1 if number % 2 else -1]:
+            began = clock()
+            actions[name]()
+            if number:
+                seconds[name].append(clock() - began)
+    return seconds
+
+
+def times_as_fast(ours: Sequence[float], others: Sequence[float]) -> str:
+    """How many times as fast as the other ours is: the median of all rounds, and their range."""
+    ratios = [other / our for our, other in zip(ours, others, strict=True)]
+    return f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """A Markdown table with every column in which any of the rows has a value."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
+    return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+
+
+def cell(value: Any) -> str:
+    """A value as text: floats with three significant digits, from 1000 on and integers in full."""
+    if value is None:
+        return "–"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    full = isinstance(value, int) or 1000 <= abs(value) < math.inf
+    return f"{value:,.0f}" if full else f"{value:.3g}"
+
+
+def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
+    """The recipe `name` with init "default" and with changes such as "engine.compile=false"."""
     return fresh_recipe(name, init="default", sets=sets)
 
 
@@ -36,10 +95,7 @@ def alone(device: torch.device) -> Processes:
 
 
 def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, nn.Module]:
-    """The state that a run of the recipe starts from, and the (compiled) model to call.
-
-    The init must be one that reads no images.
-    """
+    """A run's first state, if its init reads no images, and the (compiled) model to call."""
     set_precision(recipe.engine.tf32)
     state, _ = initial_state(recipe, alone(device))
     tune_convolutions(state.model)

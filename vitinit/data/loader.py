@@ -1,9 +1,8 @@
 """Loaders of uint8 batches on the host: worker processes decode, crop and flip images.
 
-A view is an image as it is cut out and resized for the model. `TrainViews` and `EvalViews` make
-them, and `Loader` does so in worker processes. These are copies of the training process (fork, the
-default on Linux before Python 3.14), or of a server process that has imported the modules
-(forkserver, the default since, and where several processes train together).
+A view is an image as it is cut out and resized for the model. Workers are copies of the training
+process (fork, the default on Linux before Python 3.14), or of a server process that has imported
+the modules (forkserver, the default since, and where several processes train together).
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class TrainViews(Dataset):
             images = default_collate([self.view(self.source.image(index), rng)
                                       for index, rng in zip(indices.tolist(), generators)])
         else:
-            views = [draw_view(rng, augmentation.augment, *augmentation.size)
-                     for rng in generators]
+            views = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in views]
             images = torch.from_numpy(np.column_stack([indices, corners]))
         return Batch(images, torch.from_numpy(self.labels[indices]), augmentation.draws(samples))

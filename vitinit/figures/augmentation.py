@@ -19,11 +19,7 @@ from .plot import pyplot, save
 
 
 def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
-    """Draw one photograph under each of RandAugment's operations.
-
-    All have the same magnitude, 0 to 10, with positive sign. Geometric ones interpolate
-    bicubically.
-    """
+    """Draw one photograph under each of RandAugment's operations, of positive sign and bicubic."""
     plt = pyplot()
     image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
     settings = load_recipe(RECIPES / "deit_base.toml").rand_augment

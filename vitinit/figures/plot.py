@@ -56,10 +56,7 @@ class FigureError(OneLineError):
 
 
 def pyplot() -> ModuleType:
-    """matplotlib.pyplot with the Agg backend, which needs no display.
-
-    Raises SystemExit with a one-line message if matplotlib is not installed.
-    """
+    """matplotlib.pyplot without a display; SystemExit in one line if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -99,10 +96,7 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
 
 
 def looks_of(inits: Sequence[str]) -> list[Look]:
-    """The colour and the line of each of these inits, in order.
-
-    An init that comes again, as after other epochs, keeps its colour and takes a line that is free.
-    """
+    """A colour and line for each init; one that comes again keeps its colour, in a free line."""
     firsts = [LOOKS.get(init, OTHER) for init in inits]
     looks: list[Look] = []
     for look in firsts:

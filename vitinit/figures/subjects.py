@@ -1,8 +1,4 @@
-"""The models and photographs that figures show.
-
-A model is either freshly initialised from a recipe (`fresh`) or read from a run's checkpoints
-(`of_runs`); `photographs` gives images as the model's inputs.
-"""
+"""The models that figures show, `fresh` from recipes or `of_runs`, and images as their inputs."""
 
 from __future__ import annotations
 
@@ -50,9 +46,6 @@ class Subject(NamedTuple):
 def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None,
           sets: Sequence[str]) -> Iterator[Subject]:
     """Build each recipe's model with each init, exactly as `train.py` would start it.
-
-    Without the recipe's data set, noise stands in for training images that an init reads, and a
-    line says so.
 
     recipes: names in recipes/ or paths. inits: names of inits; None stands for the recipe's own.
     seed: replaces the recipe's run.seed if given. sets: overrides, "section.key=value".

@@ -129,15 +129,11 @@ def run_page(page: Page, folder: Path, *, train: bool) -> Iterator[tuple[Code, s
 
 
 def check_page(page: Page, folder: Path, *, train: bool = False) -> Iterator[tuple[Code, str]]:
-    """`run_page`; raises LessonError if a block prints something else than the page shows.
-
-    What a block that trains prints is not compared, since training makes differences of rounding
-    large.
-    """
+    """`run_page`; raises LessonError if a block prints something else than the page shows."""
     for code, printed in run_page(page, folder, train=train):
         yield code, printed
-        wrong = None if code.trains else difference(code.output, printed)
-        if wrong:
+        # Not where it trains, which makes differences of rounding large.
+        if not code.trains and (wrong := difference(code.output, printed)):
             raise LessonError(f"{page.path.name}:{code.line}: {wrong}")
 
 

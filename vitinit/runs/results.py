@@ -147,8 +147,7 @@ def paired(groups: Sequence[Group]) -> list[Difference]:
 def compare_runs(runs: Sequence[Run]) -> tuple[list[Group], str]:
     """The groups of the finished ones of these runs, and their whole comparison as Markdown.
 
-    It names the runs that are left out. Raises CheckpointError as `finished_runs` and `group_runs`
-    do.
+    Raises CheckpointError as `finished_runs` and `group_runs` do.
     """
     finished, unfinished = finished_runs(runs)
     groups = group_runs(finished)
@@ -195,10 +194,7 @@ def by_seed(groups: Sequence[Group]) -> str:
 
 
 def differences(groups: Sequence[Group]) -> str:
-    """A table of the other groups minus the first one, with intervals over the seeds of both.
-
-    Groups with fewer than two such seeds are named in a sentence instead.
-    """
+    """A table of the other groups minus the first one, with intervals over the seeds of both."""
     rows, unpaired, base = [], [], groups[0].label
     for label, name, by_seed in paired(groups):
         if len(by_seed) > 1:
