@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 Layer = TypeVar("Layer", bound=nn.Module)
+MOST_BLOCKS = 1000
 
 
 class Tokens(NamedTuple):
@@ -58,15 +59,19 @@ class Classifier(nn.Module):
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
         """num_classes: 0 stands for a model without a head, whose output is the pooled features.
 
-        sizes: by name; raises ValueError unless all are above 0.
+        sizes: by name; raises ValueError unless all are above 0, and for over MOST_BLOCKS blocks,
+        which a file from elsewhere may ask for.
         """
         super().__init__()
         if num_classes < 0:
             raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without "
                              "a head)")
         for name, value in sizes.items():
-            if not all(part > 0 for part in (value if isinstance(value, Sequence) else [value])):
+            parts = value if isinstance(value, Sequence) else [value]
+            if not all(part > 0 for part in parts):
                 raise ValueError(f"{name} is {value}, expected more than 0")     # also for NaN
+            if name.startswith("depth") and sum(parts) > MOST_BLOCKS:
+                raise ValueError(f"{name} is {value}, expected at most {MOST_BLOCKS} blocks")
         self.num_classes = num_classes
 
     def classify(self, features: Features) -> Tensor:
