@@ -18,10 +18,10 @@ CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at 
 FLOOR = 0.05                # of patches' mean square, in units of its mean over components
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
               "query", "key"}
-SAME = {"class_token": "cls_token", "distillation_token": "dist_token",      # in other libraries
-        "register_tokens": "reg_token", "pos_embedding": "pos_embed",
-        "position_embeddings": "pos_embed", "positional_embedding": "pos_embed",
-        "class_embedding": "cls_token"}
+SAME = {"class_token": "cls_token", "class_embedding": "cls_token",          # in other libraries
+        "distillation_token": "dist_token", "register_tokens": "reg_token",
+        **dict.fromkeys(("pos_embedding", "position_embedding", "position_embeddings",
+                         "positional_embedding"), "pos_embed")}
 Base = Literal["default", "torch", "lecun"]
 
 

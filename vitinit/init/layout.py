@@ -24,6 +24,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from .baseline import SAME
 from .views import Block, Layout, SwinLayout, VitLayout, WindowBlock
 
 LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
@@ -35,10 +36,7 @@ LAYERS = (                      # the layers of Q, K and V, one where they are p
     ("to_qkv", "to_out.0"))
 HEADS = ("num_heads", "num_attention_heads", "heads")
 NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
-POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding",
-             "positional_embedding")
-PREFIX_TOKENS = ("cls_token", "class_token", "class_embedding", "dist_token", "distillation_token",
-                 "reg_token", "register_tokens")
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 
 
 def layout_of(model: nn.Module | Layout | SwinLayout) -> Layout | SwinLayout:
@@ -64,9 +62,10 @@ def layout_of(model: nn.Module | Layout | SwinLayout) -> Layout | SwinLayout:
     positions, tokens = [], []
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         name = path.removesuffix(".weight").rpartition(".")[2]           # .weight: nn.Embedding
-        if tensor.ndim > 1 and tensor.shape[-1] == dim and name in POSITIONS:
+        kind = SAME.get(name, name) if tensor.shape[-1:] == (dim,) else ""
+        if kind == "pos_embed" and tensor.ndim > 1:
             positions.append(tensor)
-        elif tensor.ndim and tensor.shape[-1] == dim and name in PREFIX_TOKENS:
+        elif kind in PREFIX_TOKENS:
             tokens.append(tensor.detach())
     if len(positions) != 1:
         raise ValueError(f"the model has {len(positions) or 'no'} learned position embedding"
