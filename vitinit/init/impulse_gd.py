@@ -55,9 +55,8 @@ def impulse_gd(model: nn.Module | VitLayout, *, generator: torch.Generator, base
     vit = model if isinstance(model, SimpleViT) else layout_of(model)
     assert isinstance(vit, (SimpleViT, VitLayout))
     if isinstance(vit, VitLayout) and vit.tokens and not vit.learned:
-        raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and "
-                         "the class token, which has none, would draw the attention; set pool = "
-                         '"mean"')
+        raise ValueError("init 'impulse_gd' solves on fixed positions of patches, and the class "
+                         "token, which has none, would draw the attention; set pool = \"mean\"")
     if steps < 1 or not step_size > 0 or renorm_every < 0:
         raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every "
                          f"{renorm_every}; expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")

@@ -26,16 +26,11 @@ def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
 
 
 class ResidualStream(NamedTuple):
-    """What `deep_impulse` writes beside attention.
+    """What `deep_impulse` writes beside attention."""
 
-    writers: weights and biases, the first dimension D, of the layers that write to the stream: of
-        the patch embedding and of each block's MLP. norms: the other LayerNorms of the blocks.
-        ends: those outside, of which the first after the blocks counts.
-    """
-
-    writers: tuple[Tensor, ...]
-    norms: tuple[nn.LayerNorm, ...]
-    ends: tuple[nn.LayerNorm, ...]
+    writers: tuple[Tensor, ...]          # (D, …): of the patch embedding, each MLP's last layer
+    norms: tuple[nn.LayerNorm, ...]      # of the blocks, but for those before attention
+    ends: tuple[nn.LayerNorm, ...]       # outside; the first after the blocks counts
 
 
 def stream_of(vit: Layout) -> ResidualStream:

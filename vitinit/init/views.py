@@ -88,32 +88,21 @@ class Attentions:
 
 @dataclass(frozen=True)
 class Layout(Attentions):
-    """Where a ViT keeps what inits write, as its attributes or a user state it.
+    """Where a ViT keeps what inits write, as its attributes or a user state it."""
 
-    pos_embed: (rows, D), a view; its last N rows are those of the patch tokens, row by row of the
-        grid, and those before them of prefix tokens.
-    grid: the patch tokens down and across; None where the model does not state it.
-    learned: whether pos_embed is a parameter, and no frozen one of sines and cosines.
-    tokens: the prefix tokens, (…, D).
-    """
-
-    pos_embed: Tensor
-    grid: tuple[int, int] | None
-    learned: bool = True
-    tokens: tuple[Tensor, ...] = ()
+    pos_embed: Tensor           # (rows, D), a view: of prefix tokens, then of the N patches by row
+    grid: tuple[int, int] | None         # patch tokens down and across; None if it is not stated
+    learned: bool = True        # whether pos_embed is a parameter, and no frozen sines and cosines
+    tokens: tuple[Tensor, ...] = ()      # the prefix tokens, (…, D)
 
 
 @dataclass(frozen=True)
 class VitLayout(Layout):
-    """A `Layout` whose grid is known: it was stated, or a probe has seen it.
-
-    sequence_first: whether the blocks read (T, n, D) in place of (n, T, D).
-    entry: what stands between the sum of patches and positions and the first block: CLIP's norm.
-    """
+    """A `Layout` whose grid is known: it was stated, or a probe has seen it."""
 
     grid: tuple[int, int]
-    sequence_first: bool = False
-    entry: nn.Module = nn.Identity()
+    sequence_first: bool = False         # whether the blocks read (T, n, D) in place of (n, T, D)
+    entry: nn.Module = nn.Identity()     # between the sum with positions and the first block: CLIP
     family = "vit"              # whose inits write to it
 
     @property
