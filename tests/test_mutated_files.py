@@ -1,5 +1,6 @@
 """Files of every kind that is read, mutated at random, are read as a valid value or refused in one
-line: no traceback, no value of another type, shape or length, and no memory beyond a limit.
+line: no traceback, no value of another type, shape or length, and no memory beyond a limit. Random
+command lines and values of recipes end in one line, too.
 
 VITINIT_MUTATIONS: a longer run, of so many of each kind.
 """
@@ -11,6 +12,7 @@ import json
 import lzma
 import math
 import os
+import re
 import resource
 import shutil
 import zipfile
@@ -21,14 +23,19 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import SMALL
 
 import vitinit
 from vitinit import compare, evaluate, export, predict, run, sweep
+from vitinit.bench import __main__ as bench
+from vitinit.command_line import run_program
 from vitinit.figures import __main__ as figures
 from vitinit.files import parse_json, parse_toml
+from vitinit.init import INITS
 from vitinit.messages import OneLineError
-from vitinit.recipe.files import from_dict, load_recipe
+from vitinit.recipe.files import RECIPES, from_dict, load_recipe
 from vitinit.recipe.sections import Recipe
+from vitinit.recipe.values import to_toml
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.foreign import read_description
 from vitinit.runs.model import build
@@ -316,6 +323,70 @@ def test_no_program_ends_in_a_traceback_for_a_mutated_file(kinds, main, words, k
         status = main([word.format(run=kinds.run) for word in words])
         error = capsys.readouterr().err
         assert status == 0 or error.splitlines()[-1].isprintable() and "Traceback" not in error
+
+
+# Of which nothing is trained, drawn or measured: of some, only the arguments are parsed.
+COMMAND_LINES = {
+    "train.py": lambda words: run.main(["--dry-run", *words]), "eval.py": evaluate.main,
+    "vitinit.compare": compare.main,
+    "vitinit.sweep": lambda words: sweep.main(["--dry-run", *words]),
+    **{name: lambda words, name=name, parse=program.parse_arguments: run_program(
+        name, lambda: parse(words) and None)
+       for name, program in (("vitinit.figures", figures), ("vitinit.bench", bench))}}
+WORDS = ("", "none", "a\nb", "ü", "'", "%s", "../..", "-1", "[", "cifar10", "quickstart", "0",
+         "0-3", "1,x", "288", "9" * 30, "nan", "absent.toml", "imagenet=", "cifar10=/", "runs",
+         "/dev/null", "--", "x=1", "section.key=1", "attention", "step")
+SMALLEST = {"data.name": "image_folder", "data.root": "images", "data.num_classes": 3,
+            "data.image_size": 32, "data.workers": 0, "data.subset": 1.0,
+            "data.images_per_class": 0, "optim.global_batch": 8, "optim.max_batch_per_process": 4,
+            "mix.group": 4, "schedule.warmup_lr": 0.0, "schedule.min_lr": 0.0, "eval.batch_size": 2,
+            "distill.teacher": ""}
+
+
+def changed_recipe(random: Random) -> list[str]:
+    """Arguments of train.py: a recipe, made small, and one to three changes of its keys."""
+    recipe = load_recipe(random.choice(sorted(RECIPES.glob("*.toml"))), [])
+    options = next(sizes for name, sizes in SMALL.items() if recipe.model.name[:4] == name[:4])
+    values = SMALLEST | {f"model.options.{key}": value for key, value in options.items()}
+    name = random.choice([name for name in INITS if name != "impulse_gd"])     # which takes long
+    for _ in range(random.choice([1, 1, 2, 3])):
+        key = random.choice([*recipe.keys])
+        value = (recipe.keys | values)[key]
+        if isinstance(value, (list, tuple)) and random.random() < 0.5:
+            values[key] = [random.choice(VALUES[1:]) for _ in value]
+        elif type(value) in (int, float) and random.random() < 0.8:      # to get past the type
+            values[key] = random.choice([2 * value, -value, value + 1, value * 0.5])
+        else:
+            values[key] = random.choice(VALUES[1:])
+    return ["--recipe", recipe.name, "--init", name, "--set", "init.options={}", *(
+        word for key, value in values.items() for word in ("--set", f"{key}={to_toml(value)}"))]
+
+
+def test_random_arguments_and_values_of_recipes_end_in_one_line(image_tree, monkeypatch, capsys):
+    monkeypatch.chdir(image_tree.parent)
+    flags, statuses = {}, []
+    for name, main in COMMAND_LINES.items():
+        with contextlib.suppress(SystemExit):
+            main(["--help"])
+        flags[name] = sorted({*re.findall(r"--[a-z-]+", capsys.readouterr().out)} - {"--help"})
+    for number in range(4 * COUNT):
+        random = Random(f"arguments {number}")
+        name, words = "train.py", []
+        if number % 2:
+            name = random.choice([*flags])
+            for _ in range(random.randrange(6)):
+                words += [random.choice([*flags[name], "--x"])] * random.randrange(2)
+                words.append(random.choice(WORDS))
+        else:
+            words = changed_recipe(random)
+        try:
+            statuses.append(COMMAND_LINES[name](words))
+        except BaseException as error:
+            raise AssertionError(number, name, words) from error
+        said = capsys.readouterr().err
+        assert (statuses[-1], said) == (0, "") or statuses[-1] == 2 and (
+            said.startswith(f"{name}: ") and said[:-1].isprintable()), (number, name, words, said)
+    assert min(statuses.count(0), statuses.count(2)) > 5
 
 
 @pytest.mark.parametrize("parse, text", [
