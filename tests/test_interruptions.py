@@ -49,6 +49,7 @@ PHASES = {
     "between epochs": ("train_program", "epoch_line", 1, 4),
     "save": (checkpoint.torch, "save", 1, 5),
     "second epoch": (engine, "update", 2, 7),
+    "last validation": (augment.ToDevice, "__call__", 3, 8),     # no step is left
 }
 
 
