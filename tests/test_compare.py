@@ -1,4 +1,4 @@
-"""What the program prints and writes, with numbers computed by hand."""
+"""What the program prints and writes, with numbers computed by hand; t quantiles are scipy's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from PIL import Image
 
 from vitinit import compare
 from vitinit.figures.__main__ import main as figures
+from vitinit.runs.results import mean_and_std, t_quantile
 from vitinit.train.metrics import StepRow
 
 
@@ -127,19 +128,6 @@ def test_unfinished_runs_are_named_and_neither_averaged_nor_packed(printed, six_
     assert printed(out) == expected
 
 
-def test_different_models_are_compared_in_one_table(printed, six_runs, written_run):
-    """The differences 49.5 and 46: mean 47.75, standard error 1.75; 12.706 · 1.75 = 22.24."""
-    other = ("model.name=convmixer_256_8", "model.options={}")
-    mixers = [written_run(f"mixer-{seed}", [1.0, 99.0 + seed / 2], seed=seed, recipe="mixer",
-                          sets=other) for seed in (1, 2)]
-    text = printed(*six_runs, *mixers)
-    for row in ("| quickstart, default | model | 50.00 | 54.00 | 58.00 |",
-                "| mixer, default | model | 99.50 | 100.00 | – |",
-                "| mixer, default | model | 2 | +47.75 ± 22.24 | 1: +49.50, 2: +46.00 |"):
-        assert row in text
-    assert text.startswith("# quickstart, mixer\n")
-
-
 def test_a_folder_gets_the_report_and_the_curves(printed, six_runs, tmp_path):
     out = tmp_path / "new" / "comparison"
     report, last_line = printed(*six_runs, "--out", out).rsplit("\n\n", 1)
@@ -187,3 +175,19 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()
         assert line.startswith("vitinit.compare: ") and message in line
+
+
+def test_t_quantiles_are_those_of_printed_tables_and_of_scipy():
+    for degrees, quantile in ((1, 12.706205), (2, 4.302653), (3, 3.182446), (120, 1.979930)):
+        assert t_quantile(degrees) == pytest.approx(quantile, abs=5e-7)
+    stats = pytest.importorskip("scipy.stats")
+    for degrees in (1, 2, 3, 4, 7, 16, 53):
+        for confidence in (0.5, 0.9, 0.99):
+            expected = stats.t.ppf((1 + confidence) / 2, degrees)
+            assert t_quantile(degrees, confidence) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_deviation_is_that_of_a_sample_and_one_value_has_none():
+    assert mean_and_std([50.0, 54.0, 58.0]) == "54.00 ± 4.00"
+    assert mean_and_std([50.0]) == "50.00"
+    assert mean_and_std([11.0, 12.0], places=0) == "12 ± 1"      # 11.5, .71

@@ -289,15 +289,11 @@ WRONG = [                   # arguments after a run's folder, part of the error 
     (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
     (["--data", "cifar10"], "cifar10: expected NAME=DIR"),
-    (["--data", "imagenet_v2=nowhere"], "nowhere: no such folder; imagenet_v2 is 0/… to"),
     (["--data", "shapes"], "shapes: class 'disc' is none of the model's 3 classes (blue, green, … "
      "red); the model is"),
     (["--data", "shapes", "--data-dir", "x"], "--data-dir x: the folder of the recipe's own data"),
     (["--image-size", "8,0"], "the image size is [8, 0], expected an integer or a list of 2"),
-    (["--image-size", "big"], "--image-size: big: expected a number of pixels, such as 288, or"),
     (["--image-size", "10"], "last.pt at 10×10: patches of 4×4 pixels do not tile an image"),
-    (["--json", "."], "--json: .: expected a file in a folder that exists"),
-    (["nowhere.pt"], "nowhere.pt: no such checkpoint"),
 ]
 
 

@@ -191,12 +191,10 @@ def test_what_a_library_cannot_express_is_refused_with_what_it_expects():
     for library, recipe, change, expected in (
             ("timm", "deit_tiny", "norm_eps=1e-5", "norm_eps = 1e-06"),
             ("timm", "convmixer_768_32", "depth=3", "depth = 32|activation = gelu"),
-            ("timm", "cifar10_convmixer", "num_filters=8", "num_filters = 0"),
             ("timm", "cifar10_simple_vit", "depth=3", "another family"),
             ("torchvision", "deit_tiny", "pool=mean", "pool = class"),
             ("torchvision", "deit_tiny", "patch_size=[16, 8]", "a square patch_size"),
             ("torchvision", "swin_tiny", "window_size=14", "a window_size within every grid"),
-            ("transformers", "swin_tiny", "window_size=14", "a window_size within every grid"),
             ("transformers", "convmixer_768_32", "depth=3", "another family")):
         with pytest.raises(ValueError, match=f"no model of {library} .*expected ({expected})"):
             counterpart_of(recipe, f"model.options.{change}", library=library)
@@ -360,12 +358,9 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
     (damaged / "run.json").write_text("{")
     for arguments, problem in (
             (["nowhere", "--to", "torch", "--out", "x.pt2"], "nowhere: no such checkpoint"),
-            ([RUN, "--to", "onnx", "--out", "x"], "argument --to: invalid choice: 'onnx'"),
-            ([RUN, "--to", "torch", "--out", "no/such/x"], "--out no/such/x: expected a file in a"),
             ([RUN, "--to", "run", "--out", "x", "--names", "timm"], "--names does not go with"),
             ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise does not go"),
             ([RUN, "--to", "run", "--out", "x", "--image-size", 16], "--image-size does not go"),
-            ([RUN, "--to", "run", "--out", "."], "--out .: expected a new folder in"),
             ([damaged, "--to", "run", "--out", "x"], "run.json: not what a run writes"),
             ([RUN, "--to", "torch", "--out", "x.pt2", "--image-size", 9], "patches of 4×4")):
         assert exported(*arguments) == 2

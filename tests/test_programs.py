@@ -56,21 +56,15 @@ def line_of(capsys) -> str:
 def test_a_wrong_argument_is_one_line(capsys):
     for program, arguments, words in (
             ("vitinit.bench", "step --recipe a --batch 0", "--batch: 0: expected an integer ≥ 1"),
-            ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a num"),
             ("vitinit.bench", "step --recipe a --device cdua", "no 'cdua'; did you mean 'cuda'?"),
             ("vitinit.lessons", "99", "there is no lesson 99; expected 1 to"),
             ("vitinit.lessons", "--update", "expected the number of a lesson"),
-            ("vitinit.lessons", "1 --notebook no/such/folder/x.ipynb",
-             "--notebook: no/such/folder/x.ipynb: expected a file in a folder that exists"),
-            ("vitinit.bench", "", "required: bench"), ("vitinit.figures", "maps", "required: --o"),
-            ("vitinit.figures", "kernels --out a --count 0", "--count: 0: expected an integer ≥ 1"),
+            ("vitinit.figures", "maps", "required: --o"),
             ("vitinit.figures", "maps --recipe a --out a --init defualt", "did you mean 'default'"),
             ("vitinit.figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such"),
             ("vitinit.figures", "attention p --recipe a --out a --queries 3", "3: expected two n"),
             ("vitinit.figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0"),
             ("vitinit.compare", "", "required: RUN"), ("vitinit.compare", "a --seeds 3", "unrecog"),
-            ("vitinit.compare", "a --pack", "--pack: expected one argument"),
-            ("vitinit.figures", "curves --out a", "required: RUN"),
             ("vitinit.sweep", "--recipe quickstart", "required: --seeds")):
         assert PROGRAMS[program](arguments.split()) == 2
         line = line_of(capsys)

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from same_run import assert_same_run, checkpoint, rows_of
+from same_run import checkpoint, rows_of
 
 import vitinit
 from vitinit.recipe import sections
@@ -34,7 +34,7 @@ WRITTEN = {
     "schedule": dict(shape="cosine", epochs=3, cooldown_epochs=2, warmup_epochs=1, warmup_lr=2e-5,
                      cosine_after_warmup=True, min_lr=1e-6, step_on="epoch"),
     "ema": dict(decay=0.71, warmup=True),
-    "engine": dict(amp="bf16", compile=False, channels_last=True, tf32=True),
+    "engine": dict(amp="bf16", compile=True, channels_last=True, tf32=True),
     "eval": dict(crop_pct=0.77, interpolation="bilinear", batch_size=5, cache_gib=0.3,
                  every_epochs=3),
     "checkpoint": dict(every_epochs=2, every_steps=3, keep_epochs=[0, 4], best_by="val_loss"),
@@ -52,6 +52,15 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
             seen.setdefault(name, []).append((arguments, options))
             return real(*arguments, **options)
         monkeypatch.setattr(place, name, recorded)
+    compiled, written, save = [], [], RunFolder.save
+
+    def saved(self, state: dict, path: Path) -> None:
+        if path.name == "last.pt":
+            written.append((state["progress"]["step"], state["progress"]["epochs"]))
+        return save(self, state, path)
+    monkeypatch.setattr(RunFolder, "save", saved)
+    monkeypatch.setattr(train_program.torch, "compile", lambda model: (
+        compiled.append(model), model)[1])
     sets = {f"{title}__{key}": to_toml(value) for title, body in WRITTEN.items()
             for key, value in body.items()}
     assert train_program.main(small_run(tmp_path / "run", **sets)) == 0
@@ -89,24 +98,11 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     assert [row["lr"] for row in rows[3:]] == [1e-6, 1e-6]
     assert {path.name for path in (tmp_path / "run").glob("epoch_*.pt")} == {
         "epoch_0000.pt", "epoch_0004.pt"}
-
-
-def test_checkpoints_are_written_when_the_recipe_says(train_program, small_run, tmp_path,
-                                                      monkeypatch):
-    """last.pt at step 0, after every fifth step and every second epoch, and at the end."""
-    written = []
-    real = RunFolder.save
-
-    def recorded(self, state, path: Path, *others, **options):
-        if path.name == "last.pt":
-            written.append((state["progress"]["step"], state["progress"]["epochs"]))
-        return real(self, state, path, *others, **options)
-    monkeypatch.setattr(RunFolder, "save", recorded)
-    assert train_program.main(small_run(tmp_path / "run", checkpoint__every_epochs="2",
-                                        checkpoint__every_steps="5", eval__every_epochs="3")) == 0
-    # Epochs are of four steps. The third is the last, evaluated, and so saved before and after.
-    assert [place for place in written if place != (0, 0)] == [
-        (5, 1), (8, 2), (10, 2), (12, 2), (12, 3)]
+    # At the start, every third step, the ends of the second and fourth epoch of four steps, and
+    # before and after the last evaluation.
+    assert written == [(0, 0), (3, 0), (6, 1), (8, 2), (9, 2), (12, 2), (15, 3), (16, 4), (18, 4),
+                       (20, 4), (20, 5)]
+    assert len(compiled) == 3                        # the model to train, and model and average
 
 
 def test_the_best_checkpoint_is_best_by_what_the_recipe_says(train_program, small_run, tmp_path,
@@ -122,17 +118,6 @@ def test_the_best_checkpoint_is_best_by_what_the_recipe_says(train_program, smal
         monkeypatch.setattr(train_program, "evaluate", scripted)
         assert train_program.main(small_run(tmp_path / best_by, checkpoint__best_by=best_by)) == 0
         assert checkpoint(tmp_path / best_by, "best.pt")["progress"]["epochs"] == epoch
-
-
-def test_compile_compiles_what_trains_and_what_is_measured(train_program, small_run, tmp_path,
-                                                           monkeypatch):
-    compiled = []
-    monkeypatch.setattr(train_program.torch, "compile",
-                        lambda model: compiled.append(model) or model)
-    for wanted in ("true", "false"):
-        assert train_program.main(small_run(tmp_path / wanted, engine__compile=wanted,
-                                            schedule__epochs="1", schedule__warmup_epochs="0")) == 0
-    assert len(compiled) == 3                        # the model to train, and model and average
 
 
 def test_switches_of_torch_are_set_where_the_recipe_says():
@@ -154,17 +139,3 @@ def test_switches_of_torch_are_set_where_the_recipe_says():
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before[1:]
-
-
-def test_mixed_precision_resumes_bit_for_bit(train_program, stop_before, small_run, tmp_path,
-                                            monkeypatch):
-    """Bit for bit, including the loss scale, which changes during training. bf16 has none."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    how = dict(engine__amp="fp16", schedule__epochs="2")
-    assert train_program.main(small_run(straight, **how)) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3))
-        assert train_program.main(small_run(stopped, **how)) == 143
-    assert train_program.main(["--resume", str(stopped)]) == 0
-    assert checkpoint(straight)["scaler"]
-    assert_same_run(straight, stopped)

@@ -16,7 +16,6 @@ from pages import read_page
 from same_run import assert_same_run, rows_of
 
 import vitinit
-from vitinit.recipe.files import RecipeError
 from vitinit.runs.records import read_run
 
 PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")
@@ -50,20 +49,6 @@ def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_prog
     assert "command" not in second and second["arguments"] == first["arguments"] | {
         "out_dir": str(called)} and second["arguments"]["changes"] == {"run.seed": 7} | SMALL
     assert read_run(called).recipe == first["recipe"] == "quickstart"
-
-
-def test_a_run_in_python_goes_on_where_a_signal_has_stopped_it(train_program, stop_before, tmp_path,
-                                                               monkeypatch):
-    whole = vitinit.Run("quickstart", out_dir=tmp_path / "whole", overrides=SMALL).train()
-    with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(1))
-        with pytest.raises(BaseException, match="stopped by SIGTERM"):
-            vitinit.Run("quickstart", out_dir=tmp_path / "cut", overrides=SMALL).train()
-    run = vitinit.Run(resume=tmp_path / "cut").train()
-    assert run.rows[-1]["val_loss"] == whole.rows[-1]["val_loss"]
-    assert_same_run(whole.folder.path, run.folder.path)
-    with pytest.raises(RecipeError, match="^optim.lr=1: .optim. has no key 'lr'"):
-        vitinit.Run("quickstart", overrides={"optim.lr": 1}).train()
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):

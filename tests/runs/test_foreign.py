@@ -320,14 +320,10 @@ def test_a_runs_own_recipe_is_compared_too_and_what_it_says_of_itself_is_checked
     torch.save(state, tmp_path / "a.pt")
     start, head, warning = fine_tune(build(recipe), recipe, state["classes"])
     assert start.endswith(" tensors loaded") and "/a.pt: images were prepared otherwise" in warning
-    for part, problem in (({"classes": 5}, "its 'classes' is 5, expected a list"),
-                          ({"classes": ["a", "b"]}, "names 2 classes, and its classifier has 3"),
-                          ({"grid": 1.5}, "its 'grid' is 1.5, expected an integer or a list"),
-                          ({"recipe": 5}, "its 'recipe' is 5, expected a table")):
-        torch.save(state | part, tmp_path / "a.pt")
-        for call in (lambda: vitinit.load(tmp_path / "a.pt"),
-                     lambda: fine_tune(build(recipe), recipe, ["red", "green", "blue"])):
-            assert problem in refused(ValueError, call)
+    torch.save(state | {"classes": ["a", "b"]}, tmp_path / "a.pt")
+    for call in (lambda: vitinit.load(tmp_path / "a.pt"),
+                 lambda: fine_tune(build(recipe), recipe, ["red", "green", "blue"])):
+        assert "names 2 classes, and its classifier has 3" in refused(ValueError, call)
     state["recipe"]["model"]["options"]["num_heads"] += 1
     torch.save(state, tmp_path / "a.pt")
     assert "a.pt: num_heads is " in refused(ValueError, fine_tune, build(recipe), recipe)

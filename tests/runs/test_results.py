@@ -6,11 +6,9 @@ import dataclasses
 import json
 import os
 
-import pytest
-
-from vitinit.files import FileError, write_text_atomically
+from vitinit.files import write_text_atomically
 from vitinit.runs.data import EvaluatedSet
-from vitinit.runs.results import Finding, print_results, table
+from vitinit.runs.results import Finding, print_results
 from vitinit.train.engine import Evaluation
 
 MODEL = Evaluation(loss=1.25, top1=50.0, top5=75.0, images=1004, class_hits=[2, 0, 500],
@@ -71,10 +69,6 @@ def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     assert "ema" not in first and second["model_classes"] == 5
 
 
-def test_a_bar_in_a_label_does_not_break_the_table():
-    assert table(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == "| x\\|y | 1 |"
-
-
 def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
     target, link = tmp_path / "there" / "out.json", tmp_path / "link.json"
     target.parent.mkdir()
@@ -89,13 +83,3 @@ def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
     write_text_atomically("fourth\n", target)        # such a link may lead anywhere
     assert not (tmp_path / "mine").exists()
     assert os.listdir(target.parent) == ["out.json"]
-
-
-def test_what_cannot_be_written_is_one_line(tmp_path):
-    for path, words in ((tmp_path / "gone" / "a.json", "No such file"),
-                        (tmp_path, "Is a directory"),
-                        (tmp_path / ("x" * 300), "File name too long")):
-        with pytest.raises(FileError, match=f"cannot be written: {words}") as caught:
-            write_text_atomically("text\n", path)
-        assert "\n" not in str(caught.value)
-    assert os.listdir(tmp_path) == []

@@ -116,10 +116,10 @@ def test_a_run_goes_on_to_the_bit_with_its_teacher_and_with_no_other(
     monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
     assert train_program.main(small_run(tmp_path / "cut", **sets)) == 143
     monkeypatch.undo()
-    other = tmp_path / "other"
-    shutil.copytree(RUN, other)
+    other, half = shutil.copytree(RUN, tmp_path / "other"), tmp_path / "half"    # other weights
+    assert export.main([str(RUN), "--to", "run", "--out", str(half)]) == 0
     capsys.readouterr()
-    for change in (f"distill.teacher={export_of(other, tmp_path)}", "distill.teacher="):
+    for change in (f"distill.teacher={half}", "distill.teacher="):
         assert train_program.main(["--resume", str(tmp_path / "cut"), "--set", change]) == 2
         error = capsys.readouterr().err
         assert ": holds another run, with teacher = " in error and error.count("\n") == 1
@@ -129,9 +129,3 @@ def test_a_run_goes_on_to_the_bit_with_its_teacher_and_with_no_other(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert_identical(checkpoint(whole)["model"], checkpoint(cut)["model"])
     assert_identical(rows_of(whole), rows_of(cut))
-
-
-def export_of(run: Path, folder: Path) -> Path:
-    """Other weights: the run's in half precision."""
-    assert export.main([str(run), "--to", "run", "--out", str(folder / "half")]) == 0
-    return folder / "half"

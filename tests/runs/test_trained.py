@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 import vitinit
-from vitinit.data.datasets import imagenet_wnids
 from vitinit.predict import attended, classify
 from vitinit.recipe.values import ReadOnly
 from vitinit.runs import trained as trained_module
@@ -91,19 +90,6 @@ def test_another_image_size_is_that_of_the_model_and_of_its_views():
     assert trained.image_size == (12, 16) and trained.model.grid == (3, 4)
     assert trained.preprocess(as_tensor(drawn_image(50, 40))).shape == (1, 3, 12, 16)
     assert vitinit.load(RUN, image_size=16).image_size == (16, 16)
-
-
-def test_a_checkpoint_of_others_takes_a_recipe(tmp_path):
-    model = vitinit.build_model("vit_tiny", num_classes=1000, image_size=224)
-    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
-    torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
-    trained = vitinit.load(tmp_path / "deit.pth", recipe="deit_tiny")
-    assert list(trained.classes) == imagenet_wnids()
-    image = as_tensor(drawn_image(300, 240))
-    expected = model.eval()(trained.preprocess(image)).detach().softmax(1)[0]
-    (name, share), *_ = trained.predict(image, top=1)
-    assert name == imagenet_wnids()[int(expected.argmax())]
-    assert share == pytest.approx(expected.max().item(), rel=1e-5)
 
 
 def test_a_wrapped_backbone_is_named_and_its_projection_is_no_classifier(tmp_path, capsys):
