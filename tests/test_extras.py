@@ -77,8 +77,10 @@ from vitinit.recipe.files import RECIPES
 assert all(str(path).startswith({str(tmp_path)!r}) for path in (vitinit.__file__, RECIPES))
 assert predict.main(["cifar10_small", {str(photograph)!r}]) == 0
 assert main(["3"]) == 0
-small = "data.images_per_class=5 model.options.depth=1 schedule.epochs=1 schedule.warmup_epochs=0"
-assert sweep.main(["--recipe", "quickstart", "--seeds", "0,1", *(
+small = "data.name=image_folder data.num_classes=0 data.held_out_per_class=1 data.workers=0 " \
+    "optim.global_batch=20 model.options.depth=1 schedule.epochs=1 schedule.warmup_epochs=0"
+assert sweep.main(["--recipe", "quickstart", "--seeds", "0,1", "--jobs", "2", "--data-dir",
+                   {str(photograph.parents[1])!r}, *(
     word for text in small.split() for word in ("--set", text))]) == 0
 assert evaluate.main(["runs/quickstart-default-s1"]) == 0
 """

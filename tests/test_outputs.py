@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitinit import compare, export, predict, sweep
+from vitinit import compare, evaluate, export, predict, run, sweep
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import Output, Parser
 from vitinit.figures import __main__ as figures
@@ -19,6 +19,8 @@ from vitinit.lessons import __main__ as lessons
 from vitinit.runs.records import read_run, write_archive
 
 RUN = Path(__file__).parent / "runs" / "data" / "version_12"
+PROGRAMS = {"predict": predict, "eval": evaluate, "compare": compare, "export": export,
+            "figures": figures, "lessons": lessons, "bench": bench, "sweep": sweep, "train": run}
 # Options with words or paths that are only read, or that name the folder of a run, whose own files
 # `RunFolder` keeps.
 NO_OUTPUTS = ("--across", "--checkpoint", "--data-dir", "--init", "--out-dir", "--recipe",
@@ -78,12 +80,10 @@ def place(tmp_path, monkeypatch, capsys) -> Path:
     return tmp_path
 
 
-def test_every_option_that_writes_is_known(train_program, eval_program, monkeypatch):
+def test_every_option_that_writes_is_known(monkeypatch):
     """A new option with a word or a path has to be in one of the lists above."""
     outputs = set()
-    for name, program in {"predict": predict, "eval": eval_program, "compare": compare,
-                          "export": export, "figures": figures, "lessons": lessons, "bench": bench,
-                          "sweep": sweep, "train": train_program}.items():
+    for name, program in PROGRAMS.items():
         for title, parser in parsers(program.parse_arguments, name, monkeypatch):
             for action in parser._actions:
                 if action.option_strings and isinstance(action.type, Output):
@@ -96,12 +96,11 @@ def test_every_option_that_writes_is_known(train_program, eval_program, monkeypa
 
 @pytest.mark.parametrize("option", COMMANDS)
 def test_an_output_replaces_no_input_no_other_kind_of_file_and_no_file_of_a_run(
-        option, place, eval_program, monkeypatch, capsys):
-    program, *words, flag = option.split()
+        option, place, monkeypatch, capsys):
+    """It replaces a file of its kind, and goes to a pipe."""
+    name, *words, flag = option.split()
     command, suffix, input = COMMANDS[option]
-    program = {"predict": predict, "eval": eval_program, "compare": compare, "export": export,
-               "figures": figures, "lessons": lessons, "bench": bench}[program]
-    arguments = [*words, *command.split(), flag]
+    program, arguments = PROGRAMS[name], [*words, *command.split(), flag]
     (place / f"odd{suffix or '.md'}").write_bytes(b"\xff\xd8\xff")
     (place / "link").symlink_to(place / "photo.jpg")
     (place / "folder").mkdir()
@@ -119,15 +118,7 @@ def test_an_output_replaces_no_input_no_other_kind_of_file_and_no_file_of_a_run(
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1 and file in printed.err
     assert {path: path.is_file() and path.read_bytes() for path in place.rglob("*")} == before
-
-
-@pytest.mark.parametrize("option", [option for option in COMMANDS if COMMANDS[option][1]])
-def test_an_output_replaces_a_file_of_its_kind_and_goes_to_a_pipe(option, place, eval_program):
-    program, *words, flag = option.split()
-    command, suffix, _ = COMMANDS[option]
-    parse = {"predict": predict, "eval": eval_program, "compare": compare, "export": export,
-             "figures": figures, "lessons": lessons, "bench": bench}[program].parse_arguments
     (place / f"old{suffix}").write_bytes(BEGINS.get(suffix, b""))
     os.mkfifo(place / "pipe")
-    for file in (f"new{suffix}", f"old{suffix}", "pipe", "/dev/stdout", "/dev/null"):
-        parse([*words, *command.split(), flag, file])
+    for file in (f"new{suffix}", f"old{suffix}", "pipe", "/dev/stdout", "/dev/null") * bool(suffix):
+        program.parse_arguments([*arguments, file])
