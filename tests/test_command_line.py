@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -19,13 +18,6 @@ from vitinit.train.distributed import LostProcess, Processes
 MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
 COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
              "did you mean 'epochs'?")
-
-
-def environment() -> dict[str, str]:
-    """The environment of a subprocess: one thread, and no variables of a launcher around it."""
-    kept = {key: value for key, value in os.environ.items()
-            if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
@@ -95,7 +87,7 @@ def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_pat
 def test_under_torchrun_the_line_is_the_last_that_is_said_and_the_status_is_2(repository, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(repository / "train.py"), *MISSPELT], cwd=tmp_path, env=environment(),
+         str(repository / "train.py"), *MISSPELT], cwd=tmp_path,
         capture_output=True, text=True, timeout=240)
     printed = result.stdout + result.stderr
     assert result.returncode != 0

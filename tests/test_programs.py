@@ -1,9 +1,10 @@
-"""For all programs: wrong arguments, Ctrl-C, closed pipes, and their own defects."""
+"""For all programs: wrong arguments, Ctrl-C, closed pipes, their own defects, and messages."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import signal
 import sys
 from argparse import ArgumentTypeError
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from forks import Fork
+from torch._utils import ExceptionWrapper
 
 from vitinit import compare, export, predict, sweep
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import building, integer, one_of, real, run_program
 from vitinit.figures import __main__ as figures
 from vitinit.lessons import __main__ as lessons
-from vitinit.messages import OneLineError
+from vitinit.messages import IN_BRIEF, LONGEST, OneLineError, in_brief, one_line
 from vitinit.recipe.files import RecipeError
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged
@@ -138,3 +140,39 @@ def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
     for fault in (lambda: {}["depth"], lambda: torch.zeros(2, 3).view(4), lambda: None + 1,
                   lambda: raising(Interrupted(signal.SIGTERM))):
         assert not isinstance(built(fault), OneLineError)
+
+
+def test_a_line_shows_what_it_quotes():
+    for text, shown in (("train/ant 1/ü–日本.jpg: gone", "train/ant 1/ü–日本.jpg: gone"),
+                        ("a\nb\r\tc \\", r"a\nb\r\tc \ "[:-1]), ("\x1b[2J\u202e", r"\x1b[2J\u202e"),
+                        (os.fsdecode(b"caf\xe9.jpg"), r"caf\udce9.jpg")):
+        assert one_line(text) == shown == one_line(one_line(text))
+
+
+def test_a_long_line_loses_its_middle():
+    text = "start" + "x" * 5000 + "end"
+    shown = one_line(text)
+    assert len(shown) == LONGEST and shown.startswith("startx") and shown.endswith("xend")
+    assert one_line("abcdefgh", longest=5) == "ab…gh"
+    assert one_line("abcde", longest=5) == "abcde"
+
+
+def test_what_another_library_says_is_brief():
+    essay = "Weights only load failed.\n\n\tIt can \x1b[1mstill\x1b[0m be loaded " + "so " * 99
+    shown = in_brief(essay)
+    assert shown.startswith(r"Weights only load failed. It can \x1b[1mstill\x1b[0m be loaded so so")
+    assert len(shown) <= IN_BRIEF and shown.endswith("…")
+    assert in_brief(MemoryError()) == "MemoryError" and in_brief(OSError("full")) == "full"
+
+
+def test_an_error_is_one_line_wherever_it_is_raised():
+    """Out of a loader's worker it keeps its own words."""
+    error = OneLineError("a\nb.jpg: gone")
+    assert str(error) == r"a\nb.jpg: gone" == str(pickle.loads(pickle.dumps(error)))
+    try:
+        raise error
+    except OneLineError as raised:
+        wrapped = ExceptionWrapper((type(raised), raised, raised.__traceback__), "in worker 0")
+    with pytest.raises(OneLineError) as again:
+        wrapped.reraise()
+    assert str(again.value) == str(error)

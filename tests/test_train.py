@@ -22,10 +22,6 @@ from vitinit.recipe.files import load_recipe
 from vitinit.runs import model
 from vitinit.train.metrics import METRICS, StepRow
 
-# How often a run of `small_run` looks for a signal per epoch: at four steps and their end, at six
-# batches of evaluation and their end.
-LOOKS = 12
-
 
 def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_run, tmp_path,
                                                           capsys):
@@ -63,28 +59,6 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert train_program.main(["--recipe", str(folder / "recipe.toml"), "--out-dir",
                                str(again)]) == 0
     assert_identical(checkpoint(folder)["model"], checkpoint(again)["model"])
-
-
-def test_lines_after_the_checkpoint_are_cut_back_and_those_that_cannot_be_read_stop_the_run(
-        train_program, stop_before, small_run, straight, tmp_path, monkeypatch, capsys):
-    """It stops after step 14; then lines are added as a killed run writes them afterwards."""
-    stopped, longer = tmp_path / "stopped", dict(schedule__epochs="5")
-    with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3 * LOOKS + 2))
-        assert train_program.main(small_run(stopped, **longer)) == 128 + signal.SIGTERM
-    assert [row["step"] for row in rows_of(stopped, "steps")] == [10] and len(rows_of(stopped)) == 3
-    before = (stopped / "steps.jsonl").read_text()
-    (stopped / "steps.jsonl").write_text('{"step": 10}\n{"epoch": 1}\n')
-    capsys.readouterr()
-    assert train_program.main(["--resume", str(stopped)]) == 2
-    output = capsys.readouterr()
-    assert "steps.jsonl: line 2 is no JSON object with its step" in output.err and not output.out
-    (stopped / "steps.jsonl").write_text(before + '{"step": 20, "loss": 7.0}\n{"step": 30, "lo')
-    with open(stopped / "metrics.jsonl", "a") as file:
-        file.write('{"epoch": 4}\n{"epoch": 5}\n')
-    assert train_program.main(["--resume", str(stopped)]) == 0
-    assert [row["step"] for row in rows_of(stopped, "steps")] == [10, 20]
-    assert_same_run(straight(**longer), stopped)
 
 
 def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, straight,

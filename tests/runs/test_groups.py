@@ -124,14 +124,6 @@ def test_a_key_that_only_newer_runs_have_is_said_to_be_missing(written_run):
         assert len(group_runs(runs)) == count
 
 
-def test_two_runs_of_one_seed_in_a_group_are_an_error(written_run):
-    first, second = written_run("a", [1.0], seed=3), written_run("b", [1.0], seed=3)
-    with pytest.raises(CheckpointError) as caught:
-        grouped(first, second)
-    assert str(caught.value) == (f"{second}: the same experiment and seed 3 as {first}; expected "
-                                 "one run per seed and commit")
-
-
 def test_one_seed_by_two_commits_is_two_experiments(written_run):
     """Other code may do something else by the same recipe, as two of the study's trials did."""
     later = dict(start={"git_commit": "beef" * 10})

@@ -15,8 +15,6 @@ import pytest
 from forks import Fork
 from pages import read_page
 
-from vitinit import compare
-from vitinit.figures import __main__ as figures
 from vitinit.runs import folder as folder_module
 from vitinit.runs.records import METRICS
 from vitinit.train.metrics import StepRow
@@ -56,14 +54,6 @@ def test_every_file_and_column_is_named():
     assert len(files) >= 9
     for name in set(files) - {"run.lock"} | set(METRICS) | set(StepRow._fields):
         assert f"`{name}`" in PAGE.text, name
-
-
-def test_its_commands_do_what_the_text_says():
-    draw, = PAGE.section("The files of a run").commands()
-    assert figures.parse_arguments(draw[3:]).steps
-    pack, *_, add = [compare.parse_arguments(words[3:])
-                     for words in PAGE.section("Many runs in one file").commands()]
-    assert pack.pack == add.pack == Path("quickstart.tar.xz") == add.runs[0]
 
 
 # Stand-ins for SLURM's commands, which write what they do to `log`. A signalled job gets SIGUSR1 as

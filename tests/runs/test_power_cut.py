@@ -14,13 +14,10 @@ A folder is rebuilt for every moment, every number of changes of names and each 
 
 from __future__ import annotations
 
-import builtins
-import io
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,21 +39,6 @@ class Disk:
         self.events: list[tuple[str, Names | None, int, bytes]] = []
         for name in ("fsync", "link", "replace", "rename", "unlink", "remove"):
             monkeypatch.setattr(os, name, self._recorded(name, getattr(os, name)))
-        real = builtins.open
-
-        def opened(file, mode="r", *others, **options):
-            handle = real(file, mode, *others, **options)
-            name = self._name(file)
-            if name is None or not set(mode) & set("wax+"):
-                return handle
-            if name not in self.names:
-                self.names[name], self.numbers = self.numbers, self.numbers + 1
-                self._note("create")
-            elif "w" in mode:                        # what was there is gone from now on
-                self._wrote(name)
-            return _Watched(handle, lambda: name in self.names and self._wrote(name))
-        monkeypatch.setattr(builtins, "open", opened)
-        monkeypatch.setattr(io, "open", opened)      # the one that pathlib calls
 
     def _name(self, path: object) -> str | None:
         """The name of a file of the folder; None for a path elsewhere."""
@@ -68,14 +50,22 @@ class Disk:
     def _note(self, kind: str) -> None:
         self.events.append((kind, dict(self.names), -1, b""))
 
-    def _wrote(self, name: str) -> None:
-        number, content = self.names[name], (self.folder / name).read_bytes()
-        if self.contents.get(number) != content:
-            self.contents[number] = content
-            self.events.append(("write", None, number, content))
+    def look(self) -> None:
+        """Note the files that were created, and what was written, since the last time."""
+        for path in sorted(self.folder.glob("*")):
+            if path.name == LOCK:
+                continue
+            if path.name not in self.names:
+                self.names[path.name], self.numbers = self.numbers, self.numbers + 1
+                self._note("create")
+            number, content = self.names[path.name], path.read_bytes()
+            if self.contents.get(number) != content:
+                self.contents[number] = content
+                self.events.append(("write", None, number, content))
 
     def _recorded(self, call: str, real):
         def fsync(handle: int) -> None:
+            self.look()
             real(handle)
             path = Path(os.readlink(f"/proc/self/fd/{handle}"))
             if path == self.folder.parent:
@@ -83,10 +73,10 @@ class Disk:
             elif path == self.folder:
                 self._note("sync folder")
             elif self._name(path) is not None:
-                self._wrote(path.name)               # what was written to the file, open yet
                 self.events.append(("sync", None, self.names[path.name], b""))
 
         def two(old, new, **options) -> None:
+            self.look()
             real(old, new, **options)
             old, new = self._name(old), self._name(new)
             if new is not None and self.names.get(old) != self.names.get(new):
@@ -94,6 +84,7 @@ class Disk:
                 self._note(call)
 
         def one(path, **options) -> None:
+            self.look()
             real(path, **options)
             if self._name(path) is not None:
                 del self.names[self._name(path)]
@@ -126,27 +117,12 @@ class Disk:
                         yield moment, files
 
 
-class _Watched:
-    """An open file, and a function that is called after it was closed."""
-
-    def __init__(self, file: Any, closed: Callable[[], object]) -> None:
-        self._file, self._closed = file, closed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> _Watched:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-        self._closed()
-
-
 def _left(synced: bytes, now: bytes, share: float) -> bytes:
     """What a file has of its unsynchronised content, of which a `share` has reached the disk."""
-    if share in (0, 1) or not now.startswith(synced):
-        return now if share == 1 else synced
+    if share in (0, 1):
+        return now if share else synced
+    if not now.startswith(synced):                   # it was emptied first
+        return b""
     return now[:len(synced) + (len(now) - len(synced)) // 2] if len(now) > len(synced) else now
 
 
@@ -171,6 +147,7 @@ def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[
                                   checkpoint__keep_epochs="[1]")
             assert train_program.main(arguments) == 128 + signal.SIGTERM
         assert train_program.main(["--resume", str(folder)]) == 0
+    disk.look()
     return disk, saved
 
 
