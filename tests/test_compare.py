@@ -167,11 +167,8 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
     for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
                              ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
                              ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
-                             ([tmp_path / "cut", "--pack", "a.tar.xz"], "none of the runs"),
-                             ([six_runs[0], "--pack", six_runs[1]], "-2: expected a file in a f"),
                              ([six_runs[0], "--out", "a", "--pack", "b"], "not allowed with argu"),
-                             ([six_runs[0] / "run.json"], "run.json: neither a run's folder nor"),
-                             ([six_runs[0] / "run.json" / "x"], "run.json/x: not a run's folder")):
+                             ([six_runs[0] / "run.json"], "run.json: neither a run's folder no")):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()
         assert line.startswith("vitinit.compare: ") and message in line

@@ -297,18 +297,14 @@ def test_a_mutated_file_is_refused_in_one_line_or_read_as_what_it_may_be(kinds, 
 
 # Each program with a kind of file that it reads.
 PROGRAMS = [
-    (compare.main, ["{run}"], "run.json"), (compare.main, ["{run}"], "metrics.jsonl"),
-    (compare.main, ["{run}"], "recipe.toml"), (evaluate.main, ["{run}"], "run.json"),
+    (compare.main, ["{run}"], "run.json"), (compare.main, ["{run}"], "recipe.toml"),
     (evaluate.main, ["{run}"], "checkpoint, values"),
-    (predict.main, ["{run}", "{run}"], "run.json"),
     (predict.main, ["{run}", "{run}"], "checkpoint, values"),
     (export.main, ["{run}", "--to", "run", "--out", "{run}/out"], "run.json"),
-    (export.main, ["{run}", "--to", "run", "--out", "{run}/out"], "checkpoint, bytes"),
     (figures.main, ["curves", "--steps", "{run}", "--out", "{run}/a.png"], "steps.jsonl"),
     (figures.main, ["report", "{run}", "--out", "{run}/a.html"], "checkpoint, values"),
     (run.main, ["--resume", "{run}"], "checkpoint, values"),
     (run.main, ["--resume", "{run}"], "metrics.jsonl"),
-    (run.main, ["--resume", "{run}"], "run.json"),
     (run.main, ["--recipe", "{run}/../odd.toml", "--dry-run"], "a recipe"),
     (sweep.main, ["--recipe", "{run}/../odd.toml", "--seeds", "0", "--dry-run"], "a recipe")]
 
