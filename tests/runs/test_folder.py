@@ -47,8 +47,11 @@ def test_every_start_is_recorded(tmp_path):
             "quickstart", {"resume": str(count)})
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
     assert folder.data_of(0) == {"training images": 1}
-    folder.info.write_text('[{"comm')
-    with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes \("):
+    for text in ('[{"data": {"root": 5}}]', '[{"command": [1]}]', '[{"comm'):
+        folder.info.write_text(text)
+        with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes \("):
+            folder.starts()
+    with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes"):
         folder.record_start("quickstart", {}, None, processes=1, device="", data={})
     assert folder.info.read_text() == '[{"comm'
 
