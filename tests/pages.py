@@ -17,7 +17,7 @@ from typing import NamedTuple
 from vitinit.init import INITS, init_function
 from vitinit.messages import OneLineError
 from vitinit.models import FAMILIES, model_class
-from vitinit.recipe.files import fresh_recipe
+from vitinit.recipe.files import load_recipe, overrides
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES, PACKAGE = REPOSITORY / "recipes", REPOSITORY / "vitinit"
@@ -171,7 +171,8 @@ def bad_commands(page: Page) -> Iterator[str]:
                                                   for text in sets]
                 for recipe in lists.get("recipe", []):
                     for init in lists.get("init") or [None]:
-                        fresh_recipe(recipe, init=init, sets=sets, data_dir=args.get("data_dir"))
+                        load_recipe(recipe, overrides(init=init, sets=sets,
+                                                      data_dir=args.get("data_dir")))
         except (OneLineError, ImportError) as error:
             yield f"{' '.join(words)}: {error}"
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vitinit.command_line import complain
-from vitinit.recipe.files import RecipeError, fresh_recipe, overrides
+from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.train.distributed import LostProcess, Processes
 
 MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
@@ -38,7 +38,7 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, m
             ([], "--recipe is missing; for example --recipe quickstart"),
             (["--recipe", "quikstart"], "did you mean 'quickstart'?"),
             (["--recipe", "quickstart", "--init", "mimetc"],
-             "--init mimetc: init.name is 'mimetc'; did you mean 'mimetic'?"),
+             "--init mimetc: there is no init 'mimetc'; did you mean 'mimetic'?"),
             (["--recipe", "cifar10_mixer", "--init", "mimetic", "--data-dir", "a"],
              "--init mimetic: init 'mimetic' is not defined for a MlpMixer; it has: default, "),
             (["--recipe", "quickstart", "--set", "run.seed=x", "--set", "run.seed=-1"],
@@ -53,8 +53,8 @@ def test_flags_apply_before_set_and_an_empty_one_is_given():
     assert overrides(init="impulse", seed=0, data_dir="", sets=["run.seed=7"]) == [
         ("data.root", "", "--data-dir "), ("init.name", "impulse", "--init impulse"),
         ("run.seed", 0, "--seed 0"), ("run.seed", 7, "--set run.seed=7")]
-    recipe = fresh_recipe("quickstart", seed=5, data_dir="a", init="mimetic",
-                          sets=["run.seed=7", "data.name=cifar10"])
+    recipe = load_recipe("quickstart", overrides(seed=5, data_dir="a", init="mimetic",
+                                                 sets=["run.seed=7", "data.name=cifar10"]))
     assert (recipe.name, recipe.run.seed, recipe.init.name) == ("quickstart", 7, "mimetic")
     assert (recipe.data.root, recipe.data.name) == ("a", "cifar10")
 

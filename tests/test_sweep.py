@@ -79,7 +79,7 @@ def test_what_is_wrong_is_one_line_before_anything_starts(monkeypatch, tmp_path,
     for arguments, message in [
             (["--seeds", "0"], "the following arguments are required: --recipe"),
             ([*GOOD, "--nproc", "0"], "--nproc: 0: expected an integer ≥ 1"),
-            ([*GOOD, "--init", "default,impuls"], "--init impuls: init.name is 'impuls'; did you"),
+            ([*GOOD, "--init", "default,impuls"], "--init impuls: there is no init 'impuls'; did"),
             ([*GOOD, "--init", "default,default"], "2 runs would share the folder runs/quickst"),
             ([*GOOD, "--seeds", "0-2", "--set", "run.seed=7"], "3 runs would share the folder"),
             ([*GOOD, "--set", "schedule.epoch=3"], "no key 'epoch'; did you mean 'epochs'?"),

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .command_line import Parser, integer, run_program
-from .recipe.files import RecipeError, fresh_recipe
+from .recipe.files import RecipeError, load_recipe, overrides
 from .runs.folder import RunFolder
 from .runs.records import read_run, read_runs
 from .runs.results import compare_runs
@@ -118,7 +118,8 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
 
     init: None for the recipe's own. variant: a name, or "".
     """
-    recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets)
+    recipe = load_recipe(args.recipe, overrides(init=init, seed=seed, data_dir=args.data_dir,
+                                                sets=sets))
     folder = args.out_dir / "-".join(filter(None, (recipe.name, recipe.init.name, variant,
                                                    f"s{recipe.run.seed}")))
     arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),

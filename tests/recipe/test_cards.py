@@ -12,7 +12,7 @@ from pages import known_keys
 
 from vitinit import sweep
 from vitinit.models import build_model
-from vitinit.recipe.files import fresh_recipe, load_recipe
+from vitinit.recipe.files import load_recipe, overrides
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.toml"))
@@ -48,8 +48,8 @@ def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
     for words in found:
         if "train.py" in words:
             args = train_program.parse_arguments(started(words, "train.py"))
-            recipe = fresh_recipe(args.recipe, init=args.init,
-                                  seed=args.seed, data_dir=args.data_dir or "data", sets=args.set)
+            recipe = load_recipe(args.recipe, overrides(
+                init=args.init, seed=args.seed, data_dir=args.data_dir or "data", sets=args.set))
             assert (RECIPES / f"{recipe.name}.toml").is_file()
         else:
             arguments = started(words, "vitinit.sweep")

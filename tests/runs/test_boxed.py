@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import vitinit
-from vitinit.recipe.files import fresh_recipe
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.folder import BOXED
 from vitinit.runs.groups import CAME_OR_WENT
 from vitinit.runs.model import build
@@ -35,7 +35,7 @@ def changed(run: Run, other: Run) -> set[str]:
 def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tmp_path):
     box = read_run(BOX)
     assert box.finished
-    (tmp_path / "recipe.toml").write_text(fresh_recipe("cifar10_small").as_toml())
+    (tmp_path / "recipe.toml").write_text(load_recipe("cifar10_small").as_toml())
     assert changed(box, read_run(tmp_path)) == {"engine.amp"}
     twins = {run.path.name: run for run in read_archive(BOXED.parent / "cifar10_small.tar.xz")}
     short = twins["deep_impulse-muon"]
@@ -50,7 +50,8 @@ def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tm
 
 def test_a_recipe_starts_from_it_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = fresh_recipe("cifar10_small", data_dir="data", sets=["init.checkpoint=cifar10_small"])
+    recipe = load_recipe("cifar10_small", overrides(
+        data_dir="data", sets=["init.checkpoint=cifar10_small"]))
     start, head = fine_tune(build(recipe), recipe, CLASSES)
     assert start.startswith("start   cifar10_small: ")
     assert head == "head    10 of 10 rows by class name, 0 as drawn"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..recipe.files import fresh_recipe
+from ..recipe.files import load_recipe, overrides
 from ..recipe.sections import Recipe
 from ..runs.model import initial_state, wrap_models
 from ..runs.results import table
@@ -86,7 +86,7 @@ def cell(value: Any) -> str:
 
 def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
     """The recipe `name` with init "default" and with changes such as "engine.compile=false"."""
-    return fresh_recipe(name, init="default", sets=sets)
+    return load_recipe(name, overrides(init="default", sets=sets))
 
 
 def alone(device: torch.device) -> Processes:

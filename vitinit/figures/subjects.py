@@ -16,7 +16,7 @@ from ..models import MODELS
 from ..models.layers import Classifier
 from ..models.simple_vit import SimpleViT
 from ..models.vit import VisionTransformer
-from ..recipe.files import RecipeError, fresh_recipe
+from ..recipe.files import RecipeError, load_recipe, overrides
 from ..recipe.sections import Recipe
 from ..runs.data import as_input, evaluation_view, open_training_set
 from ..runs.folder import RunFolder
@@ -53,7 +53,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
     """
     for name in recipes:
         for init in inits:
-            recipe = fresh_recipe(name, init=init, seed=seed, sets=sets)
+            recipe = load_recipe(name, overrides(init=init, seed=seed, sets=sets))
             if recipe.init.checkpoint:
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "

@@ -5,21 +5,20 @@
 A recipe must state every key, so `diff` between two recipes shows every difference between two
 experiments. What may be left out: options that have a default, which are the keyword arguments of
 the function that builds the model or does the init; keys that came later (`SINCE_12`); and
-`[distill]`, without which there is no teacher. A mistake is a `RecipeError` of one line that names
-the file or option, the key, what was expected, and the nearest valid key.
+`[distill]`, without which there is no teacher.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..files import parse_toml, read_bytes
-from ..init import GIVEN, INITS, init_function
+from ..init import GIVEN, init_function
 from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
@@ -33,14 +32,14 @@ RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "rec
 # Keyword arguments of models and inits that are no options.
 NO_OPTIONS = ("num_classes", "image_size", *GIVEN)
 
-# Keys that version 12 did not have at first, with the values that it meant. A recipe may leave them
-# out, so that all recipes and runs of version 12 are read.
+# Keys that version 12 did not have at first, with the values that it meant: a recipe may leave them
+# out.
 SINCE_12: dict[str, dict[str, Any]] = {"init": {"checkpoint_head": "keep"},
                                        "schedule": {"cosine_after_warmup": False}}
 
 
 class RecipeError(OneLineError):
-    """Something is wrong with a recipe or an override; the message is one line."""
+    """Something is wrong with a recipe or a change; the message is one line."""
 
 
 class Override(NamedTuple):
@@ -65,10 +64,9 @@ def parse_override(text: str) -> Override:
 
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
               sets: Sequence[str] | Mapping[str, Any] = ()) -> list[Override]:
-    """All changes that a command line, or a caller in Python, makes to a recipe, in order.
+    """The changes that the values of --init, --seed, --data-dir and of each --set make, in order.
 
-    init, seed, data_dir, sets: the values of --init, --seed, --data-dir and of each --set, in
-    place of which there may be a table of "section.key" → value.
+    sets: also a table of "section.key" → value.
     """
     flags = (("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
              ("run.seed", "--seed", seed))
@@ -76,11 +74,6 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
              if isinstance(sets, Mapping) else map(parse_override, sets))
     return [*(Override(key, value, f"{flag} {value}") for key, flag, value in flags
               if value is not None), *named]
-
-
-def fresh_recipe(name: str | None, **flags: Any) -> Recipe:
-    """The recipe of a new run: a file with `overrides(**flags)`. Raises RecipeError."""
-    return load_recipe(name, overrides(**flags))
 
 
 def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()) -> Recipe:
@@ -126,7 +119,7 @@ class Origin(NamedTuple):
         return next((change.text for key in keys for change in reversed(self.changes)
                      if f"{key}.".startswith(f"{change.key}.")), self.source)
 
-    def refuse(self, problem: str, *keys: str) -> NoReturn:
+    def refuse(self, problem: object, *keys: str) -> NoReturn:
         """Raise RecipeError; keys: whose values are the problem, that of most weight first."""
         raise RecipeError(f"{self.of(*keys)}: {problem}") from None
 
@@ -137,7 +130,16 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
     tables = _completed(tables, origin)
     init_before = tables["init"].get("name")
     for change in origin.changes:
-        _apply(change, tables, origin)
+        *parents, last = change.key.split(".")
+        if not parents:
+            origin.refuse(f"'{last}' is no section.key, such as eval.crop_pct", last)
+        table = tables
+        for parent in parents:
+            if not isinstance(table.get(parent), dict):
+                inner = [key for key, part in table.items() if isinstance(part, dict)]
+                origin.refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
+            table = table[parent]
+        table[last] = change.value
 
     sections = {title: _checked(tables[title], title, origin,
                                 typing.get_type_hints(section, include_extras=True))
@@ -147,12 +149,15 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
     model["options"] = _options("model", model["name"], model_class(family).__init__,
                                 sizes | model["options"], origin)
     if checks_init:
-        function = _init_function(init["name"], family, origin)
+        try:
+            function = init_function(init["name"], family)
+        except ValueError as error:
+            origin.refuse(error, "init.name")
         if init["name"] != init_before:              # of the file's options it keeps what it has
-            known = inspect.signature(function).parameters
             init["options"] = {
                 key: value for key, value in init["options"].items()
-                if key in known or origin.of(f"init.options.{key}") != origin.source}
+                if key in signature(function).parameters
+                or origin.of(f"init.options.{key}") != origin.source}
         init["options"] = _options("init", init["name"], function, init["options"], origin)
 
     recipe = Recipe(name=name, **{title: section(**sections[title])
@@ -183,34 +188,12 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     return tables
 
 
-def _apply(change: Override, tables: dict[str, Any], origin: Origin) -> None:
-    """Write the value of a change into the table that its key names."""
-    *parents, last = change.key.split(".")
-    if not parents:
-        origin.refuse(f"'{last}' is no section.key, such as eval.crop_pct", change.key)
-    for parent in parents:
-        if not isinstance(tables.get(parent), dict):
-            inner = [key for key, table in tables.items() if isinstance(table, dict)]
-            origin.refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
-        tables = tables[parent]
-    tables[last] = change.value
-
-
-def _init_function(name: str, family: str, origin: Origin) -> Callable[..., None]:
-    if name not in INITS:
-        origin.refuse(f"init.name is '{name}'{nearest(name, INITS)}", "init.name")
-    try:
-        return init_function(name, family)
-    except ValueError as error:
-        origin.refuse(str(error), "init.name")
-
-
 def _options(title: str, name: str, function: Callable[..., Any], options: Mapping[str, Any],
              origin: Origin) -> ReadOnly:
     """The options of the model or init `name`, which are keyword-only parameters of `function`."""
-    parameters = [parameter for parameter in inspect.signature(function).parameters.values()
-                  if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS]
     hints = typing.get_type_hints(function)
+    parameters = [parameter for parameter in signature(function).parameters.values()
+                  if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS]
     kinds = {parameter.name: hints[parameter.name] for parameter in parameters}
     defaults = {parameter.name: parameter.default for parameter in parameters
                 if parameter.default is not parameter.empty}
