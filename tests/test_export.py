@@ -22,8 +22,8 @@ from vitinit.data.augment import normalise
 from vitinit.models import MODELS, libraries, model_class
 from vitinit.models.libraries import LIBRARIES, counterpart
 from vitinit.recipe.files import from_dict, load_recipe, overrides
-from vitinit.recipe.values import plain
 from vitinit.runs.foreign import read_description
+from vitinit.values import plain
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUN = Path(__file__).parent / "runs" / "data" / "version_12"

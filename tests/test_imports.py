@@ -15,16 +15,17 @@ PACKAGE = Path(vitinit.__file__).parent
 # Room → the rooms that it may import, all of which stand above it. A room is a folder of the
 # package, or a file beside these; "vitinit" is the package's own __init__.py.
 BELOW = {
-    "vitinit": "", "bounds": "", "filters": "", "keys": "", "messages": "",
+    "vitinit": "", "filters": "", "keys": "", "messages": "",
     "files": "messages",                                     # reading and writing
+    "values": "messages",
     "models": "filters keys messages",
     "mixing": "filters messages models",
     "init": "filters keys messages mixing models",           # but not data, train or recipe
-    "data": "bounds files keys messages",                    # but not models
-    "train": "bounds files keys messages",                   # but not models, data or init
-    "recipe": "bounds data files init messages models train",        # puts the sections together
-    "command_line": "bounds files messages recipe train",
-    "runs": "bounds command_line data files init keys messages mixing models recipe train",
+    "data": "files keys messages values",                    # but not models
+    "train": "files keys messages values",                   # but not models, data or init
+    "recipe": "data files init messages models train values",        # puts the sections together
+    "command_line": "files messages recipe train values",
+    "runs": "command_line data files init keys messages mixing models recipe train values",
 }
 EVERYTHING = " ".join(BELOW)
 BELOW |= {"run": EVERYTHING, "figures": EVERYTHING, "bench": EVERYTHING,

@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .bounds import Bounds
 from .files import FileError, require_no_input, require_replaceable
 from .messages import OneLineError, environment_rank, in_brief, nearest, one_line
 from .recipe.files import RecipeError
-from .recipe.values import accepted_values, convert
 from .train.device import ran_out_of_memory
 from .train.distributed import LostProcess
 from .train.interruption import Interrupted
+from .values import Bounds, accepted_values, convert
 
 # Arguments ------------------------------------------------------------------------------------
 

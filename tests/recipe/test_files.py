@@ -13,14 +13,13 @@ import pytest
 import torchvision
 from refused import refused
 
-from vitinit.bounds import Bounds
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe import sections
 from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict, load_recipe,
                                   parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
-from vitinit.recipe.values import plain, to_toml
 from vitinit.train.optim import NO_TEACHER
+from vitinit.values import Bounds, plain, to_toml
 
 SHIPPED = sorted(RECIPES.glob("*.toml"))
 QUICKSTART = RECIPES / "quickstart.toml"

@@ -15,9 +15,9 @@ from PIL import Image
 
 import vitinit
 from vitinit.predict import attended, classify
-from vitinit.recipe.values import ReadOnly
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import read_checkpoint_file as load_checkpoint
+from vitinit.values import ReadOnly
 
 RUN = Path(__file__).parent / "data" / "version_12"     # three classes of 8-pixel images
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)

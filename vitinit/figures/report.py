@@ -12,7 +12,6 @@ import torch
 from ..data.images import DataError
 from ..messages import OneLineError
 from ..recipe.files import load_recipe
-from ..recipe.values import to_toml
 from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import Group, group_runs
 from ..runs.records import Run, read_runs
@@ -22,6 +21,7 @@ from ..train.checkpoint import CheckpointError
 from ..train.device import this_device
 from ..train.engine import autocast
 from ..train.metrics import ProgressBar
+from ..values import to_toml
 from .curves import QUANTITIES, Band, by_epoch, by_step
 from .plot import FigureError, as_png, rounded, write_page
 

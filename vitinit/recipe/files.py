@@ -22,8 +22,8 @@ from ..init import GIVEN, init_function
 from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
+from ..values import ReadOnly, accepted_values, convert, plain, show, to_toml
 from .sections import SECTIONS, VERSION, Recipe, contradictions
-from .values import ReadOnly, accepted_values, convert, plain, show, to_toml
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]

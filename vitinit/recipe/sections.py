@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from ..bounds import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative,
-                      Proportion, Size)
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
 from ..train.optim import Distill, Optim, Schedule
-from .values import flat, plain, to_toml
+from ..values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative,
+                      Proportion, Size, flat, plain, to_toml)
 
 VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one
 Seed = Annotated[int, Bounds(minimum=0, below=2**63)]

@@ -27,15 +27,14 @@ from typing import Any
 
 import torch
 
-from ..bounds import Size
 from ..data.sources import SIZES
 from ..files import RESULTS, in_one_line, parse_json, read_bytes, sync_folder, write_text_atomically
 from ..messages import in_brief, warn
 from ..recipe.files import PACKAGE, RECIPES
-from ..recipe.values import convert, flat
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file,
                                 save_atomically)
 from ..train.state import progress_of
+from ..values import Size, convert, flat
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
 # The weights in a folder that transformers or timm wrote.

@@ -18,14 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..bounds import Count, Size
 from ..files import FileError, parse_json, read_bytes
 from ..messages import in_brief
 from ..models.layers import hidden_width
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.sections import Recipe
-from ..recipe.values import convert, flat, plain, to_toml
 from ..train.checkpoint import CheckpointError
+from ..values import Count, Size, convert, flat, plain, to_toml
 from .folder import FOREIGN_WEIGHTS
 
 # Whole words of a model's name whose models have our tensors' names and shapes, but compute

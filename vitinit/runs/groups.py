@@ -9,8 +9,8 @@ from typing import Any
 
 from ..recipe.files import SINCE_12
 from ..recipe.sections import MACHINE_KEYS
-from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
+from ..values import to_toml
 from .records import Run
 
 # The keys in which runs of one experiment may differ: seed, folder, evaluations and machine.

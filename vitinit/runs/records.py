@@ -30,10 +30,10 @@ from typing import Any
 
 from ..files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
 from ..messages import in_brief, shortened, warn
-from ..recipe.values import accepted_values, flat
 from ..train.checkpoint import CheckpointError
 from ..train.metrics import METRICS
 from ..train.optim import NO_TEACHER
+from ..values import accepted_values, flat
 from .folder import by_name, image_digests, parse_lines, parse_starts
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")

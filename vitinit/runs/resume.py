@@ -24,9 +24,9 @@ from ..files import in_one_line, require_no_links
 from ..messages import warn
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
-from ..recipe.values import plain, to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes
+from ..values import plain, to_toml
 from .folder import RunFolder
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest

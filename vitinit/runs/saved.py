@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..bounds import Size
 from ..data.sources import are_names
 from ..messages import nearest
 from ..models.convert import native_tensors
 from ..models.layers import Classifier
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
-from ..recipe.values import convert, show
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.transfer import load_exactly, start_from
+from ..values import Size, convert, show
 from . import foreign
 from .folder import BOXED, RunFolder, read_checkpoint
 from .model import build

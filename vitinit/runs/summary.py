@@ -16,10 +16,10 @@ from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles
 from ..recipe.sections import Recipe
-from ..recipe.values import to_toml
 from ..train.device import describe_device
 from ..train.distributed import Processes
 from ..train.state import TrainState
+from ..values import to_toml
 
 REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
 CPU_INFO = Path("/proc/cpuinfo")

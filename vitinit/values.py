@@ -1,7 +1,8 @@
-"""Values of recipe keys: conversion to a type within bounds, what a key accepts in words, and TOML.
+"""Values of recipe keys: types within bounds, also in words; conversion, also from and to TOML.
 
-A `kind` is a type annotation, such as int, tuple[float, float] or Literal["a", "b"], perhaps
-Annotated: a number by its `Bounds`, a string by the Literal of its words where a table has them.
+A section of a recipe is a frozen dataclass, whose fields' types say what its keys take. A `kind` is
+such a type, as int, tuple[float, float] or Literal["a", "b"], perhaps Annotated: a number by its
+`Bounds`, a string by the Literal of its words where a table has them.
 """
 
 from __future__ import annotations
@@ -9,16 +10,47 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NoReturn
 
-from ..bounds import Size
-from ..messages import in_brief, nearest
+from .messages import in_brief, nearest
 
+TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which training calculates
+SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
+         "maximum": ("≤", operator.le), "below": ("<", operator.lt)}
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The bounds of a number: `number in bounds`; as a string "≥ 1 and < 101"."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+
+    def __contains__(self, number: float) -> bool:
+        return all(SIGNS[name][1](number, limit) for name, limit in vars(self).items()
+                   if limit is not None)
+
+    def __str__(self) -> str:
+        return " and ".join(f"{SIGNS[name][0]} {limit:{',' if type(limit) is int else 'g'}}"
+                            for name, limit in vars(self).items() if limit is not None)
+
+
+Count = Annotated[int, Bounds(minimum=0, below=2**31)]       # both fit into a C integer
+AtLeastOne = Annotated[int, Bounds(minimum=1, below=2**31)]
+Size = tuple[AtLeastOne, AtLeastOne]            # (height, width); one integer stands for both
+Proportion = Annotated[float, Bounds(minimum=0.0, maximum=1.0)]      # such as a probability
+Fraction = Annotated[float, Bounds(above=0.0, maximum=1.0)]          # such as a part of an area
+NonNegative = Annotated[float, Bounds(minimum=0.0)]
+BelowOne = Annotated[float, Bounds(minimum=0.0, below=1.0)]          # such as a decay per step
+PositiveNumber = Annotated[float, Bounds(above=0.0, below=LARGEST)]
 
 
 class ReadOnly(dict):
@@ -56,10 +88,7 @@ def accepted_values(kind: Any) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
-
-    Raises TypeError, "…, expected …", for a value of another kind or beyond its bounds.
-    """
+    """Convert a TOML value to `kind`, lists to tuples; or raise TypeError, "…, expected …"."""
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
         if value in arguments:
