@@ -31,7 +31,7 @@ class Stream(IntEnum):
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
-    """The numpy generator for a key: a seed and at most three counters, non-negative integers."""
+    """The generator of a seed, a stream and at most three counters, non-negative integers."""
     # While it draws, Philox counts in the lowest word, so that word must start at zero.
     words = [0, *counters, *[0] * (3 - len(counters))]
     return np.random.Generator(np.random.Philox(key=[seed, int(stream)], counter=words))

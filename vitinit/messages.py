@@ -1,7 +1,4 @@
-"""Messages of one line, which the names, paths and errors that they quote cannot break.
-
-This module imports nothing from the package, so that every other module may use it.
-"""
+"""Messages of one line, which the names, paths and errors that they quote cannot break."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ class OneLineError(ValueError):
 def one_line(text: object, longest: int = LONGEST) -> str:
     r"""`text` as one line of printable characters; a line break, for example, becomes "\n".
 
-    Control and invisible characters, and bytes that are not UTF-8 (as os.fsdecode represents them),
-    are written as in a Python string. A text of more than `longest` characters loses its middle.
+    Control and invisible characters, and bytes that are not UTF-8 (by os.fsdecode), are written as
+    in a Python string. A text of more than `longest` characters loses its middle.
     """
     text = str(text)
     if not text.isprintable():
@@ -44,10 +41,7 @@ def one_line(text: object, longest: int = LONGEST) -> str:
 
 
 def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
-    """The first words of a long text, such as another library's exception, to be quoted in a line.
-
-    Sequences of white space become one blank; no words at all, the name of the exception's class.
-    """
+    """The first words of a long text, such as another library's exception, or else its class."""
     text = one_line(" ".join(str(essay).split()), longest=2**20)
     if not text:
         return type(essay).__name__
@@ -81,8 +75,8 @@ def shortened(names: Sequence[str], limit: int = 5) -> str:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """A context without Python's warnings, in which threads may be at once: it only adds an entry
-    and removes it. `warnings.catch_warnings` puts back what it found, another thread's filter, say.
+    """A context without Python's warnings, for threads: `warnings.catch_warnings` puts back what it
+    found, another thread's filter, say.
     """
     filters, ignore = cast(list, warnings.filters), ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)
@@ -93,10 +87,8 @@ def without_warnings() -> Iterator[None]:
 
 
 def own_words(text: str) -> str:
-    """The message of an error itself.
-
-    torch raises an error of a loader's worker again, with the worker's whole traceback as its text:
-    the last line is the original error.
+    """An error's message: torch raises one of a loader's worker again, with the worker's whole
+    traceback as its text, whose last line is the original error.
     """
     if not (text.startswith("Caught ") and "\nOriginal Traceback " in text):
         return text

@@ -110,8 +110,7 @@ def convert(value: Any, kind: Any) -> Any:
         if isinstance(items, (list, tuple)):
             kinds = arguments[:1] * len(items) if arguments[-1] is Ellipsis else arguments
             with suppress(TypeError, ValueError):    # of an item, or of another number of them
-                return tuple(convert(item, each)
-                             for item, each in zip(items, kinds, strict=True))
+                return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
     elif origin is Mapping and isinstance(value, Mapping):
         return ReadOnly(value)
     elif kind is float and type(value) in (int, float):

@@ -1,6 +1,4 @@
-"""The models by name: the table `MODELS`, name → (family, sizes), and `build_model`.
-
-A family's file is imported when the first model of the family is built, or its class asked for.
+"""The models by name: `MODELS`, name → (family, sizes), and `build_model`, which imports a family.
 """
 
 from __future__ import annotations
@@ -74,8 +72,8 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.
 
-    Raises ValueError, with a message of one line, for an unknown name, and for sizes that do not
-    fit together or for whose weights no memory can be had.
+    Raises ValueError, of one line, for an unknown name, and for sizes that do not fit together or
+    for whose weights no memory can be had; TypeError for an unknown option.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
@@ -83,7 +81,7 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
     family, defaults = MODELS[name]
     model = model_class(family)
     arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)
-    inspect.signature(model).bind(**arguments)       # an unknown option raises TypeError
+    inspect.signature(model).bind(**arguments)
     try:
         return model(**arguments)
     except (TypeError, RuntimeError, ArithmeticError, MemoryError) as error:

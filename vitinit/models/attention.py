@@ -34,8 +34,8 @@ def attend(query: Tensor, key: Tensor, values: Tensor, bias: Tensor | None = Non
            scale: float | None = None) -> Tensor:
     """`attention_weights` @ values, each (B, h, N, d), by the fastest way on the device.
 
-    That is PyTorch's fused kernel, except for bf16 on a CPU, where it takes 2 to 7 times as long as
-    A itself, forward and backward (torch 2.14, N = 64 to 784).
+    PyTorch's fused kernel takes 2 to 7 times as long as A itself, forward and backward, in bf16 on
+    a CPU (torch 2.14, N = 64 to 784).
     """
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
         return attention_weights(query, key, bias, scale) @ values

@@ -102,7 +102,6 @@ class ConvMixer(Classifier):
         return next(layer for layer in block.modules() if isinstance(layer, DepthwiseConv))
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
-        """See `Classifier`."""
         height, width = images.shape[-2:]
         require_image_size(images, (height, width))
         patch_grid((height, width), self.patch_size)     # else the stem would drop the last rows

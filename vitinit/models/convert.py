@@ -44,20 +44,17 @@ TORCHVISION_VIT: Names = {
 TORCHVISION_VIT_PUBLISHED: Names = {**TORCHVISION_VIT, **within(
     "blocks.{}.mlp", "encoder.layers.encoder_layer_{}.mlp", {"fc1": "linear_1", "fc2": "linear_2"})}
 
-# features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before stages
-# 1, 2, 3.
+# features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before them.
 TORCHVISION_SWIN: Names = {
     "patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2", "head.fc": "head",
     **{f"layers.{stage}.downsample": f"features.{2 * stage}" for stage in STAGES[1:]},
     **{f"layers.{stage}.blocks.{{}}.{ours}": f"features.{2 * stage + 1}.{{}}.{theirs}"
-       for stage in STAGES for ours, theirs in {
-           "norm1": "norm1", "attn": "attn", "norm2": "norm2", "mlp.fc1": "mlp.0",
-           "mlp.fc2": "mlp.3"}.items()}}
+       for stage in STAGES for ours, theirs in {"norm1": "norm1", "attn": "attn", "norm2": "norm2",
+                                                "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3"}.items()}}
 
 # Microsoft merges at the end of a stage, timm at the beginning of the next.
 MICROSOFT_SWIN: Names = {"head.fc": "head", **{
     f"layers.{stage}.downsample": f"layers.{stage - 1}.downsample" for stage in STAGES[1:]}}
-
 DINOV2: Names = {"reg_token": "register_tokens"}             # placed after the class token
 
 HUGGING_BLOCK: Names = {
@@ -116,10 +113,8 @@ TRANSFORMERS_PREFIX = re.compile(r"^(vit|deit|ijepa|dinov2|dinov2_with_registers
 # Not converted: buffers that follow from the sizes, and a layer after the class token which
 # transformers' ViTModel has and its classifiers do not read.
 DROPPED = re.compile(r"\.(relative_position_index|attn_mask)$|^pooler\.dense\.")
-
 # The γ of attention and of the MLP, as timm and DINOv2 or as DeiT-III (models_v2.py) name it.
 LAYER_SCALE = re.compile(r"^(blocks\.\d+)\.(?:ls([12])\.gamma|gamma_([12]))$")
-SCALED_LAYER = {"1": "attn.proj", "2": "mlp.fc2"}
 
 
 def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -141,7 +136,7 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rest = {name: value for name, value in rest.items() if not DROPPED.search(name)}
     rows: dict[str, list[Tensor]] = {}               # our name → its parts, one after another
     for ours, other in names.items():
-        for pattern in map(_pattern, _parts(other)):
+        for pattern in map(_pattern, [other] if isinstance(other, str) else other):
             for match in list(filter(None, map(pattern.match, rest))):
                 name = ours.format(*match.groups()) + match.string[match.end():]
                 rows.setdefault(name, []).append(rest.pop(match.string))
@@ -151,11 +146,11 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
                   ) -> dict[str, Tensor]:
-    """Our tensors under another library's names: the inverse of `native_names`.
-
-    prefix: such as "vit.", which in transformers precedes all names but those of the classifiers.
+    """Our tensors under another library's names, with a prefix such as "vit." before all names but
+    those of the classifiers: the inverse of `native_names`.
     """
-    rules = [(_pattern(ours), _parts(other)) for ours, other in names.items()]
+    rules = [(_pattern(ours), (other,) if isinstance(other, str) else other)
+             for ours, other in names.items()]
     renamed = {}
     for ours, value in tensors.items():
         match, parts = next(((match, parts) for pattern, parts in rules
@@ -164,10 +159,6 @@ def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
             name = part.format(*match.groups()) + ours[match.end():] if match else part
             renamed[name if "classifier" in name else prefix + name] = rows.contiguous()
     return renamed
-
-
-def _parts(other: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (other,) if isinstance(other, str) else other
 
 
 def _pattern(name: str) -> re.Pattern:
@@ -183,7 +174,7 @@ def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     folded = dict(tensors)
     for match in filter(None, map(LAYER_SCALE.match, tensors)):
-        layer = f"{match[1]}.{SCALED_LAYER[match[2] or match[3]]}"
+        layer = f"{match[1]}.{'attn.proj' if '1' in match.groups() else 'mlp.fc2'}"
         gamma, weight = tensors[match.string], tensors.get(f"{layer}.weight")
         if weight is None or gamma.shape != weight.shape[:1]:
             continue

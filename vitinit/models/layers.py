@@ -1,8 +1,4 @@
-"""Parts shared by the models: what a classifier is, patch embedding, MLP, stochastic depth, sin-cos
-position embeddings.
-
-The shape legend is in attention.py.
-"""
+"""Parts shared by the models. The shape legend is in attention.py."""
 
 from __future__ import annotations
 
@@ -38,12 +34,11 @@ class Classifier(nn.Module):
     """The base of every model family: logits = classify(features(images)).
 
     A family defines `features(images, drop_path, blocks=…)`, which returns the tokens after these
-    blocks and the pooled features that the head reads:
+    blocks (see `block_numbers`) and the pooled features that the head reads:
 
     images: (B, 3, H, W), normalised.
     drop_path: (branches, B) from `draw_drop_path`, or None; only in families whose
         `drop_path_rates` are not empty.
-    blocks: see `block_numbers`.
 
     The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`.
     """
@@ -57,10 +52,9 @@ class Classifier(nn.Module):
     drop_path_rates: tuple[float, ...] = ()
 
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
-        """num_classes: 0 stands for a model without a head, whose output is the pooled features.
-
-        sizes: by name; raises ValueError unless all are above 0, and for over MOST_BLOCKS blocks,
-        which a file from elsewhere may ask for.
+        """num_classes: 0 for a model without a head, whose output is the pooled features. sizes:
+        by name; raises ValueError unless all are above 0, and for over MOST_BLOCKS blocks, which a
+        file from elsewhere may ask for.
         """
         super().__init__()
         if num_classes < 0:
@@ -95,10 +89,7 @@ def map_tokens(map: Tensor) -> Tokens:
 
 
 def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
-    """Block numbers as 0 … depth − 1, in the order given; negative ones count from the last block.
-
-    Raises ValueError for a block that the model does not have.
-    """
+    """Block numbers as 0 … depth − 1; negative ones count from the last. Raises ValueError."""
     for block in blocks:
         if not -depth <= block < depth:
             raise ValueError(f"block {block} is asked for, but the model has blocks 0…{depth - 1}")
@@ -112,9 +103,7 @@ def make_head(dim: int, num_classes: int) -> nn.Module:
 
 def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
     """(height, width); a single integer is used for both."""
-    if isinstance(value, int):
-        return value, value
-    height, width = value
+    height, width = (value, value) if isinstance(value, int) else value
     return index(height), index(width)               # raises TypeError for a fraction
 
 
@@ -125,9 +114,7 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def hidden_width(dim: int, ratio: float, name: str) -> int:
-    """The hidden width of an MLP, dim · ratio rounded down; raises ValueError, with the `name` of
-    the ratio, if that is 0.
-    """
+    """An MLP's hidden width, dim · ratio rounded down. Raises ValueError, by `name`, if it is 0."""
     if dim * ratio < 1:
         raise ValueError(f"{name} is {ratio}, which leaves an MLP of {dim} channels no hidden one; "
                          f"expected at least 1 / {dim}")
@@ -154,10 +141,9 @@ def require_image_size(images: Tensor, size: tuple[int, int]) -> None:
 
 
 class PatchEmbed(nn.Module):
-    """Cut the image into patches and project each linearly: (B, 3, H, W) → (B, N, C).
+    """Cut the image into patches and project each linearly (ViT, arXiv 2010.11929, §3.1).
 
-    Token n is in row n // grid_width and column n % grid_width of the grid (ViT, arXiv 2010.11929,
-    §3.1). Raises ValueError if the patches do not tile the image.
+    (B, 3, H, W) → (B, N, C), token n from row n // grid_width and column n % grid_width of the grid
     """
 
     def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],
@@ -191,28 +177,21 @@ class Mlp(nn.Module):
 
 
 def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float, ...]:
-    """The drop rates of both branches of each block: linear from `first` in the first to `rate`;
-    raises ValueError unless 0 ≤ rate < 1.
-    """
+    """The rates of both branches of each block, from `first` to `rate`; raises ValueError."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}, expected 0 ≤ drop_path < 1")
     return tuple(np.linspace(first, rate, depth).repeat(2).tolist())
 
 
 def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:
-    """Draw drop-path scales, (branches, batch), of expectation 1, so that evaluation needs none: 0
-    with probability `rate`, else 1 / (1 − rate).
-    """
+    """Draw scales, (branches, batch), of mean 1: 0 with probability `rate`, else 1 / (1 − rate)."""
     column = np.asarray(rates)[:, None]                                  # (branches, 1)
     kept = rng.random((len(column), batch)) >= column
     return torch.from_numpy((kept / (1.0 - column)).astype(np.float32))
 
 
 def scales_by_block(drop_path: Tensor | None, depth: int) -> Tensor | list[tuple[None, None]]:
-    """The drop-path scales of both branches of each block, (depth, 2, B), or None for each.
-
-    drop_path: (2·depth, B), or None where no branch is dropped.
-    """
+    """(2·depth, B) → the scales of both branches of each block, (depth, 2, B); of None, Nones."""
     return [(None, None)] * depth if drop_path is None else drop_path.unflatten(0, (depth, 2))
 
 
@@ -236,9 +215,6 @@ def sincos_position_embedding(grid: tuple[int, int], dim: int, temperature: floa
     """
     if dim % 4:
         raise ValueError(f"sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")
-    frequencies = sincos_frequencies(dim, temperature)
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    column_angles = columns.flatten()[:, None] * frequencies             # (N, dim/4)
-    row_angles = rows.flatten()[:, None] * frequencies
-    return torch.cat([column_angles.sin(), column_angles.cos(),
-                      row_angles.sin(), row_angles.cos()], dim=1).float()
+    cells = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1]))     # (N, 2)
+    rows, columns = (cells[..., None] * sincos_frequencies(dim, temperature)).unbind(1)
+    return torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1).float()

@@ -1,8 +1,8 @@
 """The models of other libraries that take our weights: their class, its arguments and its names.
 
 A table per library states for each family which class it is, and how that class states each of our
-options that it knows. Any other option, such as one that is new here, has to be at its default. For
-transformers the arguments are what its config.json says.
+options that it knows; any other has to be at its default. For transformers the arguments are what
+its config.json says.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ def counterpart(library: str, family: str, *, image_size: tuple[int, int], **opt
                 ) -> tuple[str, dict[str, Any], Names]:
     """The class or function of a library that takes the weights of a model built with `options`.
 
-    library: one of LIBRARIES. Returns its full name, its arguments as plain values without
-    the number of classes, and our names → its own. Raises ValueError, with the option that stands
-    in the way, if the library has no model of the same function.
+    library: one of LIBRARIES. Returns its full name, its arguments as plain values, but for the
+    number of classes, and our names → its own. Raises ValueError, with what stands in the way, if
+    the library has no such model.
     """
     module, table = LIBRARIES[library]
     parameters = dict(inspect.signature(model_class(family)).parameters)

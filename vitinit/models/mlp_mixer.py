@@ -2,8 +2,7 @@
 
     image → patches → blocks → norm → mean → head
 
-Names in the state dict, parameter counts and outputs equal timm's. The shape legend is in
-attention.py.
+Names in the state dict, parameter counts and outputs equal timm's. Shapes: see attention.py.
 """
 
 from __future__ import annotations
@@ -17,10 +16,6 @@ from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, 
                      scales_by_block, to_pair)
 
 NORM_EPS = 1e-6
-
-
-class Stem(PatchEmbed):
-    """The patch embedding; the class exists so that its weights are named stem.proj, as in timm."""
 
 
 class MixerBlock(nn.Module):
@@ -62,8 +57,8 @@ class MlpMixer(Classifier):
                          embed_dim=embed_dim, depth=depth, tokens_ratio=tokens_ratio,
                          channels_ratio=channels_ratio)
         self.drop_path_rates = drop_path_rates(drop_path, depth, first=drop_path)
-        self.stem = Stem(image_size=to_pair(image_size), patch_size=to_pair(patch_size),
-                         embed_dim=embed_dim)
+        self.stem = PatchEmbed(image_size=to_pair(image_size), patch_size=to_pair(patch_size),
+                               embed_dim=embed_dim)
         self.grid = self.stem.grid
         self.blocks = module_list(
             MixerBlock(self.grid[0] * self.grid[1], embed_dim,

@@ -2,9 +2,9 @@
 
     image → patches → blocks → norm → mean → head
 
-Layers, norms and the absence of biases follow that paper's code, which follows Beyer et al.,
-"Better plain ViT baselines for ImageNet-1k", arXiv 2205.01580. The shape legend is in attention.py;
-P is the position embedding, (N, C).
+Layers and norms follow that paper's code, which follows Beyer et al., "Better plain ViT baselines
+for ImageNet-1k", arXiv 2205.01580. The shape legend is in attention.py; P is the position
+embedding, (N, C).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SimplePatchEmbed(nn.Module):
 
 
 class SimpleAttention(nn.Module):
-    """Attention with queries and keys from Z and values from X: (B, N, C) → (B, N, C).
+    """Attention with queries and keys from Z and values from X: (B, N, C) → (B, N, C); no biases.
 
     reads: what Z is. "content": X. "mixed": alpha · X + (1 − alpha) · P, the paper's Model I.
         "position": P, Model II. "free", Model III: there is no Z, and Q and K are themselves
@@ -51,8 +51,6 @@ class SimpleAttention(nn.Module):
     values: whether the values are a linear projection of X. If not, each head mixes its own slice
         of X's channels, and num_heads · head_dim must equal embed_dim.
     logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½.
-
-    None of the linear layers has a bias.
     """
 
     def __init__(self, dim: int, *, tokens: int, num_heads: int, head_dim: int, reads: Reading,
@@ -89,9 +87,7 @@ class SimpleAttention(nn.Module):
         return self.q_weight.mT, self.k_weight.mT
 
     def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
-        """Q and K, each (B, h, N, d), or (1, h, N, d) where they are the same for all images.
-
-        x: (B, N, C), normalised; pos_embed: P, (N, C).
+        """X, normalised, and P → Q and K, (B, h, N, d), or (1, h, N, d) if the same for all images.
         """
         if self.reads == "free":
             return self.query[None], self.key[None]
@@ -136,14 +132,12 @@ class SimpleBlock(nn.Module):
 class SimpleViT(Classifier):
     """SimpleViT for images (B, 3, H, W) → logits (B, num_classes).
 
-    reads, alpha: what queries and keys are computed from in every block, see SimpleAttention.
-        "content" is the plain SimpleViT.
+    reads, alpha, values, logit_scale: see SimpleAttention; "content" is the plain SimpleViT. The
+        paper's code has the logit scale 0 but for its impulse init, with which it is 1 for "free"
+        and 0.1 for the others, in training, too.
     input_pos_embed: whether the input of the first block is alpha · X + (1 − alpha) · P, as in the
         paper's code. Only for reads = "content"; otherwise P would enter twice.
-    values: whether attention projects its values.
     train_qk: False freezes Q and K, also for the optimiser (the paper's code only those of "free").
-    logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½. The paper's code has that but for its
-        impulse init, with which it is 1 for "free" and 0.1 for the others, in training, too.
     head_dim: 0 stands for embed_dim / num_heads.
 
     P is the fixed 2-D sin-cos embedding with MoCo v3's frequencies, which the paper's code spaces
@@ -185,7 +179,6 @@ class SimpleViT(Classifier):
                 parameter.requires_grad_(False)
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
-        """See `Classifier`."""
         require_image_size(images, self.image_size)
         wanted = block_numbers(blocks, len(self.blocks))
         after: dict[int, Tokens] = {}

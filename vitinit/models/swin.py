@@ -55,9 +55,6 @@ class WindowAttention(Attention):
         return rearrange(self.relative_position_bias_table[self.relative_position_index],
                          "query key h -> h query key")
 
-    # The windows of an image are folded into the head dimension, so that all images of a batch
-    # share one bias.
-
     def bias(self, mask: Tensor | None) -> Tensor:
         """What is added to the logits: (1, M·h, w², w²), or (1, h, w², w²) without a mask.
 
@@ -67,8 +64,11 @@ class WindowAttention(Attention):
             return self.relative_bias()[None]
         return rearrange(self.relative_bias() + mask[:, None], "m h query key -> 1 (m h) query key")
 
-    def folded(self, x: Tensor, windows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x, (B·M, w², C): three of (B, M·h, w², d), M = windows."""
+    def folded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x, (B·M, w², C): three of (B, M·h, w², d); all images of a
+        batch share one bias, since their windows are folded into the heads.
+        """
+        windows = 1 if mask is None else mask.shape[0]
         # Rearranged one by one: as views of one tensor, the values would keep the queries and keys
         # in memory until the backward pass.
         q, k, v = (rearrange(part, "(b m) h n d -> b (m h) n d", m=windows)
@@ -77,25 +77,20 @@ class WindowAttention(Attention):
 
     def mixing_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The attention matrices that `forward` applies: (B·M, w², C) → (B·M, h, w², w²)."""
-        windows = 1 if mask is None else mask.shape[0]
-        q, k, _ = self.folded(x, windows)
+        q, k, _ = self.folded(x, mask)
         return rearrange(attention_weights(q, k, self.bias(mask)),
-                         "b (m h) query key -> (b m) h query key", m=windows)
+                         "b (m h) query key -> (b m) h query key", h=self.num_heads)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (B·M, w², C), the windows of one image after those of another; mask: see `bias`."""
-        windows = 1 if mask is None else mask.shape[0]
-        q, k, v = self.folded(x, windows)                                # each (B, M·h, w², d)
+        q, k, v = self.folded(x, mask)                                   # each (B, M·h, w², d)
         x = attend(q, k, v, self.bias(mask))
-        return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", m=windows))
+        return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", h=self.num_heads))
 
 
 def shift_mask(grid: tuple[int, int], window: tuple[int, int],
                shift: tuple[int, int]) -> Tensor | None:
-    """(M, w², w²): MASKED for tokens that only the cyclic shift made neighbours, else 0 (§3.2).
-
-    None if nothing is shifted.
-    """
+    """(M, w², w²): MASKED for tokens that only the shift made neighbours, else 0 (§3.2)."""
     if not any(shift):
         return None
     regions = torch.zeros(grid)

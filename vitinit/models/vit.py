@@ -110,10 +110,9 @@ class VisionTransformer(Classifier):
                 patches = positions[0, self.num_prefix_tokens:]          # (patches, C), a view
                 patches.copy_(sincos_position_embedding(self.grid, embed_dim))
             self.register_buffer("pos_embed", positions)
-        self.blocks = module_list(
-            VitBlock(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
-                     norm_eps=norm_eps)
-            for _ in range(depth))
+        self.blocks = module_list(VitBlock(
+            embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+            norm_eps=norm_eps) for _ in range(depth))
         norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
         self.head = make_head(embed_dim, num_classes)
@@ -147,16 +146,13 @@ class VisionTransformer(Classifier):
                       x[:, :self.num_prefix_tokens])
 
     def pooled(self, x: Tensor) -> Tensor:
-        """(B, N, C), normalised → (B, C): the class token, or the mean of the patch tokens.
-
-        For a distilled model (B, 2·C): the class token and the distillation token.
+        """(B, N, C), normalised → (B, C), the class token or the patches' mean; distilled (B, 2·C).
         """
         if self.pool == "class":
             return x[:, :2].flatten(1) if self.distilled else x[:, 0]
         return self.fc_norm(x[:, self.num_prefix_tokens:].mean(dim=1))
 
     def classify(self, features: Features) -> Tensor:
-        """The logits, (B, num_classes), from the pooled features."""
         if self.distilled and self.num_classes:
             of_class, of_distillation = self.classify_apart(features).unbind(1)
             return (of_class + of_distillation) / 2

@@ -2,10 +2,8 @@
 
     file → --init, --seed, --data-dir, --set → sections and options → contradictions → Recipe
 
-A recipe must state every key, so `diff` between two recipes shows every difference between two
-experiments. What may be left out: options that have a default, which are the keyword arguments of
-the function that builds the model or does the init; keys that came later (`SINCE_12`); and
-`[distill]`, without which there is no teacher.
+A recipe states every key, so that `diff` shows how two experiments differ, but for options that
+have a default, keys that came later (`SINCE_12`), and `[distill]`, without which is no teacher.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ from .sections import SECTIONS, VERSION, Recipe, contradictions
 PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
-# Keyword arguments of models and inits that are no options.
-NO_OPTIONS = ("num_classes", "image_size", *GIVEN)
-
-# Keys that version 12 did not have at first, with the values that it meant: a recipe may leave them
-# out.
+NO_OPTIONS = ("num_classes", "image_size", *GIVEN)   # keyword arguments of models and inits
+# Keys that version 12 did not have at first, and what it meant: a recipe may leave them out.
 SINCE_12: dict[str, dict[str, Any]] = {"init": {"checkpoint_head": "keep"},
                                        "schedule": {"cosine_after_warmup": False}}
 
@@ -64,9 +59,8 @@ def parse_override(text: str) -> Override:
 
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
               sets: Sequence[str] | Mapping[str, Any] = ()) -> list[Override]:
-    """The changes that the values of --init, --seed, --data-dir and of each --set make, in order.
-
-    sets: also a table of "section.key" → value.
+    """The changes that the values of --init, --seed, --data-dir and of each --set make, in order;
+    also of a table of "section.key" → value.
     """
     flags = (("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
              ("run.seed", "--seed", seed))

@@ -1,7 +1,6 @@
 """All keys of a recipe: one frozen dataclass per section, one field with a type and bounds per key.
 
-A recipe states every key, so fields have no defaults. Sections that a module takes as they are
-stand in that module, such as `Optim` in train/optim.py.
+Sections that a module takes as they are stand in that module, such as `Optim` in train/optim.py.
 """
 
 from __future__ import annotations
@@ -25,15 +24,11 @@ Deviation = Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
 
 @dataclass(frozen=True)
 class RunSection:
-    """The run itself."""
-
     seed: Seed                                      # keys every random draw of the run
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """The data set, which part of it is trained on, and how images are loaded."""
-
     name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
                   "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
@@ -42,8 +37,7 @@ class DataSection:
     images_per_class: Count                         # number of images instead; 0: no limit
     # Decides which images those are; "run": run.seed does, and the held-out images are those of 0.
     subset_seed: Seed | Literal["run"]
-    held_out_per_class: Count                       # training images per class to validate on
-                                                    # instead; 0: the test set
+    held_out_per_class: Count                       # training images to validate on; 0: test set
     image_size: Size                                # (height, width) that the model takes
     mean: tuple[Proportion, Proportion, Proportion]         # per channel, in [0, 1]
     std: tuple[Deviation, Deviation, Deviation]
@@ -54,14 +48,11 @@ class DataSection:
 
 @dataclass(frozen=True)
 class EvalSection:
-    """How and when the model is validated."""
-
     # Resize to image_size / crop_pct, then crop.
     crop_pct: Annotated[float, Bounds(minimum=0.1, maximum=1.0)]
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: AtLeastOne                          # images per process and forward pass
-    cache_gib: NonNegative                          # views up to this size per process are decoded
-                                                    # once and stored; 0: decoded every time
+    cache_gib: NonNegative                          # of views decoded once, per process; 0: none
     every_epochs: AtLeastOne                        # the last epoch is always evaluated
 
 
@@ -80,23 +71,19 @@ class InitSection:
     name: str
     checkpoint: str                                 # weights to start from; "": none
     checkpoint_weights: Literal["model", "ema"]     # which weights in the checkpoint
-    checkpoint_head: Literal["match", "keep", "drop"]   # its classifier's rows: those of classes of
-                                                    # the same name, all if they are as many, none
+    # Its classifier's rows: those of classes of the same name, all if they are as many, or none.
+    checkpoint_head: Literal["match", "keep", "drop"]
     options: Mapping[str, Any]                      # keyword arguments of that init
 
 
 @dataclass(frozen=True)
-class EmaSection:
-    """The exponential moving average of the weights."""
-
+class EmaSection:                # the exponential moving average of the weights
     decay: BelowOne                                 # 0: no moving average is kept
     warmup: bool                                    # decay min(decay, 1 - (1 + update)^(-2/3))
 
 
 @dataclass(frozen=True)
 class EngineSection:
-    """Precision, compilation and memory format."""
-
     amp: Literal["off", "bf16", "fp16"]             # autocast; fp16 adds a GradScaler
     compile: bool                                   # torch.compile
     channels_last: bool                             # memory format of images and convolutions
@@ -105,8 +92,6 @@ class EngineSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """When checkpoints are written, which are kept for good, and which is the best."""
-
     every_epochs: AtLeastOne                        # between two last.pt; also at the end
     every_steps: Count                              # also within an epoch; 0: never
     keep_epochs: tuple[Count, ...]                  # for good; 0: as initialised

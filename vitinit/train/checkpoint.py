@@ -45,37 +45,25 @@ class Damaged(CheckpointError):
     """The file is not a checkpoint, or it changed after it was written."""
 
 
-# Writing --------------------------------------------------------------------------------------
-
-
 def save_atomically(state: Mapping[str, Any], path: Path, *, keep: Path | None = None) -> None:
     """Write `state` to `path`, and keep the old file at `keep`, as `written_atomically` does."""
     with written_atomically(path, keep=keep) as file:
         torch.save(dict(state), file)
 
 
-# Reading --------------------------------------------------------------------------------------
-
-
-def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True
-                         ) -> dict[str, Any]:
+def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
     """Read a checkpoint into plain containers, with its tensors on the CPU.
 
     Nothing in a file is executed; what is named in BESIDE, such as DeiT's argparse.Namespace, is
     not read. A .safetensors file, or the shards that a .index.json names, are a bare state dict.
+    Raises NoCheckpoint, Damaged or CheckpointError, which name the file.
 
     mmap: leave the tensors on disk until they are used. verify: check the file's checksums first,
     which reads the whole file: torch.save stores them, and torch.load does not check them.
-
-    Raises NoCheckpoint, Damaged or CheckpointError, which name the file.
     """
     try:
         if path.suffix == ".safetensors":
-            try:
-                from safetensors.torch import load_file
-            except ImportError:
-                raise CheckpointError(f"{path}: reading it needs the extra 'safetensors': "
-                                      "pip install 'vitinit[safetensors]'") from None
+            from safetensors.torch import load_file
             return load_file(path)
         if path.name.endswith(".index.json"):
             return _load_shards(path, mmap=mmap, verify=verify)
@@ -92,6 +80,9 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True
         with without_warnings(), torch.serialization.safe_globals(
                 [(Unread, name) for name in BESIDE]):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
+    except ImportError:
+        raise CheckpointError(f"{path}: reading it needs the extra 'safetensors': "
+                              "pip install 'vitinit[safetensors]'") from None
     except FileNotFoundError:
         raise NoCheckpoint(f"{path}: no such checkpoint") from None
     except FileError:
@@ -121,10 +112,10 @@ def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
 
 
 class Unread:
-    """Stands for a value in a checkpoint that is not read."""
+    """Stands for a value in a checkpoint that is not read, whatever it is made from."""
 
     def __init__(self, *parts: Any) -> None:
-        """Drop whatever it is made from."""
+        pass
 
     __setstate__ = __init__
 
@@ -140,8 +131,7 @@ def _reason(error: Exception) -> str:
     return in_brief(error)
 
 
-def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model"
-                   ) -> dict[str, Tensor]:
+def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
     """The tensors of the "model", or of its moving average "ema", as the checkpoint calls them.
 
     Without CONTAINERS it is taken for a bare state dict. Raises CheckpointError if there is none.
@@ -161,10 +151,7 @@ def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model"
 
 
 def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
-    """`stored_tensors` without the prefix that wrappers add to names.
-
-    Raises CheckpointError also for the first tensor that cannot be a model's.
-    """
+    """`stored_tensors` without a wrapper's prefix; raises for a tensor that cannot be a model's."""
     tensors = stored_tensors(state, path, name)
     for key, value in tensors.items():
         if problem := fault(key, value):
@@ -191,10 +178,7 @@ def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
 
 
 def fault(name: str, value: object, like: Tensor | None = None) -> str:
-    """What is wrong with a tensor of a model, or of an optimiser; "" if nothing is.
-
-    like: what it is to replace, if that is known: of its shape and type.
-    """
+    """What is wrong with a tensor of a model or optimiser, which is to be `like` another; or ""."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.is_meta or value.is_nested or value.layout != torch.strided:

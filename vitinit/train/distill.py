@@ -1,9 +1,4 @@
-"""Training with a teacher: DeiT's distillation (arXiv 2012.12877, §4, and its code's losses.py).
-
-A student learns from the labels and from the logits that a trained, frozen teacher gives for the
-very same views, augmented and mixed. A ViT with a distillation token has a second head for the
-teacher; any other student learns both with its one head.
-"""
+"""Training with a teacher: DeiT's distillation (arXiv 2012.12877, §4, and its code's losses.py)."""
 
 from __future__ import annotations
 
@@ -51,9 +46,8 @@ class LearnFromTeacher:
     """The objective (1 − α) · cross-entropy with the targets + α · `distillation_loss`.
 
     The teacher reads the student's views: normalised anew for another mean and std, and resized,
-    bicubic with antialiasing, for another size. Called like `engine.cross_entropy`. Nothing waits
-    for the device: if the teacher's logits are infinite or NaN the loss becomes NaN, with which
-    training ends, and `fault` says which images.
+    bicubic with antialiasing, for another size. Nothing waits for the device: if the teacher's
+    logits are infinite or NaN the loss becomes NaN, which ends training; `fault` says which images.
     """
 
     def __init__(self, teacher: Teacher, distill: Distill, *, mean: Sequence[float],

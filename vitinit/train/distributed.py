@@ -1,7 +1,7 @@
 """The processes of a run: which one this is, and how all of them agree on what to do next.
 
-Under torchrun, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
-a run has several processes. Without them it has one, and the communication here does nothing.
+There are several under torchrun, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT. Alone, a process communicates with nobody here.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ class Processes:
                                   f"{values[0]}; all processes of a run need the same")
 
     def share(self, *models: torch.nn.Module) -> None:
-        """Copy the main process's tensors of the models to every process.
-
-        An init may draw other weights on another CPU; BatchNorm's statistics follow the images.
+        """Copy the main process's tensors to all: another CPU may draw others, and BatchNorm's
+        statistics follow the images.
         """
         if self.world_size > 1:
             for model in models:
@@ -142,8 +141,8 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
 def start() -> Processes:
     """Join the process group, if there are several processes, and choose the device.
 
-    Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` that have
-    no ranks: each would be a run of its own, and all of them would write to one folder.
+    Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` without
+    ranks: each would be a run of its own, and all of them would write to one folder.
     """
     if "RANK" not in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":
         raise LaunchError(

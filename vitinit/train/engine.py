@@ -4,12 +4,9 @@ This is the only module in which images and the model meet.
 
 A *step* is one update of the weights, computed from one global batch. Each process works through
 its share of it in micro-batches and accumulates their gradients; during the last one
-DistributedDataParallel averages the gradients over the processes. Up to rounding, the result does
-therefore not depend on the number of processes or on the micro-batch size, except for a model with
-BatchNorm, whose statistics depend on which images share a micro-batch.
-
-On a GPU the host only launches kernels: nothing within a step waits for a value from the device.
-Only every tenth step (`STEPS_PER_ROW`) are the losses copied to the host.
+DistributedDataParallel averages the gradients over the processes. On a GPU the host only launches
+kernels: nothing within a step waits for a value from the device. Only every tenth step
+(`STEPS_PER_ROW`) are the losses copied to the host.
 """
 
 from __future__ import annotations
@@ -45,11 +42,10 @@ def set_precision(tf32: bool) -> None:
 
 
 def tune_convolutions(model: nn.Module) -> None:
-    """Let cuDNN time its kernels for each convolution and use the fastest (no effect without CUDA).
+    """Let cuDNN time its kernels for each convolution and use the fastest.
 
-    A patch embedding alone, whose stride is its kernel size, is not worth the timing. The fastest
-    kernel, and so the last bits of results, can change from run to run; it therefore stays off
-    under torch.use_deterministic_algorithms.
+    Not for a patch embedding alone, whose stride is its kernel size; nor under
+    torch.use_deterministic_algorithms, since the fastest kernel can change from run to run.
     """
     convolves = any(isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
                     for module in model.modules())
@@ -66,8 +62,8 @@ def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequen
                   targets: Tensor) -> Tensor:
     """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
 
-    forward: the model, called as forward(images, *scales). images: (B, 3, H, W). scales: the
-    drop-path scales (branches, B), or nothing. targets: (B, K), class probabilities.
+    images: (B, 3, H, W). scales: the drop-path scales (branches, B), or nothing. targets: (B, K),
+    class probabilities.
     """
     return F.cross_entropy(forward(images, *scales).float(), targets)
 
@@ -76,13 +72,12 @@ class Training(Protocol):
     """What `train_epochs` trains, what it is told, and what it calls on the way: a `Run`, say."""
 
     state: TrainState           # changed in place; consistent between two steps
-    forward: nn.Module          # the state's model, perhaps compiled, perhaps wrapped in
-                                # DistributedDataParallel
+    forward: nn.Module          # the model, perhaps compiled, perhaps in DistributedDataParallel
     epochs: int                 # at the end of which training ends
     steps_per_epoch: int        # of the progress bar; 0: none is shown
     global_batch: int           # images of a step, over all processes
     amp: str                    # "off", "bf16" or "fp16"
-    clip_norm: float            # the largest allowed norm of the gradients; 0: no clipping
+    clip_norm: float            # the largest norm of the gradients; 0: no clipping
     save_every: int             # steps of the run from one `save` to the next; 0: never
 
     def steps(self, epoch: int, done: int, /) -> Iterable[tuple[int, Sequence[Any]]]:
@@ -93,32 +88,22 @@ class Training(Protocol):
         images (B, 3, H, W) and targets (B, K), class probabilities, on the device.
         """
 
-    def learning_rate(self, step: int, /) -> float:
-        """The learning rate of a step."""
-
-    def drop_path(self, step: int, /) -> Tensor | None:
-        """The drop-path scales (branches, global batch) of a step; None without drop path."""
-
     def objective(self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor],
                   targets: Tensor, /) -> Tensor:
         """The loss of a micro-batch, within autocast; see `cross_entropy`."""
 
-    def record(self, row: StepRow, /) -> object:
-        """Called on every process after every tenth step of the run."""
-
-    def save(self) -> object:
-        """Called after each step whose number, from 1, is a multiple of `save_every`."""
-
-    def finish_epoch(self, epoch: int, /) -> object:
-        """Called with the number of each epoch, from 1, after its last step."""
+    def learning_rate(self, step: int, /) -> float: ...
+    def drop_path(self, step: int, /) -> Tensor | None: ...      # scales (branches, global batch)
+    def record(self, row: StepRow, /) -> object: ...             # on all processes, each tenth step
+    def save(self) -> object: ...                                # after multiples of `save_every`
+    def finish_epoch(self, epoch: int, /) -> object: ...         # from 1, after its last step
 
 
 def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None:
     """Train from where the run's state is to the end of its last epoch.
 
-    The loss is the mean of the objective over the micro-batches of the global batch. Raises
-    Diverged if a loss or a weight is infinite or NaN, and, between two steps, Interrupted after a
-    signal and the OneLineErrors of `run.steps`; each on all processes together.
+    Raises Diverged if a loss or a weight is infinite or NaN, and, between two steps, Interrupted
+    after a signal and the OneLineErrors of `run.steps`; each on all processes together.
     """
     state, progress, device = run.state, run.state.progress, processes.device
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
@@ -175,13 +160,11 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
     """Do one optimiser step; GradScaler skips it if gradients overflowed in fp16.
 
     measure: whether to compute the norm of the gradients. Clipping computes it in any case.
-
     Returns scalars on the device: the norm of the gradients before clipping, or None; the loss
     scale of this step, and whether it was skipped, each None without fp16.
 
     The host never asks whether the step was skipped, since that would wait for the device: the
-    fused optimiser and the moving average read the answer there. In contrast, DeiT's code waits for
-    the device at every step, and updates its moving average on skipped steps too.
+    fused optimiser and the moving average read the answer there.
     """
     scaler, norm, scale, skipped = state.scaler, None, None, None
     if scaler.is_enabled():
@@ -206,10 +189,7 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
 
 @torch.no_grad()
 def read_losses(state: TrainState, processes: Processes) -> None:
-    """Bring the progress up to date before a checkpoint or an evaluation.
-
-    This waits for the device. Raises Diverged, on all processes together, if a loss or a weight is
-    infinite or NaN, so that no good checkpoint is overwritten.
+    """Bring the progress up to date, which waits for the device; raises Diverged as `train_epochs`.
     """
     state.progress.read_losses(processes)
     norms = torch._foreach_norm(list(state.model.parameters()))
@@ -224,19 +204,15 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
     """Compute the exact loss and accuracy of each model in one pass over the images.
 
     Each process counts its own images once; then the counts are summed over the processes. These
-    may have different numbers of batches, so a forward pass of `models` must not communicate (do
-    not pass a DistributedDataParallel module). All models are put into evaluation mode.
+    may have different numbers of batches, so a forward pass of `models` must not communicate, as
+    DistributedDataParallel does. All models are put into evaluation mode. Returns one Evaluation
+    per model, the same on all processes; ends as `agreed` does.
 
-    Args:
-        models: each maps images (B, 3, H, W) to logits (B, classes of the model).
-        batches: images (B, 3, H, W) and labels (B,) int64, both on the device of `processes`.
-        num_classes: K; labels lie in 0 … K − 1.
-        amp: "off", "bf16" or "fp16".
-        columns: the indices (K,) int64 of the logits that belong to classes 0 … K − 1; the
-            remaining logits take no part in ranking and softmax. None: the models have exactly
-            these classes, in this order.
-
-    Returns one Evaluation per model, the same on all processes; ends as `agreed` does.
+    models: each maps images (B, 3, H, W) to logits (B, classes of the model).
+    batches: images (B, 3, H, W) and labels (B,) int64 in 0 … K − 1, on the device of `processes`.
+    num_classes: K. amp: "off", "bf16" or "fp16".
+    columns: the indices (K,) int64 of the logits that belong to classes 0 … K − 1; the others take
+        no part in ranking and softmax. None: the models have these classes, in this order.
     """
     device = processes.device
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5

@@ -18,8 +18,7 @@ SECOND_SECONDS = 1.0            # a Ctrl-C sooner after the first one counts as 
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end: raised between two steps. Like KeyboardInterrupt no Exception.
-    """
+    """A signal asked the run to end: raised between two steps; no Exception."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -31,8 +30,7 @@ class StopRequest:
 
     The program looks at `number` between two steps and two batches, never within one. A second
     Ctrl-C calls `second`, by default to end at once. Signals that were ignored when the program
-    started, as under nohup, stay ignored. At the end the old handlers return. Outside of the main
-    thread there are no handlers, and nothing is remembered.
+    started, as under nohup, stay ignored. Outside of the main thread nothing is remembered.
     """
 
     def __init__(self, second: Callable[[], object] | None = None) -> None:

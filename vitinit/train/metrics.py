@@ -66,8 +66,7 @@ class Progress:
         self.losses: list[Tensor] = []               # of steps not yet read, () on the device
         self.skipped: list[Tensor] = []
         self.last_loss = math.nan
-        self.clock: float | None = None      # when `seconds` was brought up to date; None while
-                                             # nothing is trained
+        self.clock: float | None = None              # when `seconds` was up to date; in training
         self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
 
     def add(self, loss: Tensor, skipped: Tensor | None) -> None:
@@ -77,9 +76,8 @@ class Progress:
             self.skipped.append(skipped)
 
     def read_losses(self, processes: Processes) -> None:
-        """Add the steps since the last call: losses, averaged over the processes, and seconds.
-
-        Raises Diverged, on all processes together, for a loss that is infinite or NaN.
+        """Add the steps since the last call, with losses averaged over the processes, and seconds;
+        raises Diverged, on all together, for a loss that is infinite or NaN.
         """
         losses = []
         if self.losses:
@@ -120,7 +118,6 @@ class Progress:
         return better
 
     def finish_epoch(self) -> None:
-        """Count the current epoch as finished and reset its sums."""
         self.epochs += 1
         self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
         self.at_last_row = 0, 0.0, 0.0
@@ -131,8 +128,8 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
     """The model FLOPs of training per image: its share of one forward and one backward pass.
 
     size: (H, W). A multiplication followed by an addition counts as two. torch counts products,
-    attention and convolutions by the shapes of their operands, on the meta device; others are
-    negligible. What a kernel repeats does not count, as in PaLM (arXiv 2204.02311, appendix B).
+    attention and convolutions by the shapes of their operands, on the meta device. What a kernel
+    repeats does not count, as in PaLM (arXiv 2204.02311, appendix B).
     """
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
@@ -191,9 +188,8 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
 
 
 class ProgressBar:
-    """A line about how far a loop is: rewritten in place on a terminal, elsewhere printed anew.
-
-    what: words before the numbers. total: the number of items, of which `initial` are done.
+    """A line about how far a loop is, after the words `what`: rewritten in place on a terminal,
+    elsewhere printed anew. total: the number of items, of which `initial` are done.
     """
 
     def __init__(self, what: str, total: int, *, initial: int = 0, shown: bool = True) -> None:

@@ -3,10 +3,7 @@
 A step of Muon (Jordan et al., kellerjordan.github.io/posts/muon) takes the momentum of a weight
 matrix, M = U S Vᵀ, and replaces its singular values by ones, so that all directions of the matrix
 learn at the same speed. U Vᵀ is approximated by a Newton–Schulz iteration, which consists of matrix
-products alone.
-
-Shapes: a weight matrix is (rows, columns); matrices of one shape are iterated together, as a batch
-(matrices, rows, columns).
+products alone. Matrices of one shape are iterated together, as a batch (matrices, rows, columns).
 """
 
 from __future__ import annotations
@@ -84,8 +81,7 @@ class MuonWithAdamW(torch.optim.AdamW):
     def _step_matrices(self, scale: Tensor | None, skipped: Tensor | None) -> None:
         """Muon's update: one iteration per shape of matrix, and all else for all matrices together.
 
-        skipped: a boolean on the device; gradients may then hold infinities and are replaced before
-            they are used. None without loss scaling.
+        skipped: a boolean on the device: gradients hold infinities; None without loss scaling.
         """
         shapes: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
         for group in self.param_groups:

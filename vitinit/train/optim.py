@@ -26,10 +26,7 @@ BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 
 @dataclass(frozen=True)
 class Optim:
-    """The batch, the optimiser, and gradient clipping."""
-
-    name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and
-                                                    # AdamW for all other weights
+    name: Literal["adamw", "muon"]                  # muon: AdamW for all but the blocks' matrices
     global_batch: AtLeastOne                        # images per step, over all processes
     max_batch_per_process: AtLeastOne               # most images per micro-batch
     base_lr: PositiveNumber
@@ -37,8 +34,7 @@ class Optim:
     weight_decay: Annotated[float, Bounds(minimum=0.0, below=LARGEST)]
     betas: tuple[BelowOne, BelowOne]
     eps: Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
-    layer_decay: Fraction                           # factor on the learning rate per layer, from
-                                                    # the head down
+    layer_decay: Fraction                           # of the rate per layer, from the head down
     muon_factor: PositiveNumber                     # on Muon's updates; 1: as large as AdamW's
     muon_momentum: BelowOne
     clip_norm: NonNegative                          # global gradient norm; 0: no clipping
@@ -53,8 +49,6 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over time, and for how long the run trains."""
-
     shape: Literal["cosine", "one_cycle"]           # one_cycle has its own warm-up, ⅖ of epochs
     epochs: AtLeastOne                              # warm-up and decay together
     cooldown_epochs: Count                          # further epochs at min_lr
@@ -72,8 +66,6 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Distill:
-    """The teacher, and how much is learned from it."""
-
     teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
                                 # of torch.export, or torchvision:NAME; "": none
     weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
@@ -123,9 +115,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
 
     model: the bare model, since a wrapper changes the names that `decays` compares. Parameters that
         do not require gradients are in no group.
-    layer_decay: splits the groups by layer. A parameter of layer i of `layer_numbers` has the
-        "layer_factor" layer_decay ** (L + 1 − i) on its learning rate, for L blocks (ELECTRA, arXiv
-        2003.10555; for ViT: BEiT, arXiv 2106.08254).
+    layer_decay: a parameter of layer i of `layer_numbers` has the "layer_factor"
+        layer_decay ** (L + 1 − i), for L blocks (ELECTRA, arXiv 2003.10555; BEiT, arXiv 2106.08254)
     muon: whether the weights of `hidden_matrices` are in groups of their own, with "muon": True.
     """
     layers = layer_numbers(dict(model.named_parameters()))
@@ -162,8 +153,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: float) -> float:
     """The learning rate of step number `step`, counted from 0.
 
-    Let t = step / steps_per_epoch be the time in epochs, rounded down to whole epochs if step_on is
-    "epoch", and T = schedule.epochs. With shape "cosine" the learning rate is
+    Let t = step / steps_per_epoch be the time in epochs, rounded down if step_on is "epoch", and
+    T = schedule.epochs. With shape "cosine" the learning rate is
 
         t < warmup_epochs:      linear in t, from warmup_lr at t = 0 to peak at t = warmup_epochs
         warmup_epochs ≤ t < T:  min_lr + ½ (peak − min_lr) (1 + cos(π t / T))

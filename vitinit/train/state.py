@@ -1,7 +1,4 @@
-"""The state of training: everything that a step changes, saved and restored in one place.
-
-Among it is the exponential moving average (EMA) of the model's weights, if there is one.
-"""
+"""The state of training: everything that a step changes, saved and restored in one place."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from .metrics import Progress
 
 
 class Ema:
-    """A second model whose state v follows the model's state m: v ← d·v + (1 − d)·m per update.
+    """An exponential moving average v of the model's state m: v ← d·v + (1 − d)·m per update.
 
     Every floating-point entry of the state dict is averaged, buffers included; integer entries are
     copied. With `warmup` the decay d of update k, from 0, is min(decay, 1 − (1 + k)^(−2/3)), so
@@ -42,14 +39,6 @@ class Ema:
             values.append(value)
         self.pairs = list(kinds.values())            # per dtype: the average's tensors, the model's
 
-    def decay_now(self) -> float | Tensor:
-        """The decay d of the next update; a tensor on the device if `updates` is."""
-        if not self.warmup:
-            return self.decay
-        if isinstance(self.updates, Tensor):
-            return (1.0 - (1.0 + self.updates.double()) ** (-2.0 / 3.0)).clamp(max=self.decay)
-        return min(self.decay, 1.0 - (1.0 + self.updates) ** (-2.0 / 3.0))
-
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
         """Set v to v + (1 − d)(m − v), in a few kernels for all tensors of one dtype.
@@ -57,7 +46,12 @@ class Ema:
         skipped: a boolean scalar on the device: whether the optimiser skipped the step, in which
             case nothing changes. The host does not wait for its value.
         """
-        weight = 1.0 - self.decay_now()
+        decay: float | Tensor = self.decay
+        if self.warmup and isinstance(self.updates, Tensor):
+            decay = (1.0 - (1.0 + self.updates.double()) ** (-2.0 / 3.0)).clamp(max=self.decay)
+        elif self.warmup:
+            decay = min(self.decay, 1.0 - (1.0 + self.updates) ** (-2.0 / 3.0))
+        weight = 1.0 - decay
         self.updates = self.updates + (1 if skipped is None else ~skipped)
         for averages, values in self.pairs:
             floating = averages[0].is_floating_point()
@@ -91,16 +85,14 @@ class TrainState:
     about: dict[str, Any] = field(default_factory=dict)  # further entries of every checkpoint
 
     def weights(self) -> dict[str, Any]:
-        """The part of the state that evaluation and fine-tuning need: the models and the progress.
-
-        The tensors are the state's own, not copies.
+        """What evaluation and fine-tuning need: the models and the progress. Tensors are no copies.
         """
         return {"model": self.model.state_dict(),
                 "ema": self.ema.state_dict() if self.ema else None, "grid": self.model.grid,
                 "step": self.progress.step, "progress": asdict(self.progress), **self.about}
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, from which training can resume. The tensors are not copies."""
+        """The whole state, from which training can resume; see `weights`."""
         return self.weights() | {"optimizer": self.optimizer.state_dict(),
                                  "scaler": self.scaler.state_dict()}
 
@@ -108,8 +100,7 @@ class TrainState:
         """Restore what `state_dict` of a run with the same recipe returned.
 
         The optimiser's hyper-parameters are not restored: the recipe states them all. Raises
-        CheckpointError, which names the file `path`, for a checkpoint of something else, or with
-        values that no run has.
+        CheckpointError, as `require_like` does, for a checkpoint of something else.
         """
         progress = progress_of(state.get("progress"), path)
         moments = {number: {"momentum_buffer": weight} if by_muon else

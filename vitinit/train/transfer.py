@@ -1,7 +1,4 @@
-"""Load a checkpoint into a model: exactly as it is, or at another image size or with other classes.
-
-`load_exactly` is for evaluation, `start_from` for fine-tuning and for other image sizes.
-"""
+"""Load a checkpoint into a model: exactly, or to fine-tune at another size or with new classes."""
 
 from __future__ import annotations
 
@@ -129,16 +126,12 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
     model.load_state_dict(tensors)
 
 
-# Tokens before the patches, and their position embeddings -------------------------------------
-
-
 def unread_tokens_as_registers(target: Mapping[str, Tensor],
                                tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make tokens of the checkpoint that the model does not read into registers, if it has those.
+    """Make tokens of the checkpoint that the model does not read into registers, if it has as many.
 
     The class token of a model that averages over the patches (fine-tuned MAE, timm's `avg` pooling)
     is read by attention alone, as registers are; likewise a distillation token without its head.
-    `target`, the model's state dict, must have as many registers as the checkpoint of all these.
     """
     tensors = dict(tensors)
     unread = [name for name in PREFIX_TOKENS[:2] if name in tensors and name not in target]
@@ -152,25 +145,21 @@ def unread_tokens_as_registers(target: Mapping[str, Tensor],
     return tensors
 
 
-def _prefix_counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of tokens of each kind before the patches: {"cls_token": 1, "reg_token": 4}."""
-    return {name: tensors[name].shape[1] if tensors[name].ndim == 3 else 1     # which will not fit
-            for name in PREFIX_TOKENS if name in tensors}
-
-
 def _fit_pos_embed(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
                    wanted: tuple[int, int], grid: tuple[int, int] | None, path: Path | str
                    ) -> tuple[Tensor, str]:
-    """The checkpoint's position embeddings for the model's tokens, (1, N, D), and a description.
+    """The checkpoint's position embeddings for the model's tokens, (1, N, D), and the words for
+    `Transfer.resized`, or "" if they were not.
 
     target, wanted: the model's state dict and grid. Tokens before the patches to which the
     checkpoint adds no position get zeros; if it lacks such a token, the model's entry for it stays.
-    The description is as in `Transfer.resized`, or "" if nothing was resized.
     """
     pos_embed, initial = tensors["pos_embed"], target["pos_embed"]
     if pos_embed.ndim != 3 or pos_embed.shape[2] != initial.shape[2]:
         return pos_embed, ""                         # another width: the caller raises the error
-    saved, needed = _prefix_counts(tensors), _prefix_counts(target)      # tokens before the patches
+    # Tokens of each kind before the patches, such as {"cls_token": 1, "reg_token": 4}.
+    saved, needed = ({name: side[name].shape[1] if side[name].ndim == 3 else 1     # cannot fit
+                      for name in PREFIX_TOKENS if name in side} for side in (tensors, target))
     grid, entries = _grid_and_entries(pos_embed.shape[1], saved, wanted, grid, path)
     before, patches = pos_embed[:, :entries], pos_embed[:, entries:]
     before = F.pad(before, (0, 0, 0, sum(saved.values()) - entries))     # registers come last
@@ -214,9 +203,6 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
     shape = "square" if grid is None else "×".join(map(str, grid))
     raise CheckpointError(f"{path}: pos_embed has embeddings for {count - total} patches, which is "
                           f"no {shape} grid; it cannot be resized")
-
-
-# What a checkpoint and a model may differ in --------------------------------------------------
 
 
 def _classifiers(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
