@@ -25,10 +25,8 @@ class OneLineError(ValueError):
 
 
 def one_line(text: object, longest: int = LONGEST) -> str:
-    r"""`text` as one line of printable characters; a line break, for example, becomes "\n".
-
-    Control and invisible characters, and bytes that are not UTF-8 (by os.fsdecode), are written as
-    in a Python string. A text of more than `longest` characters loses its middle.
+    r"""`text` as a line of printable characters: others, and bytes that are not UTF-8, are written
+    as in a Python string, such as "\n". Of more than `longest` characters it loses its middle.
     """
     text = str(text)
     if not text.isprintable():
@@ -75,9 +73,7 @@ def shortened(names: Sequence[str], limit: int = 5) -> str:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """A context without Python's warnings, for threads: `warnings.catch_warnings` puts back what it
-    found, another thread's filter, say.
-    """
+    """A context without Python's warnings for threads, which `warnings.catch_warnings` is not."""
     filters, ignore = cast(list, warnings.filters), ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)
     try:
@@ -87,9 +83,7 @@ def without_warnings() -> Iterator[None]:
 
 
 def own_words(text: str) -> str:
-    """An error's message: torch raises one of a loader's worker again, with the worker's whole
-    traceback as its text, whose last line is the original error.
-    """
+    """The message itself of an error that torch raises again with a loader worker's traceback."""
     if not (text.startswith("Caught ") and "\nOriginal Traceback " in text):
         return text
     name, _, message = text.rstrip().splitlines()[-1].partition(": ")

@@ -1,5 +1,4 @@
-"""The models by name: `MODELS`, name → (family, sizes), and `build_model`, which imports a family.
-"""
+"""The models by name: the table `MODELS`, name → (family, sizes), and `build_model`."""
 
 from __future__ import annotations
 

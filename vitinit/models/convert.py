@@ -146,9 +146,7 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
                   ) -> dict[str, Tensor]:
-    """Our tensors under another library's names, with a prefix such as "vit." before all names but
-    those of the classifiers: the inverse of `native_names`.
-    """
+    """The inverse of `native_names`; prefix: before all names but classifiers', such as "vit."."""
     rules = [(_pattern(ours), (other,) if isinstance(other, str) else other)
              for ours, other in names.items()]
     renamed = {}

@@ -52,9 +52,8 @@ class Classifier(nn.Module):
     drop_path_rates: tuple[float, ...] = ()
 
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
-        """num_classes: 0 for a model without a head, whose output is the pooled features. sizes:
-        by name; raises ValueError unless all are above 0, and for over MOST_BLOCKS blocks, which a
-        file from elsewhere may ask for.
+        """num_classes: 0 for no head. sizes: raises ValueError unless all are above 0, and for over
+        MOST_BLOCKS blocks, which a file from elsewhere may ask for.
         """
         super().__init__()
         if num_classes < 0:
@@ -143,7 +142,8 @@ def require_image_size(images: Tensor, size: tuple[int, int]) -> None:
 class PatchEmbed(nn.Module):
     """Cut the image into patches and project each linearly (ViT, arXiv 2010.11929, §3.1).
 
-    (B, 3, H, W) → (B, N, C), token n from row n // grid_width and column n % grid_width of the grid
+    (B, 3, H, W) → (B, N, C), token n from row n // grid_width and column n % grid_width of the
+    grid. Raises ValueError if the patches do not tile the image.
     """
 
     def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],

@@ -87,8 +87,7 @@ class SimpleAttention(nn.Module):
         return self.q_weight.mT, self.k_weight.mT
 
     def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
-        """X, normalised, and P → Q and K, (B, h, N, d), or (1, h, N, d) if the same for all images.
-        """
+        """Q and K, each (B, h, N, d), or (1, h, N, d) where they are the same for all images."""
         if self.reads == "free":
             return self.query[None], self.key[None]
         z = x if self.reads == "content" else pos_embed[None]

@@ -65,9 +65,7 @@ class WindowAttention(Attention):
         return rearrange(self.relative_bias() + mask[:, None], "m h query key -> 1 (m h) query key")
 
     def folded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x, (B·M, w², C): three of (B, M·h, w², d); all images of a
-        batch share one bias, since their windows are folded into the heads.
-        """
+        """(B·M, w², C) → queries, keys, values, (B, M·h, w², d): all images share one bias."""
         windows = 1 if mask is None else mask.shape[0]
         # Rearranged one by one: as views of one tensor, the values would keep the queries and keys
         # in memory until the backward pass.
@@ -90,7 +88,7 @@ class WindowAttention(Attention):
 
 def shift_mask(grid: tuple[int, int], window: tuple[int, int],
                shift: tuple[int, int]) -> Tensor | None:
-    """(M, w², w²): MASKED for tokens that only the shift made neighbours, else 0 (§3.2)."""
+    """(M, w², w²): MASKED where only the shift made tokens neighbours (§3.2), else 0; or None."""
     if not any(shift):
         return None
     regions = torch.zeros(grid)

@@ -146,8 +146,7 @@ class VisionTransformer(Classifier):
                       x[:, :self.num_prefix_tokens])
 
     def pooled(self, x: Tensor) -> Tensor:
-        """(B, N, C), normalised → (B, C), the class token or the patches' mean; distilled (B, 2·C).
-        """
+        """(B, N, C) → (B, C), the class token or the patches' mean; (B, 2·C) if distilled."""
         if self.pool == "class":
             return x[:, :2].flatten(1) if self.distilled else x[:, 0]
         return self.fc_norm(x[:, self.num_prefix_tokens:].mean(dim=1))

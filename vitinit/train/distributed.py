@@ -88,9 +88,7 @@ class Processes:
                                   f"{values[0]}; all processes of a run need the same")
 
     def share(self, *models: torch.nn.Module) -> None:
-        """Copy the main process's tensors to all: another CPU may draw others, and BatchNorm's
-        statistics follow the images.
-        """
+        """Copy the main process's tensors to all: draws and BatchNorm's statistics may differ."""
         if self.world_size > 1:
             for model in models:
                 for tensor in model.state_dict().values():

@@ -189,7 +189,8 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
 
 @torch.no_grad()
 def read_losses(state: TrainState, processes: Processes) -> None:
-    """Bring the progress up to date, which waits for the device; raises Diverged as `train_epochs`.
+    """Bring the progress up to date, which waits for the device. Raises Diverged, on all processes
+    together, if a loss or a weight is infinite or NaN, so that no good checkpoint is overwritten.
     """
     state.progress.read_losses(processes)
     norms = torch._foreach_norm(list(state.model.parameters()))

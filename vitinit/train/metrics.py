@@ -66,7 +66,7 @@ class Progress:
         self.losses: list[Tensor] = []               # of steps not yet read, () on the device
         self.skipped: list[Tensor] = []
         self.last_loss = math.nan
-        self.clock: float | None = None              # when `seconds` was up to date; in training
+        self.clock: float | None = None              # the last update of `seconds`, in training
         self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
 
     def add(self, loss: Tensor, skipped: Tensor | None) -> None:
@@ -76,9 +76,7 @@ class Progress:
             self.skipped.append(skipped)
 
     def read_losses(self, processes: Processes) -> None:
-        """Add the steps since the last call, with losses averaged over the processes, and seconds;
-        raises Diverged, on all together, for a loss that is infinite or NaN.
-        """
+        """Add the steps since the last call; raises Diverged if a loss is infinite or NaN."""
         losses = []
         if self.losses:
             mean = processes.sum(torch.stack(self.losses)) / processes.world_size

@@ -34,7 +34,7 @@ class Optim:
     weight_decay: Annotated[float, Bounds(minimum=0.0, below=LARGEST)]
     betas: tuple[BelowOne, BelowOne]
     eps: Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
-    layer_decay: Fraction                           # of the rate per layer, from the head down
+    layer_decay: Fraction                           # rate's factor per layer, from the head down
     muon_factor: PositiveNumber                     # on Muon's updates; 1: as large as AdamW's
     muon_momentum: BelowOne
     clip_norm: NonNegative                          # global gradient norm; 0: no clipping

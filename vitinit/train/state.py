@@ -41,10 +41,8 @@ class Ema:
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
-        """Set v to v + (1 − d)(m − v), in a few kernels for all tensors of one dtype.
-
-        skipped: a boolean scalar on the device: whether the optimiser skipped the step, in which
-            case nothing changes. The host does not wait for its value.
+        """Set v to v + (1 − d)(m − v), in a few kernels for all tensors of one dtype; not if
+        `skipped`, a boolean scalar on the device, for which the host does not wait.
         """
         decay: float | Tensor = self.decay
         if self.warmup and isinstance(self.updates, Tensor):
@@ -85,8 +83,7 @@ class TrainState:
     about: dict[str, Any] = field(default_factory=dict)  # further entries of every checkpoint
 
     def weights(self) -> dict[str, Any]:
-        """What evaluation and fine-tuning need: the models and the progress. Tensors are no copies.
-        """
+        """What evaluation and fine-tuning need: models and progress. The tensors are no copies."""
         return {"model": self.model.state_dict(),
                 "ema": self.ema.state_dict() if self.ema else None, "grid": self.model.grid,
                 "step": self.progress.step, "progress": asdict(self.progress), **self.about}
@@ -139,9 +136,8 @@ def progress_of(stored: object, path: Path) -> Progress:
 def require_like(stored: Any, own: Any, place: str, path: Path) -> None:
     """Raise CheckpointError unless `stored` has the form of `own`, and values that a run has.
 
-    That is the same names, tensors of the same shapes and types that are finite, and numbers of the
-    same types, above 0 where those of `own` are, else at least 0; where `own` has None, a number or
-    None. place: words for it.
+    That is the same names, finite tensors of the same shapes and types, and numbers of the same
+    types, above 0 where those of `own` are, else at least 0; for None, a number or None.
     """
     problem = ""
     if isinstance(own, Mapping):
