@@ -35,7 +35,6 @@ from vitinit.init import INITS
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import RECIPES, from_dict, load_recipe
 from vitinit.recipe.sections import Recipe
-from vitinit.recipe.values import to_toml
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.foreign import read_description
 from vitinit.runs.model import build
@@ -45,6 +44,7 @@ from vitinit.train.checkpoint import read_checkpoint_file
 from vitinit.train.metrics import Progress
 from vitinit.train.optim import optimizer_for
 from vitinit.train.state import Ema, TrainState
+from vitinit.values import to_toml
 
 RUN = Path(__file__).parent / "runs" / "data" / "stopped_at_88e7f50"
 COUNT = int(os.environ.get("VITINIT_MUTATIONS", 50))
