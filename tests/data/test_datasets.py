@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import hashlib
 import io
@@ -450,8 +449,8 @@ def test_what_is_wrong_with_a_set_is_one_short_line(error, monkeypatch, tmp_path
         raise error
     root = tmp_path / "a\nb"
     root.mkdir()
-    monkeypatch.setitem(DATA_SETS, "pets", dataclasses.replace(DATA_SETS["pets"], open=fails,
-                                                               downloads=[fails]))
+    monkeypatch.setitem(DATA_SETS, "pets", DATA_SETS["pets"]._replace(open=fails,
+                                                                      downloads=[fails]))
     for line in (refusal(open_split, "pets", str(root), "val", 10),
                  refusal(download, "pets", str(root))):
         shown = f"{tmp_path}/a\\nb"

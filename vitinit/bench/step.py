@@ -56,7 +56,6 @@ def step_rows(recipe: Recipe, device: torch.device, batch: int) -> list[Row]:
 
 
 def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
-    """A row about one step of `batch` images; see `step_rows`."""
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
     assert isinstance(state.model, Classifier)       # the recipe's, of whichever family

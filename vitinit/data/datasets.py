@@ -84,7 +84,6 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
 
 
 def open_wnids(folder: Path) -> ImageFolder:
-    """An image folder whose classes are WordNet ids."""
     source = ImageFolder(folder)
     for name in source.classes:
         if not is_wnid(name):

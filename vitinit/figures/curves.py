@@ -83,7 +83,6 @@ def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float]]) -> Ba
 
 
 def looks(groups: Sequence[Group]) -> list[Look]:
-    """The colour and the line of each group, which are those of its init."""
     return looks_of([next(iter(group.runs.values())).keys["init.name"] for group in groups])
 
 

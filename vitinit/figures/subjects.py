@@ -119,10 +119,9 @@ def unfit(subject: Subject, figure: str, kinds: tuple[type[Classifier], ...]) ->
 def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count: int) -> list[int]:
     """The blocks or heads that are asked for, or all `count`; FigureError for one not there."""
     numbers = list(range(count)) if wanted is None else list(wanted)
-    for number in numbers:
-        if not 0 <= number < count:
-            raise FigureError(f"{what} {number} is asked for, but the model has {what}s "
-                              f"0…{count - 1}")
+    if absent := [number for number in numbers if not 0 <= number < count]:
+        raise FigureError(f"{what} {absent[0]} is asked for, but the model has {what}s "
+                          f"0…{count - 1}")
     return numbers
 
 
