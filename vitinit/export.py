@@ -194,8 +194,7 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
 def export_run(trained: Trained, out: Path) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
-    Its last.pt contains the weights in float16. The run's steps.jsonl, which grows with the
-    training, stays behind. If the checkpoint is not from a run, there is only recipe.toml. Raises
+    The run's steps.jsonl stays behind; of a checkpoint of no run there is only recipe.toml. Raises
     CheckpointError, and leaves no folder, if half precision changes logits by over NEAR_IN_HALF.
     """
     stored = read_checkpoint_file(trained.path, mmap=True)

@@ -133,11 +133,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                     "validation top-1 of finished runs by epoch, or quantities by step", runs)
     instead = curves.add_mutually_exclusive_group()
     instead.add_argument("--steps", action="store_true",
-                         help="loss, learning rate and gradient norm by step; also of unfinished "
-                              "runs")
+                         help="loss, learning rate, gradient norm by step; also of unfinished runs")
     instead.add_argument("--across", metavar="SECTION.KEY",
-                         help="top-1 of the last epoch by this key, such as schedule.epochs, or by "
-                              '"training images", their number')
+                         help='last top-1 by a key, such as schedule.epochs, or "training images"')
     report = figure("report", write_report,
                     "an HTML page about runs: curves, mistakes, recipe, comparison", runs)
     report.add_argument("--data-dir", help="folder of the data set, if not the recipe's")
