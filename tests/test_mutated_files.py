@@ -38,7 +38,7 @@ from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.foreign import read_description
 from vitinit.runs.model import build
-from vitinit.runs.records import Run, read_run, read_runs, write_archive
+from vitinit.runs.records import RunRecord, read_run, read_runs, write_archive
 from vitinit.runs.teacher import program
 from vitinit.train.checkpoint import read_checkpoint_file
 from vitinit.train.metrics import Progress
@@ -103,7 +103,7 @@ def written(table: Any, random: Random) -> bytes:
     return damaged(text, random) if random.random() < 0.4 else text
 
 
-def require_run(run: Run) -> None:
+def require_run(run: RunRecord) -> None:
     epochs = [row["epoch"] for row in run.rows]
     assert epochs == sorted({*epochs}) and all(type(epoch) is int for epoch in epochs)
     assert all(value is None or type(value) in (int, float) and not abs(value) > 2**63

@@ -9,7 +9,7 @@ from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.folder import BOXED
 from vitinit.runs.groups import CAME_OR_WENT
 from vitinit.runs.model import build
-from vitinit.runs.records import Run, read_archive, read_run
+from vitinit.runs.records import RunRecord, read_archive, read_run
 from vitinit.runs.saved import fine_tune
 
 BOX = BOXED / "cifar10_small"
@@ -25,7 +25,7 @@ def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
     assert sum(value.numel() for value in weights.values()) <= 700_000
 
 
-def changed(run: Run, other: Run) -> set[str]:
+def changed(run: RunRecord, other: RunRecord) -> set[str]:
     """The keys that differ, but for where the images are, and a key of runs with a checkpoint."""
     ours, theirs = CAME_OR_WENT | run.keys, CAME_OR_WENT | other.keys
     return {key for key in ours | theirs if ours.get(key) != theirs.get(key)} - {

@@ -10,7 +10,7 @@ from pages import PAGES, RECIPES
 from vitinit.compare import main
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.groups import CAME_OR_WENT, FREE_KEYS
-from vitinit.runs.records import Run, read_archive
+from vitinit.runs.records import RunRecord, read_archive
 from vitinit.runs.results import mean_and_std, t_interval
 from vitinit.values import plain
 
@@ -28,7 +28,7 @@ TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.sp
 
 
 @pytest.fixture(scope="module")
-def records() -> dict[str, Run]:
+def records() -> dict[str, RunRecord]:
     """The name of a run's folder → the run."""
     archive = RECIPES / "remaining_gap.tar.xz"
     assert archive.stat().st_size <= 1_000_000
@@ -36,7 +36,7 @@ def records() -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def of_muon() -> list[Run]:
+def of_muon() -> list[RunRecord]:
     return read_archive(RECIPES / "muon.tar.xz")
 
 

@@ -14,7 +14,7 @@ from ..messages import OneLineError
 from ..recipe.files import load_recipe
 from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import Group, group_runs
-from ..runs.records import Run, read_runs
+from ..runs.records import RunRecord, read_runs
 from ..runs.results import compare_runs, origin, paired, t_interval
 from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
@@ -90,7 +90,7 @@ def panel(title: str, across: str, bands: Sequence[Band]) -> dict[str, Any]:
     return {"title": title, "across": across, "lines": lines, "log": False}
 
 
-def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weights: str
+def run_view(run: RunRecord, group: Group, *, data_dir: str | None, images: int, weights: str
              ) -> dict[str, Any]:
     judged, note = None, "" if images else "left out, as --images 0 asks"
     try:
@@ -114,7 +114,7 @@ def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weigh
             "starts": starts, "judged": judged, "note": note}
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts(run: RunRecord) -> list[tuple[str, str]]:
     """The numbers of a run that stand above all others, in words."""
     numbers = [("epochs", f"{len(run.rows)} of {run.epochs}")]
     for metric, words in (("val_top1", "top-1"), ("ema_top1", "EMA top-1")):

@@ -11,7 +11,7 @@ from ..recipe.files import SINCE_12
 from ..recipe.sections import MACHINE_KEYS
 from ..train.checkpoint import CheckpointError
 from ..values import to_toml
-from .records import Run
+from .records import RunRecord
 
 # The keys in which runs of one experiment may differ: seed, folder, evaluations and machine.
 FREE_KEYS = ("run.seed", "data.root", "eval.every_epochs", *MACHINE_KEYS)
@@ -33,7 +33,7 @@ class Group:
     """The runs of one experiment."""
 
     label: str                  # what distinguishes it from the other groups, in words
-    runs: Mapping[int, Run]     # seed → run, in ascending order of the seeds
+    runs: Mapping[int, RunRecord]       # by seed, in ascending order
 
     def last(self, metric: str) -> dict[int, float]:
         """Seed → the metric's last value, for the runs that have any."""
@@ -41,7 +41,7 @@ class Group:
         return {seed: by_epoch[-1] for seed, by_epoch in values.items() if by_epoch}
 
 
-def experiment(run: Run) -> dict[str, Any]:
+def experiment(run: RunRecord) -> dict[str, Any]:
     """The keys, with their values, that distinguish one experiment from another."""
     # The BatchNorm of a ConvMixer sees the images of a micro-batch.
     convolves = run.keys["model.name"].startswith("convmixer_")
@@ -51,12 +51,12 @@ def experiment(run: Run) -> dict[str, Any]:
             if (key not in FREE_KEYS or key in matter) and key not in mute}
 
 
-def commit(run: Run) -> str:
+def commit(run: RunRecord) -> str:
     """The first digits of the commit that the run began with; "unknown" without run.json."""
     return str(run.starts[0].get("git_commit", "unknown"))[:7] if run.starts else "unknown"
 
 
-def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+def finished_runs(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     """The finished runs, and a line for each of the others; CheckpointError if none is finished."""
     unfinished = [f"left out, not finished: {run.path}, {len(run.rows)} of {run.epochs} epochs"
                   for run in runs if not run.finished]
@@ -65,7 +65,7 @@ def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return [run for run in runs if run.finished], unfinished
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Group the runs by experiment. The groups are in the order of their first runs.
 
     Runs of one experiment of which two have the same seed are grouped by the commit that they began
@@ -76,7 +76,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
                         for key, value in experiment(run).items())) for run in runs]
     seeds = Counter((key, run.seed) for key, run in zip(keys, runs))
     repeated = {key for (key, _), count in seeds.items() if count > 1}
-    groups: dict[tuple[str, str], dict[int, Run]] = {}
+    groups: dict[tuple[str, str], dict[int, RunRecord]] = {}
     for key, run in zip(keys, runs):
         members = groups.setdefault((key, commit(run) if key in repeated else ""), {})
         if run.seed in members:
@@ -88,7 +88,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             for first, members in zip(firsts, groups.values())]
 
 
-def _label(run: Run, firsts: Sequence[Run]) -> str:
+def _label(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
     """The label of a run's group; `firsts` has one run of each group.
 
     It is the name of the init, followed by the keys in which the group differs from other groups of

@@ -45,7 +45,7 @@ REQUIRED = {"run.seed": int, "schedule.epochs": int, "schedule.cooldown_epochs":
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run, as the text files in its folder describe it."""
 
     path: Path                  # of the folder; in an archive, runs.tar.xz/<name>
@@ -85,7 +85,7 @@ class Run:
         return [row[metric] for row in self.rows if row[metric] is not None]
 
 
-def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
+def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
     """The run whose FILES have these contents, for errors at `path`. Raises CheckpointError if
     there is no recipe.toml, or if a file is damaged.
     """
@@ -104,7 +104,7 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
     keys.pop("version", None)
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
-    return Run(path, recipe_of(starts[0]) if starts else "recipe", keys,
+    return RunRecord(path, recipe_of(starts[0]) if starts else "recipe", keys,
                [dict.fromkeys(METRICS) | row for row in rows], starts, files)
 
 
@@ -118,13 +118,13 @@ def recipe_of(start: Mapping[str, Any]) -> str:
     return source[1] if source else "recipe"
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Read the run in the folder `path`, finished or not. Raises as `parse_run` does."""
     return parse_run(path, {name: read_bytes(path / name) for name in FILES
                             if (path / name).is_file()})
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """The runs at these paths, finished or not, in order. A path is one of three:
 
         a run's folder, or the name of a model in recipes/trained;
@@ -159,7 +159,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def read_archive(path: Path) -> list[Run]:
+def read_archive(path: Path) -> list[RunRecord]:
     """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none."""
     files: dict[str, dict[str, bytes]] = {}
     try:
@@ -181,7 +181,7 @@ def read_archive(path: Path) -> list[Run]:
     return [parse_run(path / name, files[name]) for name in sorted(files)]
 
 
-def write_archive(runs: Sequence[Run], out: Path) -> None:
+def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
     """Write the three files of each run into one archive, atomically. A missing file is left out.
 
     The absolute paths that run.json has, of the data and in the commands, stay out. A run goes by
@@ -191,7 +191,7 @@ def write_archive(runs: Sequence[Run], out: Path) -> None:
     if not out.name.endswith(SUFFIX):
         raise CheckpointError(f"{out}: not the name of an archive, expected one such as "
                               f"runs{SUFFIX}")
-    by_name: dict[str, Run] = {}
+    by_name: dict[str, RunRecord] = {}
     for run in runs:
         name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too
         if by_name.setdefault(name, run) is not run:

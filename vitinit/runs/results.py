@@ -19,7 +19,7 @@ from ..messages import one_line
 from ..train.engine import Evaluation
 from .data import EvaluatedSet
 from .groups import Group, finished_runs, group_runs
-from .records import Run
+from .records import RunRecord
 
 CONFIDENCE = 0.95
 BISECTIONS = 100                # each halves an interval of doubles, whose mantissa has 53 bits
@@ -144,7 +144,7 @@ def paired(groups: Sequence[Group]) -> list[Difference]:
             for other in others for name, metric in METRICS.items()]
 
 
-def compare_runs(runs: Sequence[Run]) -> tuple[list[Group], str]:
+def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
     """The groups of the finished ones of these runs, and their whole comparison as Markdown.
 
     Raises CheckpointError as `finished_runs` and `group_runs` do.
