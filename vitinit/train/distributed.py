@@ -24,8 +24,7 @@ from ..messages import OneLineError, environment_rank, in_brief
 from .device import this_device
 from .interruption import Interrupted, StopRequest
 
-# What a process may announce in `agreed` besides the number of a signal (1 … 64); 0 is "go on". The
-# largest announcement of all processes decides.
+# Announced in `agreed`, where the largest decides: 0, "go on"; the number of a signal, 1 … 64; or
 BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
 ALL_DONE = -1                   # no more items here; anything else overrides it
 PATIENCE = timedelta(minutes=30)        # how long a process waits for a silent one

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Sent by Ctrl-C, by launchers, by a terminal that closes, and by SLURM before a time limit; the
-# last two are not on Windows, where no run is.
+# Sent by Ctrl-C, launchers, a terminal that closes, SLURM before a time limit; Windows has two.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
                      if hasattr(signal, name))
 SECOND_SECONDS = 1.0            # a Ctrl-C sooner after the first one counts as the same
