@@ -1,4 +1,7 @@
-"""Small models of every family; `SIZES` are for images of 20×28 pixels, for tests of inits."""
+"""Small models of every family, and random values for their tensors.
+
+`SIZES` are for images of 20×28 pixels, for tests of inits.
+"""
 
 from __future__ import annotations
 
@@ -51,3 +54,25 @@ def inits_of(family: str) -> list[str]:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def redraw(module: nn.Module, spread: float = 0.3, first: int = 0) -> nn.Module:
+    """New values for all parameters and running statistics, in float64; first: of the seeds.
+
+    The zeros and ones that layers start with would hide errors.
+    """
+    module.double()
+    statistics = [(name, value) for name, value in module.named_buffers() if "running" in name]
+    for seed, (name, value) in enumerate([*module.named_parameters(), *statistics], first):
+        values = drawn(*value.shape, seed=seed) * spread + (value.ndim == 1) * 0.5
+        value.data.copy_(values.abs() + 0.1 if name.endswith("running_var") else values)
+    return module
+
+
+def assert_same_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9, msg=name)

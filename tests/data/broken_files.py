@@ -16,9 +16,6 @@ EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x800
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
-# Valid files ----------------------------------------------------------------------------------
-
-
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
     """An RGB image of smooth waves and a little noise, as a substitute for a photograph."""
     row, column = np.mgrid[:height, :width]
@@ -29,7 +26,6 @@ def noise(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 def encoded(image: Image.Image, file_format: str, **options) -> bytes:
-    """The image as a file of a format, by Pillow with these options."""
     buffer = io.BytesIO()
     image.save(buffer, file_format, **options)
     return buffer.getvalue()
@@ -90,15 +86,11 @@ def valid_files(height: int, width: int) -> dict[str, bytes]:
     }
 
 
-# Broken files ---------------------------------------------------------------------------------
-
-
 WAYS = ("flip bits", "flip a bit of the head", "truncate", "cut out", "repeat", "blank",
         "extreme number", "garbage after the head")
 
 
 def broken(content: bytes, rng: np.random.Generator, way: str) -> bytes:
-    """Break a file in one of WAYS."""
     changed, size = bytearray(content), len(content)
     place, head = int(rng.integers(size)), int(rng.integers(2, 40))
     start, end = sorted(rng.integers(size, size=2).tolist())

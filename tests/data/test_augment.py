@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
-from vitinit.data.augment import (ToDevice, TrainToDevice, hashed, mix_images, mix_targets,
-                                  normal_quantiles, normalise, smooth_one_hot)
+from vitinit.data.augment import (ToDevice, TrainToDevice, mix_images, mix_targets,
+                                   normal_quantiles, normalise, smooth_one_hot)
 from vitinit.data.draw import Augmentation, Mix, SampleKey, unpack
 from vitinit.data.images import NOWHERE, Box
 from vitinit.data.loader import Batch
@@ -93,9 +93,6 @@ def test_batches_are_those_of_the_functions_by_hand_whatever_the_chunks_and_layo
             assert all(map(torch.equal, batch, unused))
 
 
-# Noise and erasing ----------------------------------------------------------------------------
-
-
 QUANTILES = normal_quantiles()
 
 
@@ -108,14 +105,6 @@ def split_mix_64(key: int, count: int) -> list[int]:
         bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
         outputs.append(bits ^ bits >> 31)
     return outputs
-
-
-def test_hashed_equals_splitmix64_in_plain_integers():
-    assert split_mix_64(0, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]    # as published
-    for key in (0, 1, 2**53 + 1, 0x9E3779B97F4A7C15 >> 1, 2**63 - 1):
-        bits = hashed(torch.tensor([key]), torch.arange(211))
-        assert bits.dtype == torch.int64
-        assert [word % 2**64 for word in bits.tolist()] == split_mix_64(key, 211)
 
 
 def test_quantiles_are_sorted_symmetric_and_of_mean_0_and_variance_1():
@@ -134,6 +123,7 @@ NOISE_KEYS = [0, 17, 2**63 - 1, 19, 23, 29]
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
 def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_stays(fill):
     """Per value, per channel, or zeros. All noise is much less than the values of the images."""
+    assert split_mix_64(0, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]    # as published
     images = 100 + torch.arange(len(BOXES) * 3 * 29 * 31).view(-1, 3, 29, 31).float()
     expected = images.clone()
     for image, (top, left, height, width), key in zip(expected, BOXES, NOISE_KEYS):
@@ -143,9 +133,6 @@ def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_st
         image[:, top:top + height, left:left + width] = 0 if fill == "const" else values
     found = erase(images, np.column_stack([BOXES, NOISE_KEYS]), fill)
     assert torch.equal(found, expected) and found.dtype == torch.float32
-
-
-# On a GPU: few launches, and no waiting -------------------------------------------------------
 
 
 def on_fake_gpu(count: int, size: int, settings: Augmentation) -> Launches:

@@ -66,9 +66,6 @@ def assert_even(counts: np.ndarray) -> None:
     assert ((counts - expected)**2 / expected).sum() < freedom + 5 * (2 * freedom)**0.5
 
 
-# Boxes: what is cropped, and what is erased ---------------------------------------------------
-
-
 def test_boxes_are_distributed_like_torchvisions():
     torch.manual_seed(11)
     height, width, count = 61, 197, 2003
@@ -129,9 +126,6 @@ def test_flips_erasing_and_interpolations_come_at_their_rates_and_leave_the_crop
     assert {view.interpolation for view in reference} == {"bicubic"}
 
 
-# The order of an epoch ------------------------------------------------------------------------
-
-
 def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_first_equally_often():
     order = epoch_order(3, 5, 1009)
     assert sorted(order.tolist()) == list(range(1009))
@@ -139,9 +133,6 @@ def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_fir
     for other in (epoch_order(3, 6, 1009), epoch_order(4, 5, 1009), np.arange(1009)):
         assert (order == other).sum() < 10                   # about one agrees by chance
     assert_even(np.bincount([epoch_order(3, epoch, 7)[0] for epoch in range(1400)], minlength=7))
-
-
-# RandAugment ----------------------------------------------------------------------------------
 
 
 def exact_arguments(settings: RandAugment, magnitude: Fraction, sign: int) -> list[Fraction]:
@@ -171,9 +162,6 @@ def test_arguments_are_timms_formulas_at_every_half_magnitude():
                                           np.full(15, sign))
                 exact = exact_arguments(settings, Fraction(halves, 2), sign)
                 assert ours == pytest.approx(np.array(exact, float), rel=1e-12, abs=0)
-
-
-# Keys -----------------------------------------------------------------------------------------
 
 
 # Changes to augment and to rand_augment.
@@ -216,16 +204,11 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
 
 
 @pytest.mark.parametrize("index, repeat, view, operations, arguments, bicubic, erased", [
-    (0, 0, View(Box(1, 3, 95, 91), False, "bilinear"),
-     [7, 9], [101.0, 0.16369400438478965], [0, 1],
-     [114, 99, 74, 114, 7041120329487523506]),
     (1, 2, View(Box(20, 11, 62, 65), True, "bicubic"),
      [5, 9], [1.0, 0.26311644389023003], [1, 1],
      [100, 67, 114, 135, 3316390439248388076]),
     (15, 0, View(Box(2, 16, 62, 67), False, "bicubic"),
-     [11, 4], [1.8109339311982113, -25.664239556477018], [1, 1], [0, 0, 0, 0, 0]),
-    (1281166, 0, View(Box(9, 13, 72, 87), False, "bilinear"),
-     [7, 3], [99.0, 0.0], [0, 1], [38, 27, 85, 39, 6906525344937196559])])
+     [11, 4], [1.8109339311982113, -25.664239556477018], [1, 1], [0, 0, 0, 0, 0])])
 def test_the_draws_of_seed_0_are_those_of_runs_on_disk(index, repeat, view, operations, arguments,
                                                        bicubic, erased):
     key = SampleKey(0, index, repeat)

@@ -74,20 +74,27 @@ def test_a_decoded_file_equals_pillows_rgb(tmp_path, jpeg_decoder):
     assert Image.open(io.BytesIO(FILES["two.jpg"])).n_frames == 2
 
 
+def write_16_bits(path: Path, values: np.ndarray) -> Path:
+    """Write (H, W, 3) values below 2^16, or, unless the file is named after RGB, one channel."""
+    if path.suffix == ".png":
+        path.write_bytes(png_of_16_bits(values if "rgb" in path.name else values[..., 0]))
+    else:
+        Image.fromarray(values[..., 0].astype(np.uint16)).save(path)
+    return path
+
+
+OF_16_BITS = ("rgb.png", "grey.png", "grey.tiff", "grey.pgm")
+
+
 def test_of_16_bits_the_higher_byte_is_kept(tmp_path):
     """As Pillow does with colours; values that were converted from 8 bits (v · 257) come back."""
     values = np.random.default_rng(3).integers(0, 2**16, (29, 43, 3))
     values[0, :4, 0] = (0, 255, 256, 65535)
     values[1] = 257 * (values[1] // 257)
     assert np.array_equal(values[1] >> 8, values[1] // 257)
-    grey = values[..., 0].astype(np.uint16)
-    (tmp_path / "rgb.png").write_bytes(png_of_16_bits(values))
-    (tmp_path / "grey.png").write_bytes(png_of_16_bits(grey))
-    for name in ("grey.tiff", "grey.pgm"):
-        Image.fromarray(grey).save(tmp_path / name)
-    for name in ("rgb.png", "grey.png", "grey.tiff", "grey.pgm"):
-        expected = (values if name == "rgb.png" else grey[..., None].repeat(3, axis=2)) >> 8
-        image = decode_image(str(tmp_path / name))
+    for name in OF_16_BITS:
+        expected = (values if name == "rgb.png" else values[..., :1].repeat(3, axis=2)) >> 8
+        image = decode_image(str(write_16_bits(tmp_path / name, values)))
         assert image.dtype == torch.uint8
         assert np.array_equal(image.numpy(), expected.transpose(2, 0, 1)), name
 
@@ -100,7 +107,6 @@ def bomb(height: int, width: int) -> bytes:
 
 
 def refusal(path) -> str:
-    """The one line with which the file at `path` is refused."""
     return refused(DataError, decode_image, str(path))
 
 
@@ -188,18 +194,13 @@ def test_32_bit_values_and_signed_ones_are_refused_whatever_they_are(
         "bits per channel)")
 
 
-@pytest.mark.parametrize("name", ["rgb.png", "grey.png", "grey.tiff", "grey.pgm"])
+@pytest.mark.parametrize("name", OF_16_BITS)
 def test_images_of_16_bits_are_cautioned_of_if_none_reaches_a_quarter_of_white(tmp_path, name):
     """As none does that a camera of 14 bits stores as it is; 8 bits may be as dark as they like."""
     def write(number: int, highest: int) -> str:
         values = np.random.default_rng(number).integers(0, highest, (13, 17, 3))
         values[7, 5] = highest
-        path = tmp_path / f"{number}{name}"
-        if name.endswith("png"):
-            path.write_bytes(png_of_16_bits(values if name == "rgb.png" else values[..., 0]))
-        else:
-            Image.fromarray(values[..., 0].astype(np.uint16)).save(path)
-        return str(path)
+        return str(write_16_bits(tmp_path / f"{number}{name}", values))
     (tmp_path / "broken.png").write_bytes(FILES["grey_16.png"][:99])
     Image.fromarray(np.ones((3, 5), np.uint8)).save(tmp_path / "8.png")
     dark = [str(tmp_path / "broken.png"), str(tmp_path / "8.png")]

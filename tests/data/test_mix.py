@@ -75,9 +75,6 @@ def mixed_one_by_one(images: np.ndarray, mixes: Sequence[MixDraw]) -> np.ndarray
     return np.stack(mixed)
 
 
-# What is drawn --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("height, width, options", [
     (224, 224, {}), (31, 37, {"probability": 0.7, "switch_probability": 0.3}), (1, 101, {}),
     (47, 11, {"mixup_alpha": 0.2, "cutmix_alpha": 0.5}), (23, 29, {"mixup_alpha": 0.0}),
@@ -94,9 +91,6 @@ def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
         wanted = {kind for kind in ("mixup", "cutmix") if options.get(f"{kind}_alpha") != 0.0}
         assert kinds - {"none"} == (wanted if mixing.probability else set())
         assert mixing.mixes == bool(kinds - {"none"})
-
-
-# Images ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
@@ -117,9 +111,6 @@ def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halve
         pair, drawn = [place, len(mixes) - 1 - place], as_drawn([mix] * 2)
         assert torch.equal(mixed[pair], mix_images(images[pair], drawn))
         assert torch.equal(mixed_targets[pair], mix_targets(targets[pair], drawn))
-
-
-# Targets --------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_mixed_targets_is_the_mix_of_pytorchs_with_label_smoothing():

@@ -16,19 +16,14 @@ from deit import RAND_AUGMENT, augmented, noisy_batch, random_operations
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from vitinit.data import rand_augment, shapes
+from vitinit.data import rand_augment
 from vitinit.data.images import from_pillow
 from vitinit.data.rand_augment import ALL_OPERATIONS, Operation
-from vitinit.keys import Stream, keyed_generator
 
 FILL = RAND_AUGMENT.fill
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
 PLAIN = tuple(name for name in ALL_OPERATIONS if name not in GEOMETRIC)
 RESAMPLING = {False: Image.Resampling.BILINEAR, True: Image.Resampling.BICUBIC}
-GOLDEN = Path(__file__).parent / "golden"
-
-
-# Images, and Pillow as the reference ----------------------------------------------------------
 
 
 @functools.cache
@@ -98,9 +93,6 @@ def arguments_of(name: str, rng: np.random.Generator, count: int = 7) -> np.ndar
     return RAND_AUGMENT.arguments(np.full(len(signs), Operation[name]), magnitudes, signs)
 
 
-# One operation --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_operations_equal_pillows_to_the_bit(name):
     rng = np.random.default_rng(Operation[name])
@@ -152,9 +144,6 @@ def test_a_centre_moved_onto_the_very_edge_is_in_or_out_as_in_pillow(name, size,
         assert torch.equal(*outside) and outside[0].any() and not outside[0].all()
 
 
-# Batches --------------------------------------------------------------------------------------
-
-
 EVERY = replace(RAND_AUGMENT, layers=3, probability=0.9, interpolation="random")
 
 
@@ -180,36 +169,3 @@ def test_the_bits_are_those_of_earlier_runs():
     images = noisy_batch(211, 31, 37)
     found = augmented(images, random_operations(211, EVERY))
     assert hashlib.sha256(found.numpy().tobytes()).hexdigest()[:16] == "43e054241f1a0af1"
-
-
-def test_a_batch_is_each_image_through_pillow_in_the_order_of_its_draws():
-    """Whatever its layout in memory; the input stays as it is, also where nothing is drawn."""
-    photographs = [photograph(67, 53).crop((0, top, 53, top + 41)) for top in range(26)]
-    images = torch.stack(list(map(from_pillow, photographs))).contiguous()
-    before = images.clone()
-    for layers, probability in ((3, 0.9), (2, 0.0), (0, 1.0)):
-        drawn = random_operations(26, replace(EVERY, operations=PLAIN, layers=layers,
-                                              probability=probability))
-        batch = augmented(images, drawn)
-        assert torch.equal(augmented(images.to(memory_format=torch.channels_last), drawn), batch)
-        for ours, image, layers in zip(batch, photographs, drawn):
-            for code, argument, _ in layers:
-                image = with_pillow(image, Operation(int(code)), argument)
-            assert torch.equal(ours, from_pillow(image))
-        assert torch.equal(images, before) and batch.data_ptr() != images.data_ptr()
-
-
-def test_every_operation_gives_the_golden_image():
-    # A row of 32×32 tiles: image 0 of shapes' validation split, then each operation in the order
-    # of its code, at magnitude 9, positive sign and bicubic. Made once, equal to Pillow's up to one
-    # grey level.
-    with Image.open(GOLDEN / "operations.png") as sheet:
-        original, *expected = from_pillow(sheet.convert("RGB")).int().split(32, dim=2)
-    assert len(expected) == 15
-    image, _ = shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 0))
-    assert (torch.from_numpy(image).int() - original).abs().max() <= 1
-    codes, ones = np.arange(1, 16), np.ones(15)
-    drawn = np.stack([codes, RAND_AUGMENT.arguments(codes, 9.0 * ones, ones), ones], 1)[:, None]
-    tiles = augmented(original.to(torch.uint8).expand(15, -1, -1, -1), drawn)
-    for name, tile, golden in zip(ALL_OPERATIONS, tiles, expected):
-        assert (tile.int() - golden).abs().max() <= 1, name

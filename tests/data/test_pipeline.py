@@ -125,18 +125,6 @@ def test_a_step_comes_once_all_its_images_are_loaded():
     assert prepared == []
 
 
-def test_an_epoch_that_is_resumed_is_the_same_from_there():
-    """Two steps of twelve images; one set of workers goes through both epochs."""
-    def steps(workers: int, done: int) -> list[bytes]:
-        batches = batches_of(plan_batches(12, 4, 1, group=4), repeats=2, workers=workers)
-        return [micro_batch.prepare()[0].numpy().tobytes() for epoch, skipped in ((1, done), (2, 0))
-                for _, step in batches.steps(epoch, skipped) for micro_batch in step]
-    whole = steps(0, 0)
-    assert len(set(whole)) == 12
-    for workers, done in ((0, 1), (0, 2), (1, 1)):
-        assert steps(workers, done) == whole[3 * done:]
-
-
 def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step():
     """Each step of 6 images has 1, 3 or 6 micro-batches. No more workers than there is to do."""
     for max_batch, workers, each in ((6, 2, 2), (2, 2, 2), (1, 2, 3), (1, 1, 6), (1, 0, None)):
@@ -198,8 +186,6 @@ PREPARE = ToDevice(CPU, **AS_INPUT)
 
 
 class Counted(ImageFolder):
-    """Counts how many images are decoded."""
-
     decoded = 0
 
     def image(self, index: int) -> Tensor:

@@ -29,17 +29,6 @@ def views_in_order(order: np.ndarray, repeats: int) -> np.ndarray:
     return np.column_stack([np.repeat(order, repeats), np.tile(np.arange(repeats), len(order))])
 
 
-def deits_share(order: np.ndarray, *, repeats: int, rank: int, world_size: int) -> np.ndarray:
-    """What DeiT's RASampler gives one process; its 256 does not depend on the batch size."""
-    views = views_in_order(order, repeats)
-    per_process = math.ceil(len(order) * repeats / world_size)
-    views = np.concatenate([views, views[:per_process * world_size - len(views)]])
-    return views[rank::world_size][:len(order) // 256 * 256 // world_size]
-
-
-# The plan -------------------------------------------------------------------------------------
-
-
 def plans(count: int = 60) -> Iterator[tuple[BatchPlan, int]]:
     """Plans of random sizes, and the most images that each allowed per micro-batch."""
     rng = np.random.default_rng(7)
@@ -83,9 +72,6 @@ def test_a_global_batch_that_does_not_divide_is_refused(global_batch, world_size
     assert plan_batches(12, 1, 2, group=1).micro_batch_size == 1         # no pair, and none needed
 
 
-# The epoch ------------------------------------------------------------------------------------
-
-
 def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
     """From any step on. The rest is dropped, but a set whose repeats fill a batch gives one."""
     rng = np.random.default_rng(3)
@@ -109,22 +95,6 @@ def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
         views = views_in_order(epoch_order(SEED, epoch, count), repeats)
         assert (found[:done] == -1).all() and (found[done:, :, 0] == epoch).all()
         assert np.array_equal(found[done:, :, 1:].reshape(-1, 2), views[done * size:steps * size])
-
-
-# Repeated augmentation ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size, max_batch, repeats, group", [(2, 64, 3, 32), (8, 5, 2, 1)])
-def test_each_process_takes_what_deits_sampler_gives_it(world_size, max_batch, repeats, group):
-    plan = plan_batches(256, max_batch, world_size, group=group)     # with 256 lengths agree, too
-    for rank in range(world_size):
-        one = TrainSampler(1009, plan, rank=rank, seed=SEED, repeats=repeats)
-        one.start(epoch=7, step=0)
-        places = [(samples.step, place, key) for number, samples in enumerate(one) for place, key in
-                  zip(plan.positions(rank, number % plan.accumulation).tolist(), samples.keys)]
-        expected = deits_share(epoch_order(SEED, 7, 1009), repeats=repeats, rank=rank,
-                               world_size=world_size)
-        assert [key for *_, key in sorted(places)] == [(7, *view) for view in expected.tolist()]
 
 
 @pytest.mark.parametrize("count, global_batch, repeats", [(17, 18, 1), (5, 18, 3), (0, 1, 3)])

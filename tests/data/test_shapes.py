@@ -32,7 +32,6 @@ def splits():
 
 
 def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
-    """One image drawn alone, and its class."""
     return shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
 
 

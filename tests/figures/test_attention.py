@@ -1,4 +1,4 @@
-"""The heat over a photograph is the query's row of the attention matrix, reshaped to the grid."""
+"""Heat over a photograph is the query's row of the attention matrix; `mass` is what targets get."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 
 from vitinit.data.images import decode_image
 from vitinit.figures import attention
-from vitinit.figures.subjects import fresh
-from vitinit.mixing import mixing_matrices
+from vitinit.figures.__main__ import main
+from vitinit.figures.plot import LOOKS
+from vitinit.figures.subjects import fresh, photographs
+from vitinit.filters import ordered_offsets
+from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.runs.data import as_input, evaluation_view
 
 
@@ -49,3 +52,41 @@ def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch)
     draw("attention", image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
          "--blocks", 0, 2)
     assert grids[0] == (2 * grids[1][0], 2 * grids[1][1])
+
+
+@pytest.mark.parametrize("init", ["default", "mimetic", "impulse", "deep_impulse"])
+def test_the_masses_are_those_on_the_inits_targets(sizes, init):
+    """In order in every block for `impulse` and for inits without any; else on from block to block.
+
+    Of three heads, the first of block 0 alone has the offset (0, 0) if the offsets go on.
+    """
+    subject, = fresh(["quickstart"], [init], seed=None, sets=sizes[1::2])
+    found = attention.mass_of(subject, None, 5)
+    cells, goes_on = ordered_offsets(3), init == "deep_impulse"
+    for block, weights in mixing_matrices(
+            subject.model, photographs(None, 5, subject.recipe)).items():
+        first = 3 * block if goes_on else 0
+        each = target_mass(weights, [cells[first + head] for head in range(3)], (5, 7)).tolist()
+        centre, others = (each[:1], each[1:]) if first == 0 else ([], each)
+        assert found.others[block] == pytest.approx(sum(others) / len(others))
+        assert centre == pytest.approx([found.centre[block]] if centre else [])
+    assert found.uniform == pytest.approx([1 / 35] * 2)
+
+
+def test_the_numbers_are_printed_and_drawn_by_part_and_init(panels, sizes, tmp_path, capsys):
+    assert main(["mass", "--recipe", "quickstart", "--init", "default", "impulse", *sizes,
+                 "--count", "5", "--out", str(tmp_path / "mass.png")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()[:3]) for line in lines[:4]] == [
+        f"quickstart, {init}: {part}" for init in ("default", "impulse")
+        for part in ("centre", "others")]
+    default, impulse = (float(lines[row].split()[-2]) for row in (0, 2))    # centre head, block 0
+    assert default == pytest.approx(1 / 35, abs=0.01) and impulse > 10 * default
+    assert [axis.get_title() for axis in panels] == ["quickstart, centre heads",
+                                                     "quickstart, other heads"]
+    uniform, _, last = panels[0].lines
+    assert uniform.get_ydata().tolist() == pytest.approx([1 / 35] * 2)
+    assert (last.get_color(), last.get_linestyle()) == LOOKS["impulse"]
+    assert last.get_ydata()[0] == pytest.approx(impulse, abs=1e-3)
+    labels = [text.get_text() for text in panels[0].figure.legends[0].get_texts()]
+    assert labels == ["uniform attention", "default", "impulse"]

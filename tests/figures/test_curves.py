@@ -85,7 +85,6 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
 
 
 def with_steps(folder: Path, losses: list[float], **values: list[float | None]) -> Path:
-    """Write steps.jsonl into a run's folder, with one line for each of these losses."""
     rows = [{"step": 10 * number, "loss": loss, "lr": 1e-3 * number, "grad_norm": 0.5 + number,
              "scale": None, "images_per_second": 100.0, "waiting": 0.25}
             | {key: column[number - 1] for key, column in values.items()}

@@ -1,15 +1,12 @@
-"""Looks, legends and grids of maps, read back from matplotlib's own objects; and a full disk."""
+"""Looks, legends and grids of maps, by matplotlib's own objects, and what cannot be drawn."""
 
 from __future__ import annotations
-
-import resource
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
 
 from vitinit.figures.plot import LOOKS, OTHER, Row, add_legend, draw_grid, looks_of
-from vitinit.files import FileError
 from vitinit.init import INITS
 
 
@@ -45,14 +42,37 @@ def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     assert [axis.get_ylabel() for axis in (weights, shares)] == ["weight", "share"]
 
 
-def test_a_full_disk_leaves_the_figure_that_was_there_and_names_it(tmp_path):
-    out = tmp_path / "x.png"
-    out.write_bytes(b"good")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
-    try:
-        with pytest.raises(FileError, match=r"x\.png: cannot be written: File too large"):
-            draw_grid(out, [row("a", torch.rand(2, 5, 7))], None, "heading")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert out.read_bytes() == b"good" and [path.name for path in tmp_path.iterdir()] == ["x.png"]
+QUICK = "--recipe quickstart --set model.options.depth=2 "
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (f"maps {QUICK} --blocks 2", "block 2 is asked for, but the model has blocks 0…1"),
+    (f"kernels {QUICK} --heads -1", "head -1 is asked for, but the model has heads 0…2"),
+    (f"attention {{photo}} {QUICK} --queries 8,0", "query 8,0 is not on the 8×8 grid of patches"),
+    (f"attention {{tmp}}/absent.jpg {QUICK}", "absent.jpg: cannot be read"),
+    (f"maps {QUICK} --init filters", "init 'filters' is not defined for a VisionTransformer"),
+    (f"maps {QUICK} --epochs 3", "--epochs goes with --run"),
+    ("maps --run {tmp} --seed 0", "--seed goes with --recipe"),
+    ("maps --run {tmp} --epochs 1",
+     "keeps no epoch 1; it has none, which checkpoint.keep_epochs would have kept"),
+    ("maps --run {tmp}/a.pth", "holds no recipe"),
+    (f"maps {QUICK} --set init.checkpoint=other.pt",
+     "starts from init.checkpoint = other.pt; show a run of it"),
+    ("maps --recipe cifar10_convmixer",
+     "makes a ConvMixer; figure 'maps' is defined for VisionTransformer and SimpleViT"),
+    ("attention {photo} --recipe cifar10_mixer",
+     "makes a MlpMixer; figure 'attention' is defined for"),
+    ("mass --recipe cifar10_swin_tiny --data-dir {images}",
+     "makes a SwinTransformer; figure 'mass' is defined for VisionTransformer and SimpleViT"),
+    ("mass --recipe deit_tiny", "deit_tiny has no images of its own: --data-dir names"),
+    (f"mass {QUICK} --data-dir {{images}}/val --count 22", "holds 21 images, and 22 are asked for"),
+    ("batch --data-dir {tmp}/empty", "no images in it"),
+    ("curves {tmp}/empty", "neither a run's folder nor an archive of runs"),
+    (f"kernels {QUICK} --set model.options.patch_size=5", "patches of 5×5 pixels do not tile"),
+])
+def test_what_cannot_be_drawn_is_refused_in_one_line(complains, image_tree, tmp_path, arguments,
+                                                     text):
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pth")
+    (tmp_path / "empty").mkdir()
+    photo = image_tree / "val" / "red" / "03.png"
+    complains(text, *arguments.format(photo=photo, tmp=tmp_path, images=image_tree).split())

@@ -64,11 +64,6 @@ def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run)
     assert names == ["trial, epoch 0"] * 2           # several runs are named by their folders
 
 
-def test_an_epoch_that_was_not_kept_is_refused_with_the_epochs_that_were(run, complains):
-    folder, _ = run
-    complains("keeps no epoch 1; it has 0, 2", "maps", "--run", folder, "--epochs", "0,1")
-
-
 def test_photographs_are_normalised_evaluation_views(image_tree):
     subject, = fresh(["deit_tiny"], [None], seed=0, sets=["data.image_size=32",
                                                           "model.options.depth=1"])

@@ -104,9 +104,6 @@ def test_two_gpus_train_as_one(cuda, repository, small_run, tmp_path, record_pro
     assert apart(two, one, ".model") < 1e-3
 
 
-# The profiler's trace -------------------------------------------------------------------------
-
-
 def copies_and_overlap(events: list[dict[str, Any]]) -> tuple[set[str], float, float]:
     """Of a trace in Chrome's format: the kinds of copies to the device, µs of copies and kernels,
     and µs of these in which more than one stream of the GPU has work."""

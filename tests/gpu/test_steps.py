@@ -135,7 +135,6 @@ def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of
 
 @pytest.fixture
 def process_group(device):
-    """A process group of one process."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
                             rank=0, world_size=1)
     yield

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.filters import convolution_matrix, impulse_kernel, neighbours, ordered_offsets
+from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
 from vitinit.init.impulse import default_rank
 from vitinit.init.layout import layout_of
 from vitinit.mixing import target_mass
@@ -71,9 +71,7 @@ def test_query_key_products_equal_a_direct_transcription(rank):
 # others' mean. No threshold is universal: the more directions of the position embedding a head can
 # hold, the sharper the map, until there are so many that noise covers it.
 @pytest.mark.parametrize("name, image_size, sizes, centre, shifted", [
-    ("vit_tiny", 224, dict(num_heads=1, depth=1), 0.81, None),
     ("vit_tiny", 224, dict(depth=1), 0.997, 0.79),
-    ("vit_small", 224, dict(depth=1), 1.0, 0.975),
     ("vit_tiny", 32, dict(patch_size=2), 0.993, 0.53),
     ("vit_tiny", 32, dict(patch_size=4, embed_dim=96, pool="mean"), 1.0, 0.994),
 ])
@@ -84,38 +82,7 @@ def test_heads_attend_to_their_targets(name, image_size, sizes, centre, shifted)
     mass = target_mass(position_attention(model), offsets, model.grid)
     assert mass[0].item() == pytest.approx(centre, abs=0.02)
     others = mass[[head for head in range(heads) if head % 9]]
-    assert (shifted is None) == (len(others) == 0)
-    assert shifted is None or others.mean().item() == pytest.approx(shifted, abs=0.04)
-
-
-def test_rows_without_a_target_are_noise():
-    """In border rows of a shifted head, whose target is off the grid, attention is on no one token.
-
-    Measured: the largest share is .10 and .14 there, .78 and .79 elsewhere.
-    """
-    model = initialised(built(depth=1))
-    for head, offset in ((1, (-1, 0)), (2, (0, 1))):
-        largest = position_attention(model)[head].amax(1)                # (N,)
-        lost = torch.ones(14 * 14, dtype=torch.bool)
-        lost[neighbours(offset, (14, 14))[0]] = False
-        assert lost.sum() == 14 and largest[lost].mean() < 0.2
-        assert largest[lost].max() < 0.5 < 0.7 < largest[~lost].mean()
-
-
-def test_values_and_projections_multiply_to_the_noisy_identity(alpha=0.6, beta=-0.2):
-    """x @ V.T @ proj.T = x @ (αZ − βI), with the Z that is drawn after the block's noise."""
-    sizes = dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=2, num_heads=3)
-    model = initialised(built(**sizes).double(), seed=3, value_alpha=alpha, value_beta=beta)
-    generator = torch.Generator().manual_seed(3)
-    vitinit.init_weights(built(**sizes).double(), "default", generator=generator)
-    for block in model.blocks:
-        cut_normal((3, 35, 35), 0.6, generator)
-        bound = 3**0.5 / 57**0.5
-        drawn = torch.empty(57, 57, dtype=torch.float64).uniform_(-bound * alpha, bound * alpha,
-                                                                   generator=generator)
-        product = block.attn.proj.weight @ block.attn.v_weight.flatten(0, 1)
-        torch.testing.assert_close(product.T.detach(), drawn - beta * torch.eye(57).double(),
-                                   rtol=0, atol=1e-8)
+    assert others.mean().item() == pytest.approx(shifted, abs=0.04)
 
 
 def test_the_rank_is_limited_by_the_width_the_head_and_the_grid():

@@ -41,9 +41,6 @@ def impulse_maps(offsets: list[Offset], grid: tuple[int, int] = GRID) -> Tensor:
     return torch.stack([convolution_matrix(impulse_kernel(cell, 3), grid) for cell in offsets])
 
 
-# The solver alone ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def float64():
     before = torch.get_default_dtype()
@@ -100,9 +97,6 @@ def test_solutions_equal_steps_written_out(float64, free, renorm_every):
         torch.testing.assert_close(key[head].T, right, rtol=0, atol=1e-9)
 
 
-# A whole model ---------------------------------------------------------------------------------
-
-
 def on_positions_alone(model) -> list[Tensor]:
     """The maps of all blocks, (h, N, N) each, when neither patches nor branches add content."""
     if isinstance(model, vitinit.models.VisionTransformer):
@@ -127,9 +121,6 @@ def test_the_heads_of_every_block_attend_to_their_offsets(family):
     for maps in on_positions_alone(model):
         mass = target_mass(maps, ordered_offsets(3)[:2], GRID)
         assert mass.min() > 25 / 35                  # 25 times the uniform map's
-
-
-# What Q and K are solved on --------------------------------------------------------------------
 
 
 def test_noise_is_that_of_the_papers_code_and_the_sum_with_positions_is_normalised():

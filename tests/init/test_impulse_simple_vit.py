@@ -67,9 +67,6 @@ def in_order(kernel_size: int, count: int) -> list[Offset]:
     return [cells[head % len(cells)] for head in range(count)]
 
 
-# What the heads attend to ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reading, grid, kernel_size, target_mass", [
     ("position", (5, 7), 3, 0.2), ("mixed", (11, 3), 5, 0.999), ("free", (1, 1), 1, 0.999),
     ("mixed, positions alone", (2, 13), 3, 0.9), ("mixed, faint positions", (5, 7), 5, 0.999),
@@ -100,9 +97,6 @@ def test_content_reaches_the_mass_on_average_and_nearly_in_the_worst_row():
     found = masses(maps_on_positions(model, 0), in_order(3, 9), (16, 16))
     assert sum(found) / len(found) >= 0.93
     assert min(found) >= 0.88
-
-
-# The frequencies of an axis --------------------------------------------------------------------
 
 
 def mass_on_an_axis(logit: float, frequencies: list[float], size: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from redrawn import drawn
+from small_models import drawn
 from torch import Tensor, nn
 
 import vitinit

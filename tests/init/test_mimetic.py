@@ -22,7 +22,6 @@ def drawn(family: str, **options) -> tuple[torch.nn.Module, torch.Generator]:
 
 
 def best(drawn: torch.Tensor, rank: int) -> torch.Tensor:
-    """The best approximation of this rank."""
     u, s, vh = torch.linalg.svd(drawn)
     return (u[:, :rank] * s[:rank]) @ vh[:rank]
 

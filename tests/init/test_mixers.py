@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from redrawn import drawn
-from small_models import built, seeded
+from small_models import built, drawn, seeded
 from torch.nn.functional import gelu
 
 import vitinit

@@ -17,7 +17,6 @@ PAGE = Path(vitinit.__file__).parent / "init" / "README.md"
 
 
 def codes(page: Path) -> list[str]:
-    """The blocks of code on a page."""
     return [part.partition("```")[0]
             for part in page.read_text(encoding="utf-8").split("```python\n")[1:]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from redrawn import assert_same_gradients, drawn, redraw
+from small_models import assert_same_gradients, drawn, redraw
 from torch import Tensor
 
 import vitinit

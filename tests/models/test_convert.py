@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from redrawn import redraw
-from small_models import SMALL
+from small_models import SMALL, redraw
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit

@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
-from redrawn import redraw
 from refused import refused
+from small_models import redraw
 from torch import nn
 
 import vitinit
@@ -197,11 +197,7 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
 
 @pytest.mark.parametrize("name, options, parameters, digest", [
     ("vit_tiny", {}, 5_717_416, "1d65166950a3"),
-    ("vit_small", {}, 22_050_664, "fbab3dc48cc8"),
-    ("vit_base", {}, 86_567_656, "44990fd9c1aa"),
     ("vit_tiny_distilled", {}, 5_910_800, "65c9f7da3355"),
-    ("vit_small_distilled", {}, 22_436_432, "85898f97b758"),
-    ("vit_base_distilled", {}, 87_338_192, "c8e860622395"),
     ("vit_tiny", dict(pool="mean", fc_norm=True, num_registers=4, qkv_bias=False),
      5_711_656, "05a0b56412fd"),
     ("swin_tiny", {}, 28_288_354, "29a380cbce8e"),
@@ -224,7 +220,8 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
 def test_names_and_sizes_are_those_of_checkpoints(name, options, parameters, digest):
     """The number of parameters, as published, and all names and shapes of the state dict in order.
 
-    The names and shapes were found equal to timm's, where timm has the model.
+    The names and shapes were found equal to timm's, where timm has the model. Of the other ViTs the
+    cards of DeiT's recipes state the numbers of parameters.
     """
     size = 32 if MODELS[name][1]["patch_size"] == 2 else 224
     with torch.device("meta"):                       # shapes and no values
@@ -267,7 +264,6 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     ("vit", dict(mlp_ratio=0.01), "mlp_ratio is 0.01, which leaves an MLP of 22 channels no hidden "
                                   "one; expected at least 1 / 22"),
     ("vit", dict(mlp_ratio=math.nan), "mlp_ratio is nan, expected more than 0"),
-    ("vit", dict(num_registers=-1), "num_registers is -1, expected at least 0"),
     ("vit", dict(fc_norm=True), 'fc_norm stands after mean pooling; pool is "class", expected'),
     ("vit", dict(distilled=True, pool="mean"), 'beside a class token; pool is "mean", expected'),
     ("vit", dict(pool="max"), "pool is 'max', expected one of class, mean"),
@@ -279,7 +275,6 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     ("swin", dict(depths=(2, 0)), "depths is (2, 0), expected more than 0"),
     ("swin", dict(depths=(2, 10**9)), "depths is (2, 1000000000), expected at most 1000 blocks"),
     ("mixer", dict(embed_dim=10**9), "mixer_s16 cannot be built with these sizes: "),
-    ("swin", dict(depths=()), "depths has 0 stages and num_heads 2"),
     ("swin", dict(depths=(2, 1, 1)), "depths has 3 stages and num_heads 2; expected as many"),
     ("swin", dict(image_size=(12, 24)),
      "stage 1 has a grid of 6×12 tokens, which windows of 3×5 do not tile; choose window_size or "
@@ -287,13 +282,11 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     ("swin", dict(image_size=(12, 10)),
      "stage 1 has a grid of 6×5 tokens, which does not merge into 2×2; image_size must be a "
      "multiple of patch_size · 2"),
-    ("conv_mixer", dict(activation="tanh"), "activation is 'tanh', expected one of gelu, relu"),
     ("conv_mixer", dict(num_filters=12), "num_filters is 12, expected 0 ≤ num_filters ≤ embed_dim"),
     ("simple_vit", dict(reads="mixed"), 'reads = "mixed" brings the position embedding into '
                                         "attention; expected input_pos_embed = false"),
     ("simple_vit", dict(alpha=1.1), "alpha is 1.1, logit_scale 0.0 and head_dim 0; expected 0 ≤"),
     ("simple_vit", dict(head_dim=7, values=False), "num_heads · head_dim = 14 must be embed_dim"),
-    ("simple_vit", dict(num_heads=3), "embed_dim 28 does not divide into num_heads 3"),
 ])
 def test_the_line_names_the_option_and_what_would_do(family, sizes, message):
     assert message in refused(ValueError, built, family, **sizes)

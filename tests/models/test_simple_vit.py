@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from redrawn import drawn, redraw
+from small_models import drawn, redraw
 from torch import Tensor
 
 from vitinit.mixing import mixing_matrices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from redrawn import assert_same_gradients, drawn, redraw
+from small_models import assert_same_gradients, drawn, redraw
 from torchvision.models import SwinTransformer as TorchvisionSwin
 
 import vitinit

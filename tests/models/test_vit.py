@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from redrawn import assert_same_gradients, drawn, redraw
+from small_models import assert_same_gradients, drawn, redraw
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
-from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.convert import native_tensors
 
 SMALL = dict(num_classes=13, image_size=(12, 20), patch_size=4, embed_dim=12, depth=2, num_heads=3)
@@ -31,7 +30,6 @@ def test_outputs_and_gradients_equal_torchvisions():
 
 
 def test_without_positions_patches_could_be_shuffled():
-    """Without positions mean pooling ignores the order of patches; with them it matters."""
     model, without = (vitinit.build_model("vit_tiny", pool="mean", pos_embed=kind, **SMALL).double()
                       for kind in ("learned", "none"))
     without.load_state_dict(redraw(model).state_dict() | {"pos_embed": without.pos_embed})
@@ -75,18 +73,3 @@ def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_n
     assert all(p.grad.abs().max() > 1e-6 for p in model.parameters())
     model.reg_token.data.neg_()                      # they are attended to
     assert not torch.allclose(model(images), logits, atol=1e-3)
-
-
-def test_impulses_aim_at_patches_also_with_registers():
-    """The attention among the patches is the same without registers."""
-    masses = []
-    for registers in (3, 0):
-        model = vitinit.build_model("vit_tiny", num_classes=13, image_size=32, patch_size=4,
-                                    embed_dim=96, depth=2, num_heads=3, pool="mean",
-                                    num_registers=registers)
-        vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0))
-        weights = mixing_matrices(model, drawn(2, 3, 32, 32).float(), blocks=[0])[0]  # (B, h, N, N)
-        assert weights.shape[-1] == 64 + registers
-        masses.append(target_mass(weights, [(0, 0), (-1, 0), (0, 1)], (8, 8)))
-    torch.testing.assert_close(*masses, rtol=0, atol=0.1)
-    assert masses[0].min() > 10 / 64

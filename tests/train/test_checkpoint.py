@@ -97,9 +97,6 @@ def test_safetensors_are_read_and_shards_from_the_indexs_own_folder_alone(tmp_pa
             assert {name: len(value) for name, value in load(index).items()} == {"a": 3, "b": 5}
 
 
-# The models in it -----------------------------------------------------------------------------
-
-
 def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_path):
     """As DeiT's code, timm and wrappers write them, a Namespace beside; or a bare state dict."""
     model, average = {"blocks.0.w": torch.ones(2)}, {"blocks.0.w": torch.zeros(2)}
@@ -122,8 +119,6 @@ def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_
 @pytest.mark.parametrize("names, prefix, without", [
     ("module._orig_mod.module_.w", "module._orig_mod.", "module_.w"),
     ("model.net.norm.bias model.net.head.bias", "model.net.", "norm.bias head.bias"),
-    ("model.backbone.norm.bias model.classifier.bias", "model.backbone.",
-     "norm.bias classifier.bias"),
     ("encoder.encoder.ln.bias encoder.class_token", "encoder.", "encoder.ln.bias class_token"),
     ("encoder.layer.0.norm1.bias embeddings.cls_token", "", None),     # transformers'
     ("encoder.ln.bias class_token heads.head.bias", "", None),         # torchvision's

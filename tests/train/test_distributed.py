@@ -25,13 +25,6 @@ from vitinit.train.interruption import Interrupted, StopRequest
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
-def test_a_single_process_needs_no_agreement():
-    values = torch.tensor([1.0, 2.0])
-    assert ALONE.sum(values) is values and ALONE.maximum(7) == 7 and ALONE.is_main
-    with pytest.raises(LaunchError, match="mine"), ALONE.together():
-        raise LaunchError("mine")
-
-
 def agreements(processes: Processes) -> list[str]:
     """Run in each of two processes: what it gets from sums, signals and errors."""
     rank = processes.rank
@@ -76,14 +69,7 @@ def outcome(items, processes: Processes) -> str:
     return f"{seen} {how}"
 
 
-def test_alone_the_items_come_one_by_one_and_end():
-    assert outcome(range(3), ALONE) == "[0, 1, 2] end"
-    assert outcome(broken(2), ALONE) == "[0, 1] broken after 2"
-    assert outcome(interrupted(2), ALONE) == "[0, 1] stopped by SIGUSR1"
-
-
 def what_is_agreed(processes: Processes) -> list[str]:
-    """Run in each of two processes."""
     cases = [(range(2), range(5)), (broken(3), range(5)), (range(5), broken(1)),
              (range(5), interrupted(2)), (range(1), interrupted(3)), (broken(2), interrupted(2))]
     return [outcome(case[processes.rank], processes) for case in cases]

@@ -142,9 +142,6 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():
     assert order == ["prepared", "trained"] * 3 * STEPS
 
 
-# Mixed precision ------------------------------------------------------------------------------
-
-
 class OverflowingScaler(torch.amp.GradScaler):
     """A GradScaler under which gradients overflow in the backward pass of one step."""
 
@@ -173,9 +170,6 @@ def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed(clip_norm):
     assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
 
 
-# Ends between two steps -----------------------------------------------------------------------
-
-
 def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
     """The third step's NaN makes weights that are not finite either."""
     steps = batches()
@@ -184,9 +178,6 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
         state = fresh(small_model())
         with pytest.raises(Diverged, match="the loss of step 2 is nan"):
             train(state, steps, save_every=save_every, save=lambda: read_losses(state, ALONE))
-
-
-# Time -----------------------------------------------------------------------------------------
 
 
 def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evaluating(monkeypatch):
@@ -214,9 +205,6 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
     assert [row.waiting for row in rows] == [10 / t for t in since_last]
     assert saved == [15 * 4.0 + 1.0 + 2.0, 23 * 4.0 + 1.0 + 2.0 + 3.0 + 4.0]
     assert (state.progress.seconds, state.progress.waiting_seconds) == (saved[1], 23.0)
-
-
-# Evaluation -----------------------------------------------------------------------------------
 
 
 def counted_by_hand(model, images, labels, chosen):
@@ -257,9 +245,6 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
     assert result.top5 == (pytest.approx(top5) if len(chosen) > 5 else None)
     assert (result.images, result.class_hits) == (31, hits)
     assert result.class_images == [labels.tolist().count(label) for label in range(len(chosen))]
-
-
-# The mode of the model ------------------------------------------------------------------------
 
 
 def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():

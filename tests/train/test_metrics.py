@@ -77,9 +77,6 @@ def test_on_a_terminal_one_line_is_rewritten_and_erased(capsys, monkeypatch):
         "decode: 1/3, 2 s left\x1b[K\rdecode: 2/3, 1 s left\x1b[K\r\x1b[K")
 
 
-# FLOPs ----------------------------------------------------------------------------------------
-
-
 def simple_vit_flops(tokens: int, width: int, inner: int) -> tuple[int, int]:
     """FLOPs per image of two blocks: of all that depends on the image, and of Q, K and Q Kᵀ."""
     return (2 * (2 * tokens * tokens * inner         # A V

@@ -53,9 +53,6 @@ def put_gradients(model: nn.Module, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-# The iteration --------------------------------------------------------------------------------
-
-
 def iterated_singular_values(matrix: Tensor) -> Tensor:
     """The iteration in float64, on the singular values: they are mapped by its polynomial alone."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -77,9 +74,6 @@ def test_the_iteration_maps_singular_values_by_its_polynomial(rows, columns, dty
     found = orthogonalised(matrices, dtype)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     assert torch.equal(found[0], matrices[0]) and torch.linalg.matrix_norm(found[1:], 2).max() < 1.3
-
-
-# The update -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family, by_muon", [*((family, True) for family in SMALL),
@@ -118,9 +112,6 @@ def test_an_update_is_its_formula_in_float64(family, by_muon):
                 weight.data = weight.data * (1 - 0.3 * eta) - size * direction.view_as(weight)
     for (name, ours), other in zip(model.named_parameters(), theirs.parameters()):
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-5, msg=lambda m: f"{name}: {m}")
-
-
-# Launches, and skipped steps ------------------------------------------------------------------
 
 
 def operations(optimizer: torch.optim.Optimizer) -> int:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from optimisers import OPTIM
 
 import vitinit
 from vitinit.recipe.files import RECIPES, load_recipe
@@ -34,6 +33,7 @@ def test_the_trace_of_deit_base_is_the_published_schedule(step_on):
     recipe = load_recipe(RECIPES / "deit_base.toml")
     schedule, steps = recipe.schedule, 1_281_167 // recipe.optim.global_batch
     assert (schedule.epochs, schedule.cooldown_epochs, schedule.step_on) == (300, 0, "epoch")
+    assert replace(recipe.optim, lr_scaling="none").peak_lr == 5e-4      # and linear: 1e-3
     schedule = replace(schedule, cooldown_epochs=7, step_on=step_on)
     for step in {*range(0, 307 * 1251, 389), *range(0, 307 * 1251, 1251), 1250, 5 * 1251 - 1}:
         time = step // 1251 if step_on == "epoch" else step / 1251
@@ -71,10 +71,3 @@ def test_one_cycle_is_conv_mixers_interpolation(step_on):
                              [1e-3, peak, peak / 20, 1e-4])
         assert learning_rate(step, schedule, steps_per_epoch=steps, peak=peak
                              ) == pytest.approx(expected, rel=1e-12, abs=1e-18)
-
-
-def test_linear_scaling_is_by_512():
-    optim = replace(OPTIM, base_lr=5e-4, lr_scaling="linear", global_batch=1024)
-    assert optim.peak_lr == pytest.approx(1e-3)
-    assert replace(optim, global_batch=128).peak_lr == pytest.approx(1.25e-4)
-    assert replace(optim, lr_scaling="none").peak_lr == 5e-4

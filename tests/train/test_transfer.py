@@ -9,8 +9,8 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from redrawn import redraw, snapshot
 from refused import refused
+from small_models import redraw, state_of
 from torch import Tensor, nn
 
 import vitinit
@@ -56,20 +56,17 @@ def assert_equal(model: nn.Module, expected: dict[str, Tensor], positions: Tenso
 def refusal(model: nn.Module, tensors: dict[str, Tensor],
             grid: tuple[int, int] | None = None) -> str:
     """The one-line error of the transfer; also checks that the model has not changed."""
-    before = snapshot(model)
+    before = state_of(model)
     message = refused(CheckpointError, start_from, model, tensors, PATH, grid)
     assert_equal(model, before)
     assert message.startswith(f"{PATH}: ")
     return message
 
 
-# What fits ------------------------------------------------------------------------------------
-
-
 def test_a_classifier_of_other_classes_stays_as_the_init_drew_it():
     """All else is the checkpoint's, whose half precision is read into the model's own."""
     model, source = vit(0, classes=13), dict(vit(1, classes=7).half().state_dict())
-    head = {name: value for name, value in snapshot(model).items() if name.startswith("head.")}
+    head = {name: value for name, value in state_of(model).items() if name.startswith("head.")}
     report = start_from(model, source, PATH, None)
     assert_equal(model, {name: value.float() for name, value in source.items()} | head)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
@@ -81,13 +78,13 @@ def test_a_classifier_of_other_classes_stays_as_the_init_drew_it():
 def test_rows_of_both_classifiers_are_those_of_the_same_classes():
     model, source = (vit(seed, classes=classes, distilled=True)
                      for seed, classes in ((0, 3), (1, 7)))
-    own, tensors = snapshot(model), snapshot(source)
+    own, tensors = state_of(model), state_of(source)
     report = start_from(model, tensors, PATH, None, [5, None, 0])
     for name in ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"):
         expected = torch.stack([tensors[name][5], own[name][1], tensors[name][0]])
         assert torch.equal(model.state_dict()[name], expected) and name in report.loaded
     same = vit(2, distilled=True)
-    own = snapshot(same)
+    own = state_of(same)
     report = start_from(same, tensors, PATH, None, [None] * 7)       # none, though they are as many
     assert {name.partition(" ")[0] for name in report.dropped} == {*report.kept} == {
         name for name in own if name.startswith("head")}
@@ -104,11 +101,9 @@ ANIMALS = ("cat", "dog", "eel")
      None),
     ("match", "photos", None, ANIMALS, "as drawn: not all classes have names; if they are the same,"
      " init.checkpoint_head=keep takes its 3 rows", None),
-    ("match", "photos", ("0", "1", "2"), ANIMALS, "as drawn: not all classes have names", None),
     ("match", "imagenet", None, ANIMALS, "all 3 rows, taken for the same classes", [0, 1, 2]),
     ("match", "imagenet", None, ("a", "b"), "as drawn: the checkpoint's has 3 rows, and 2", None),
     ("keep", "photos", ANIMALS, ("ant", "eel", "cat"), "all 3 rows, taken for", [0, 1, 2]),
-    ("keep", "photos", ANIMALS, ("ant", "eel"), "as drawn: the checkpoint's has 3 rows", None),
     ("drop", "imagenet", ANIMALS, ANIMALS, "as drawn: init.checkpoint_head is drop", None)])
 def test_which_rows_a_run_starts_from(choice, data, known, classes, words, rows, tmp_path):
     recipe = load_recipe(RECIPES / "deit_tiny.toml", overrides(sets=[
@@ -116,7 +111,7 @@ def test_which_rows_a_run_starts_from(choice, data, known, classes, words, rows,
     recipe = replace(recipe, data=replace(recipe.data, name=data))
     model, source = vit(0, classes=len(classes)), vit(1, classes=3)
     torch.save({"model": source.state_dict(), "classes": known}, tmp_path / "a.pt")
-    own, tensors = snapshot(model), snapshot(source)
+    own, tensors = state_of(model), state_of(source)
     _, line, *_ = fine_tune(model, recipe, classes)
     assert line.startswith(f"head    {words}")
     for row, now, before in zip(rows or [None] * len(classes), model.head.weight,
@@ -134,7 +129,7 @@ def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():
     for number, (old, new, stated) in enumerate(grids):
         pool, before = (("class", 1), ("mean", 0))[number % 2]
         model, source = vit(0, grid=new, pool=pool), vit(1, grid=old, pool=pool)
-        tensors = snapshot(source)
+        tensors = state_of(source)
         report = start_from(model, source.state_dict(), PATH, old if stated else None)
         expected = resized_by_hand(tensors["pos_embed"][:, before:], old, new)
         assert_equal(model, tensors, torch.cat([tensors["pos_embed"][:, :before], expected], dim=1))
@@ -147,7 +142,7 @@ def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():
 
 def test_a_class_token_that_the_checkpoint_lacks_stays_with_its_position_as_the_init_drew_it():
     model, source = vit(0, grid=(7, 2), pool="class"), vit(1, grid=(3, 5), pool="mean")
-    own, tensors = snapshot(model), snapshot(source)
+    own, tensors = state_of(model), state_of(source)
     report = start_from(model, tensors, PATH, (3, 5))
     positions = resized_by_hand(tensors["pos_embed"], (3, 5), (7, 2))
     assert_equal(model, tensors | {"cls_token": own["cls_token"]},
@@ -157,7 +152,7 @@ def test_a_class_token_that_the_checkpoint_lacks_stays_with_its_position_as_the_
 
 @pytest.mark.parametrize("new, pool, ours", [((5, 5), "class", 1), ((3, 7), "mean", 0)])
 def test_a_distilled_checkpoint_gives_a_plain_model_all_but_its_second_token(pool, ours, new):
-    model, tensors = vit(0, grid=new, pool=pool), snapshot(vit(1))
+    model, tensors = vit(0, grid=new, pool=pool), state_of(vit(1))
     tensors |= {"dist_token": torch.randn(1, 1, WIDTH), "pos_embed": torch.randn(1, 27, WIDTH),
                 "head_dist.weight": torch.randn(7, WIDTH), "head_dist.bias": torch.randn(7)}
     report = start_from(model, tensors, PATH, None)
@@ -179,9 +174,6 @@ def test_fixed_position_embeddings_stay_and_are_reported(kind, old):
     assert (report.dropped, report.kept) == (["pos_embed (the model's are fixed)"], ["pos_embed"])
 
 
-# What is refused ------------------------------------------------------------------------------
-
-
 def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
     source = vit(1, embed_dim=13)
     message = refusal(vit(0), source.state_dict(), (5, 5))
@@ -196,17 +188,14 @@ def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
                     {"head.weight": torch.ones(7, WIDTH), "head.bias": torch.ones(7)}):  # both fit
         message = refusal(vit(0), tensors)
         assert "none of its tensors fits" in message and message.endswith(", ".join(tensors))
-    flat = snapshot(vit(1, pool="class")) | {"cls_token": torch.ones(WIDTH)}
+    flat = state_of(vit(1, pool="class")) | {"cls_token": torch.ones(WIDTH)}
     assert "other shape: cls_token (11,) where the model has (1, 1, 11)" in refusal(vit(0), flat)
     assert "surplus: cls_token" in refusal(vit(0, pool="mean", num_registers=1, fc_norm=True),
                                            flat | {"fc_norm.weight": torch.ones(WIDTH)})
-    assert "surplus: blocks.2.norm1.weight, " in refusal(vit(0), snapshot(vit(1, depth=3)))
+    assert "surplus: blocks.2.norm1.weight, " in refusal(vit(0), state_of(vit(1, depth=3)))
     for grid, words in ((None, "no square grid"), ((3, 3), "no 3×3 grid")):
-        message = refusal(vit(0, grid=(5, 7)), snapshot(vit(1, grid=(2, 7))), grid)
+        message = refusal(vit(0, grid=(5, 7)), state_of(vit(1, grid=(2, 7))), grid)
         assert "pos_embed has embeddings for 14 patches" in message and words in message
-
-
-# The same model at another image size, and from a file ----------------------------------------
 
 
 def small(name: str, size: int | tuple[int, int], sizes: dict, seed: int = 0) -> nn.Module:
@@ -220,9 +209,9 @@ def small(name: str, size: int | tuple[int, int], sizes: dict, seed: int = 0) ->
     ("swin_tiny", dict(embed_dim=6, depths=(2, 1), num_heads=(1, 2), window_size=3), 24, (48, 72))])
 def test_a_model_that_knows_no_size_takes_any_with_its_own_fixed_positions(name, sizes, old, new):
     model, resized = small(name, old, sizes, 1), small(name, new, sizes)
-    fixed = {key: value for key, value in snapshot(resized).items() if key == "pos_embed"}
+    fixed = {key: value for key, value in state_of(resized).items() if key == "pos_embed"}
     start_from(resized, model.state_dict(), PATH, model.grid)
-    assert_equal(resized, snapshot(model) | fixed)
+    assert_equal(resized, state_of(model) | fixed)
     assert resized(torch.zeros(1, 3, *new)).shape == (1, 7)
 
 
