@@ -45,9 +45,9 @@ def cut_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -
 def test_query_key_products_equal_a_direct_transcription(rank):
     """Algorithm 1 with the additions of the released code, written out, from the same draws."""
     sizes = dict(patch_size=4, embed_dim=46, depth=2, num_heads=2)
-    model = initialised(built(image_size=(20, 28), **sizes).double(), seed=5, value_init="base",
+    model = initialised(built(image_size=(20, 28), **sizes).double(), seed=3, value_init="base",
                         rank=rank)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(3)     # of which noise is cut in both blocks
     reference = built(image_size=(20, 28), **sizes).double()
     vitinit.init_weights(reference, "default", generator=generator)
     positions = 18 * reference.pos_embed.detach()[0, 1:]
