@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
 from vitinit.data.augment import (ToDevice, TrainToDevice, mix_images, mix_targets,
-                                   normal_quantiles, normalise, smooth_one_hot)
+                                  normal_quantiles, normalise, smooth_one_hot)
 from vitinit.data.draw import Augmentation, Mix, SampleKey, unpack
 from vitinit.data.images import NOWHERE, Box
 from vitinit.data.loader import Batch
