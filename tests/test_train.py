@@ -182,6 +182,8 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
     (mass, images), = found
     assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
     assert lines[init + 2].startswith("batch ") and images.shape == (51, 3, 8, 8)    # all there are
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run", init="default")) == 0
+    assert "\nmass " not in capsys.readouterr().out   # a baseline has no targets
 
 
 @pytest.mark.parametrize("name, step", [("train/green/05.png", 5), ("val/blue/03.png", 4)])
