@@ -23,8 +23,6 @@ Offset = tuple[int, int]
 # The order in which the released code assigns the cells of a 3×3 kernel to heads: centre, up,
 # right, left, down, then the corners (structured-initialization, vision_transformer.py).
 RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
-STEEPEST = 1e3          # a mass that needs a larger logit than this counts as out of reach
-BISECTIONS = 60         # more than a double has significant bits
 
 
 def kernel_offsets(kernel_size: int) -> list[Offset]:
@@ -69,9 +67,8 @@ def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
 
 def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
     """(kernel_size, kernel_size): 1 at `offset`, else 0; raises ValueError for no such cell."""
-    kernel = torch.zeros(kernel_size**2)
-    kernel[kernel_offsets(kernel_size).index(offset)] = 1.0
-    return kernel.view(kernel_size, kernel_size)
+    cell = kernel_offsets(kernel_size).index(offset)
+    return torch.eye(kernel_size**2)[cell].view(kernel_size, kernel_size)
 
 
 def neighbours(offset: Offset, grid: tuple[int, int], *, circular: bool = False
@@ -118,10 +115,10 @@ def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
     """
     def reached(logit: float) -> bool:
         return (logit * shape).softmax(0)[target].item() >= mass
-    low, high = 0.0, STEEPEST
+    low, high = 0.0, 1e3                 # a mass that needs a larger logit counts as out of reach
     if not reached(high):
         return None
-    for _ in range(BISECTIONS):
+    for _ in range(60):                  # more than a double has significant bits
         middle = 0.5 * (low + high)
         low, high = (low, middle) if reached(middle) else (middle, high)
     return high

@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from .filters import Offset, convolution_matrix, neighbours
+from .filters import Offset, convolution_matrix, kernel_offsets, neighbours
 from .models.attention import Attention
 from .models.conv_mixer import DepthwiseConv
 from .models.layers import Classifier, Mlp
@@ -140,8 +140,7 @@ def mixers(model: nn.Module) -> list[Mixer]:
         elif isinstance(module, DepthwiseConv):
             by_block.append(Mixer(module, model.grid, partial(_read_depthwise, module)))
         elif isinstance(module, (VitBlock, SimpleBlock)):
-            attention = module.attn
-            by_block.append(Mixer(attention, model.grid, partial(_read_attention, attention)))
+            by_block.append(Mixer(module.attn, model.grid, partial(_read_attention, module.attn)))
     return by_block
 
 
@@ -203,10 +202,9 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
 
     The mean is over the tokens whose target is on the grid; NaN where there is none.
     """
-    patches, masses = shares_of_patches(weights, grid), []               # (..., h, cells, cells)
-    for shares, offset in zip(patches.unbind(-3), offsets, strict=True):
-        masses.append(shares[..., *neighbours(offset, grid)].mean())
-    return torch.stack(masses)
+    by_head = zip(shares_of_patches(weights, grid).unbind(-3), offsets, strict=True)
+    return torch.stack([shares[..., *neighbours(offset, grid)].mean()
+                        for shares, offset in by_head])
 
 
 def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
@@ -221,8 +219,7 @@ def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
 def by_offset(patches: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     """`mean_kernel` of matrices among the patches, (..., cells, cells), as they are."""
     kernel = []
-    for down in range(-radius, radius + 1):
-        for right in range(-radius, radius + 1):
-            rows, targets = neighbours((down, right), grid)
-            kernel.append(patches[..., rows, targets].sum(dim=-1) / max(len(rows), 1))
+    for offset in kernel_offsets(2 * radius + 1):
+        rows, targets = neighbours(offset, grid)
+        kernel.append(patches[..., rows, targets].sum(dim=-1) / max(len(rows), 1))
     return torch.stack(kernel, dim=-1).unflatten(-1, (2 * radius + 1, 2 * radius + 1))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..models import FAMILIES
 from . import family_of, init_function
 
-EMBED_STD = 0.02            # std of position embeddings and class tokens in ViT, DeiT and timm
+EMBED_STD = 0.02            # std of embeddings in ViT, DeiT and timm; in DeiT and Swin also of linear layers
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
 FLOOR = 0.05                # of patches' mean square, in units of its mean over components
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
@@ -80,8 +80,7 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
-    | Linear weights                              | normal, std .02                             |
-    | Linear biases                               | 0                                           |
+    | Linear                                      | weight normal, std .02; bias 0              |
     | pos_embed, cls_token, dist_token,           | normal, std .02                             |
     |   reg_token, relative_position_bias_table   |                                             |
     | patch_embed.proj                            | PyTorch's own: U(±1/√fan_in), weight, bias  |
@@ -92,14 +91,12 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init, `torch`.
     """
     for kind, weight, bias in drawn_tensors(model):
-        if kind == "linear":
-            weight.normal_(std=0.02, generator=generator)
-            if bias is not None:
-                bias.zero_()
-        elif kind == "conv":
+        if kind == "conv":
             uniform_by_fan_in(weight, bias, generator)
         else:
             weight.normal_(std=EMBED_STD, generator=generator)
+            if bias is not None:
+                bias.zero_()
 
 
 @torch.no_grad()
@@ -108,8 +105,7 @@ def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
-    | MLP weights                                 | Xavier uniform                              |
-    | MLP biases                                  | normal, std 1e-6                            |
+    | MLPs                                        | weight Xavier uniform; bias normal, std 1e-6 |
     | stem.proj                                   | weight LeCun normal, cut at 2 std; bias 0   |
     | head                                        | 0                                           |
     | LayerNorm                                   | weight 1, bias 0                            |
@@ -124,7 +120,7 @@ def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
             bias.normal_(std=1e-6, generator=generator)
         else:
             # Truncation at ± 2 std leaves .8796 of the std; the result is to be 1/√fan_in.
-            std = (1.0 / fan_in(weight)) ** 0.5 / CUT_NORMAL_STD
+            std = (1.0 / weight[0].numel()) ** 0.5 / CUT_NORMAL_STD
             truncated_normal_(weight, std=std, cut=2 * std, generator=generator)
 
 
@@ -170,22 +166,17 @@ def lecun(model: nn.Module, *, generator: torch.Generator) -> None:
     torch_default(model, generator=generator)
     for kind, weight, bias in drawn_tensors(model):
         if kind in ("linear", "conv"):
-            weight.normal_(std=fan_in(weight) ** -0.5, generator=generator)
+            weight.normal_(std=weight[0].numel() ** -0.5, generator=generator)
             if bias is not None:
                 bias.zero_()
 
 
 def uniform_by_fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> None:
     """U(±1/√fan_in) for weight and bias, which PyTorch's reset_parameters amounts to."""
-    bound = 1.0 / math.sqrt(fan_in(weight))
+    bound = 1.0 / math.sqrt(weight[0].numel())
     weight.uniform_(-bound, bound, generator=generator)
     if bias is not None:
         bias.uniform_(-bound, bound, generator=generator)
-
-
-def fan_in(weight: Tensor) -> int:
-    """The number of inputs of which each output of a layer is a sum."""
-    return weight[0].numel()
 
 
 @torch.no_grad()

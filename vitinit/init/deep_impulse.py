@@ -101,16 +101,6 @@ def write_constants(vit: VitLayout, x: Tensor, share: float, first: int) -> None
             missing -= token.shape[-2]
 
 
-def require_positions(vit: VitLayout, x: Tensor, number: int, first: int) -> None:
-    """Raise an error unless before `first` a block reads positions as written; x: (n, P + N, D)."""
-    if not x.isfinite().all():
-        raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
-    read = patches(vit, x)[..., :first]
-    if not torch.allclose(read, vit.positions[:, :first].expand_as(read), rtol=1e-4, atol=1e-4):
-        raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
-                         f"position embedding, and before block {number} something did")
-
-
 def write_turns(block: Block, turn: Tensor, logit: float, y: Tensor) -> None:
     """Let K select the code, and Q select it and turn it by `turn`, (h, K) in radians.
 
@@ -201,7 +191,12 @@ def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, ba
     def before(number: int, x: Tensor) -> None:
         if number == 0:
             write_constants(vit, x, constant_variance, first)
-        require_positions(vit, x, number, first)
+        if not x.isfinite().all():
+            raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
+        read = patches(vit, x)[..., :first]
+        if not torch.allclose(read, vit.positions[:, :first].expand_as(read), rtol=1e-4, atol=1e-4):
+            raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
+                             f"position embedding, and before block {number} something did")
         scale(vit, first, vit.blocks[number].norm, x)
 
     def after(number: int, _: tuple, y: Tensor) -> None:

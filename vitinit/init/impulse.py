@@ -39,7 +39,6 @@ from .layout import layout_of
 from .mimetic import write_values
 from .views import SwinLayout, VitLayout
 
-RELEASED_RANK = 64      # head_dim of ViT-T, S and B
 NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one head must reach
 
 
@@ -109,7 +108,7 @@ def default_rank(tokens: int, dim: int) -> int:
     The rule is ours: with more, the maps become flat, however wide a head is. In commit 09cb91f
     this package's README.md says what it does on a small grid and for models with few wide heads.
     """
-    return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
+    return max(min(max(64, tokens // 2), dim // 3), 1)   # 64: the head_dim of ViT-T, S and B
 
 
 def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:

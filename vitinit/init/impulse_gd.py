@@ -104,10 +104,9 @@ def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float,
 
     tokens: X̃, (N, C), or None for the identity: Q and K, (h, rank, N), give the logits directly.
     """
-    heads, count, _ = maps.shape
-    rows = count if tokens is None else tokens.shape[1]
-    bound = (rank * heads) ** -0.5
-    query, key = (maps.new_empty(heads, rows, rank).uniform_(-bound, bound, generator=generator)
+    rows = maps.shape[1] if tokens is None else tokens.shape[1]
+    bound = (rank * len(maps)) ** -0.5
+    query, key = (maps.new_empty(len(maps), rows, rank).uniform_(-bound, bound, generator=generator)
                   .requires_grad_() for _ in range(2))                   # as in the papers' code
     norm = query.detach().norm(dim=1).mean()
     optimizer = torch.optim.Adam([query, key], lr=step_size)

@@ -69,7 +69,11 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
     first = model.blocks[0].attn
-    free, share = first.reads == "free", position_share(model)
+    free = first.reads == "free"
+    share = 1.0 - first.alpha if first.reads == "mixed" else 1.0         # of P in what queries read
+    if first.reads == "content":                     # LayerNorm scales any multiple of P
+        seen = model.input_pos_embed and model.alpha < 1.0
+        share = 1.0 / model.pos_embed.std(dim=1, correction=0).max().item() if seen else 0.0
     if share == 0.0:
         raise ValueError("init 'impulse' works on the position embedding, which this model's "
                          "queries do not see; set input_pos_embed = true, alpha < 1, or another "
@@ -81,27 +85,20 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
                           size, math.sqrt(target_mass)) for size in model.grid]
     draw_base(model, base, generator)
 
+    tokens = torch.cartesian_prod(*map(torch.arange, model.grid))        # (N, 2), row and column
     amount = first.logit_scale ** -0.5 / share
     for block in model.blocks:
         targets = head_offsets(first.num_heads, cells, offsets, generator)
         for query, key, offset in zip(*block.attn.factors, targets):     # (N, d), or (C, d)
-            pair = (rotated_queries_keys(axes, offset, model.grid) if free else     # (N, ≤ d) each
-                    rotated_weights(axes, offset, model.pos_embed.shape[1]))        # (C, ≤ d)
-            if first.reads == "content":
-                pair = with_zero_sums(pair[0]), with_zero_sums(pair[1])
+            pair = [torch.cat([axis.pairs(at) for axis, at in zip(axes, (tokens + by).T)], dim=1)
+                    for by in (torch.tensor(offset), 0)] if free else (  # (N, ≤ d), or (C, ≤ d)
+                rotated_weights(axes, offset, model.pos_embed.shape[1]))
             for view, value in zip((query, key), pair):
+                if first.reads == "content":         # so that the mean in LayerNorm has no effect
+                    # At the slowest sine of the rows, which is nearly 0 at all tokens.
+                    value[len(value) // 4 * 3 - 1] -= value.sum(dim=0)
                 view.zero_()
                 view[:, :value.shape[1]] = amount * value
-
-
-def position_share(model: SimpleViT) -> float:
-    """The factor on P in what queries read if patches have no content (at least); 1 if free."""
-    attention = model.blocks[0].attn
-    if attention.reads == "content":
-        # LayerNorm scales any multiple of P to unit variance.
-        return 1.0 / model.pos_embed.std(dim=1, correction=0).max().item() if (
-            model.input_pos_embed and model.alpha < 1.0) else 0.0
-    return 1.0 - attention.alpha if attention.reads == "mixed" else 1.0
 
 
 def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
@@ -114,23 +111,13 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
     axes = []
     for count in range(1, len(frequencies) + 1):
         shape = (away[:, None] * frequencies[:count]).cos().mean(dim=1)  # 1 at the target
-        logit = logit_for(mass, shape, size - 1)
-        if logit is not None:
+        if (logit := logit_for(mass, shape, size - 1)) is not None:
             axes.append(Axis(frequencies[:count], logit))
     if not axes:
         raise ValueError(f"init 'impulse' cannot give one of {size} positions along an axis a mass "
                          f"of {mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise "
                          "head_dim or lower target_mass")
     return min(axes, key=lambda axis: axis.logit)
-
-
-def rotated_queries_keys(axes: list[Axis], offset: Offset,
-                         grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Queries and keys of all tokens, each (N, 2p of rows + 2p of columns)."""
-    rows, columns = torch.cartesian_prod(*map(torch.arange, grid)).unbind(1)
-    key = torch.cat([axes[0].pairs(rows), axes[1].pairs(columns)], dim=1)
-    query = torch.cat([axes[0].pairs(rows + offset[0]), axes[1].pairs(columns + offset[1])], dim=1)
-    return query, key
 
 
 def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor, Tensor]:
@@ -150,17 +137,5 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor,
         query[sine_row, cosine, wave] = root * turn.sin()
         query[cosine_row, sine, wave] = -root * turn.sin()
         weights.append((query.flatten(1).mT, key.flatten(1).mT))
-    (of_rows, keys_of_rows), (of_columns, keys_of_columns) = weights
-    return torch.cat([of_rows, of_columns], 1), torch.cat([keys_of_rows, keys_of_columns], 1)
-
-
-def with_zero_sums(weight: Tensor) -> Tensor:
-    """Make the columns of a weight, (C, n), sum to zero.
-
-    The mean that LayerNorm subtracts then has no effect on what they compute. The correction is
-    added to the entry of the slowest sine of the rows, which is nearly 0 at all tokens.
-    """
-    slowest = len(weight) // 4 * 3 - 1
-    weight = weight.clone()
-    weight[slowest] -= weight.sum(dim=0)
-    return weight
+    queries, keys = zip(*weights)
+    return torch.cat(queries, 1), torch.cat(keys, 1)

@@ -26,8 +26,6 @@ from .probe import probe
 from .stream import noise_images
 from .views import Layout, SwinLayout, VitLayout
 
-DRAWS_POSITIONS = ("impulse", "norm_matched")    # scale pos_embed, so that it has to be drawn
-
 Describing = Callable[[nn.Module], Layout | SwinLayout]
 
 
@@ -198,13 +196,12 @@ def prepare(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
     if isinstance(vit, SwinLayout) and name == "impulse":    # which writes the relative bias alone
         return
     for block in vit.blocks:
-        biases = [block.q_bias, block.k_bias]
-        if options.get("value_init") != "base":
-            biases += [block.v_bias, block.proj_bias]
-        for bias in biases:
+        of_values = () if options.get("value_init") == "base" else (block.v_bias, block.proj_bias)
+        for bias in (block.q_bias, block.k_bias, *of_values):
             if bias is not None:
                 bias.zero_()
-    if name in DRAWS_POSITIONS and isinstance(vit, VitLayout) and vit.learned:
+    # These scale pos_embed, so that it has to be drawn.
+    if name in ("impulse", "norm_matched") and isinstance(vit, VitLayout) and vit.learned:
         vit.pos_embed.normal_(std=EMBED_STD, generator=generator)
 
 

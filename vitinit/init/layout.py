@@ -108,13 +108,9 @@ def block_paths(model: nn.Module) -> dict[str, str]:
         if isinstance(module, nn.MultiheadAttention) or _layers(module):
             around[path] = list(accumulate(path.split("."), "{}.{}".format))
             held.update(around[path])
-    blocks = {}
-    for path, owners in around.items():
-        for owner in owners:
-            if held[owner] == 1 and isinstance(modules[owner.rpartition(".")[0]],
-                                               (nn.ModuleList, nn.Sequential)):
-                blocks[path] = owner
-                break
+    blocks = {path: owner for path, owners in around.items() for owner in reversed(owners)
+              if held[owner] == 1 and isinstance(modules[owner.rpartition(".")[0]],
+                                                 (nn.ModuleList, nn.Sequential))}
     if not blocks:
         raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, "
                          "of a layout known here")

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,12 @@ from ..mixing import block_grids, mean_shares, target_mass
 from ..models.attention import Attention
 from ..models.simple_vit import SimpleAttention
 from . import family_of, init_function
-from .views import Block, SwinLayout, VitLayout
+from .views import SwinLayout, VitLayout
 
 Targets = tuple[tuple[Offset, ...], ...]         # (down, right), by block and head
 Masses = tuple[tuple[float, ...], ...]           # by block and head
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")         # have a target per head
-ALIKE = 0.05            # blocks whose masses differ by less are shown by their mean
+ALIKE = 0.05            # blocks whose masses differ by more are shown one by one, others by their mean
 
 
 class Mass(NamedTuple):
@@ -39,10 +39,7 @@ class Mass(NamedTuple):
     uniform: list[float]        # the share of one token under uniform attention
 
     def __str__(self) -> str:
-        """For example ".99 / .05 (uniform .001) on the targets of centre / other heads".
-
-        Means over the blocks, or, where these differ by more than 0.05, one each, "–" without such.
-        """
+        """For example ".99 / .05 (uniform .001) on the targets of centre / other heads"."""
         shown: dict[str, str] = {}
         for kind, values in (("centre", self.centre), ("other", self.others)):
             known = [value for value in values if not math.isnan(value)]
@@ -72,17 +69,12 @@ def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
 
     options: all options of the init. heads: their number by block.
     """
-    targets, before = [], 0
     cells = [(0, 0)] if name == "mimetic" else ordered_offsets(options["kernel_size"])
-    for count in heads:
-        if options.get("offsets") == "random":
-            targets.append([cells] * count)
-        else:
-            offsets = head_offsets(count, cells, "ordered", Generator(),
-                                   first=before if name == "deep_impulse" else 0)
-            targets.append([[offset] for offset in offsets])
-        before += count
-    return targets
+    if options.get("offsets") == "random":
+        return [[cells] * count for count in heads]
+    starts = accumulate(heads, initial=0) if name == "deep_impulse" else repeat(0)
+    return [[[offset] for offset in head_offsets(count, cells, "ordered", Generator(), first=start)]
+            for count, start in zip(heads, starts)]
 
 
 def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,11 +109,9 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
                   if isinstance(module, (Attention, SimpleAttention))]
     grids = [getattr(attention, "window", grid)      # of a Swin
              for attention, grid in zip(attentions, block_grids(model))]
-
-    def read(attention: Attention | SimpleAttention, inputs: tuple, _: Tensor) -> Tensor:
-        return attention.mixing_weights(*inputs)
-    shares = mean_shares(model, images, [(attention, partial(read, attention))
-                                         for attention in attentions], grids)
+    readers = [(attention, lambda inputs, _, attention=attention: attention.mixing_weights(*inputs))
+               for attention in attentions]
+    shares = mean_shares(model, images, readers, grids)
     aimed = targets_of(name, with_defaults(init_function(name, family_of(model)), options),
                        list(map(len, shares)))
     mass = Mass([], [], [])
@@ -147,19 +137,16 @@ def measured(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
         return (), (), ()
     aimed = targets_of(name, options, [len(block.q) for block in vit.blocks])
     if isinstance(vit, SwinLayout):
-        shares = [block.bias_table[block.bias_rows].softmax(1).movedim(2, 0)
-                  for block in vit.blocks]
-        return *masses_on(aimed, shares, vit.grids), ()
+        maps = [block.bias_table[block.bias_rows].softmax(1).movedim(2, 0) for block in vit.blocks]
+        return *masses_on(aimed, maps, vit.grids), ()
     y = vit.entry(vit.positions[None])
     targets, masses = masses_on(
         aimed, [block.mixing_weights(block.norm(y))[0] for block in vit.blocks], vit.grids)
     if images is None:
         return targets, masses, ()
-
-    def read(block: Block, _: tuple, y: Tensor) -> Tensor:
-        return block.mixing_weights(vit.batch_first(y))
-    shares = mean_shares(vit.model, images.detach().to(vit.pos_embed),
-                         [(block.norm, partial(read, block)) for block in vit.blocks], vit.grids)
+    readers = [(block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
+               for block in vit.blocks]
+    shares = mean_shares(vit.model, images.detach().to(vit.pos_embed), readers, vit.grids)
     aimed = [[[offset] for offset in of_block] for of_block in targets]
     return targets, masses, masses_on(aimed, shares, vit.grids)[1]
 
@@ -211,8 +198,7 @@ class Report(Description):
     notes: tuple[str, ...]      # about frozen, tied and rounded weights
     targets: Targets            # may be empty
     mass: Masses                # share of each head's attention on its target, on positions alone
-    mass_on_images: Masses      # the same in a forward pass of images; empty without. deep_impulse
-                                #   takes white noise where none are given
+    mass_on_images: Masses      # in a forward pass of images, or deep_impulse's noise; may be empty
     images: int
     uniform: float              # the mass under uniform attention
 
