@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..models import FAMILIES
 from . import family_of, init_function
 
-EMBED_STD = 0.02            # std of embeddings in ViT, DeiT and timm; in DeiT and Swin also of linear layers
+EMBED_STD = 0.02            # std of embeddings in ViT, DeiT and timm, and of DeiT's linear layers
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
 FLOOR = 0.05                # of patches' mean square, in units of its mean over components
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",

@@ -121,10 +121,9 @@ def write_turns(block: Block, turn: Tensor, logit: float, y: Tensor) -> None:
 
 def scale(vit: VitLayout, first: int, norm: nn.LayerNorm, x: Tensor) -> None:
     """Let a norm make the variance of all channels of x but the constants 1, and these 0."""
-    constants = slice(first - 2, first)
-    others = torch.cat([x[..., :constants.start], x[..., first:]], dim=-1)
+    others = torch.cat([x[..., :first - 2], x[..., first:]], dim=-1)
     norm.weight.fill_(math.sqrt(variance(patches(vit, x)) / variance(patches(vit, others))))
-    norm.weight[constants] = 0.0                     # else they would be large inputs of all layers
+    norm.weight[first - 2:first] = 0.0               # else they would be large inputs of all layers
 
 
 def patches(vit: VitLayout, x: Tensor) -> Tensor:

@@ -39,8 +39,6 @@ from .layout import layout_of
 from .mimetic import write_values
 from .views import SwinLayout, VitLayout
 
-NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one head must reach
-
 
 @torch.no_grad()
 def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "default",
@@ -151,7 +149,7 @@ def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
     """Raise ValueError unless a head's weights, (h, N, N), are well above uniform on its target."""
     targets, uniform = impulses > 0, 1.0 / weights.shape[-1]
     best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
-    if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
+    if not best >= min(2.0 * uniform, 0.5 + 0.5 * uniform):  # refuses NaN, too
         raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best "
                          f"{best:.2g} of a head's attention is on its target, where {uniform:.2g} "
                          "is uniform; use more, narrower heads, a larger qk_norm, or init "

@@ -90,9 +90,11 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
     for block in model.blocks:
         targets = head_offsets(first.num_heads, cells, offsets, generator)
         for query, key, offset in zip(*block.attn.factors, targets):     # (N, d), or (C, d)
-            pair = [torch.cat([axis.pairs(at) for axis, at in zip(axes, (tokens + by).T)], dim=1)
-                    for by in (torch.tensor(offset), 0)] if free else (  # (N, ≤ d), or (C, ≤ d)
-                rotated_weights(axes, offset, model.pos_embed.shape[1]))
+            if free:                                 # each (N, ≤ d)
+                pair = [torch.cat([axis.pairs(at) for axis, at in zip(axes, (tokens + by).T)], 1)
+                        for by in (torch.tensor(offset), 0)]
+            else:                                    # each (C, ≤ d)
+                pair = rotated_weights(axes, offset, model.pos_embed.shape[1])
             for view, value in zip((query, key), pair):
                 if first.reads == "content":         # so that the mean in LayerNorm has no effect
                     # At the slowest sine of the rows, which is nearly 0 at all tokens.
@@ -120,8 +122,8 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
     return min(axes, key=lambda axis: axis.logit)
 
 
-def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor, Tensor]:
-    """Weights, each (C, 2p of rows + 2p of columns), that compute the same from the embedding."""
+def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> list[Tensor]:
+    """Weights of Q and K, each (C, 2p of rows + 2p of columns), which compute these of `Axis`."""
     weights = []
     # The quarters of the embedding: sin and cos of the column, sin and cos of the row.
     for axis, shift, (sine, cosine) in zip(axes, offset, ((2, 3), (0, 1))):
@@ -137,5 +139,4 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor,
         query[sine_row, cosine, wave] = root * turn.sin()
         query[cosine_row, sine, wave] = -root * turn.sin()
         weights.append((query.flatten(1).mT, key.flatten(1).mT))
-    queries, keys = zip(*weights)
-    return torch.cat(queries, 1), torch.cat(keys, 1)
+    return [torch.cat(of_axes, dim=1) for of_axes in zip(*weights)]

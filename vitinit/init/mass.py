@@ -28,7 +28,7 @@ from .views import SwinLayout, VitLayout
 Targets = tuple[tuple[Offset, ...], ...]         # (down, right), by block and head
 Masses = tuple[tuple[float, ...], ...]           # by block and head
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")         # have a target per head
-ALIKE = 0.05            # blocks whose masses differ by more are shown one by one, others by their mean
+ALIKE = 0.05            # blocks whose masses differ by more are shown one by one, else by a mean
 
 
 class Mass(NamedTuple):
@@ -176,10 +176,9 @@ class Description:
 
     @property
     def sizes(self) -> str:
-        windows = "windows of " * self.in_windows
         prefix = f" + {self.prefix_tokens}" if self.prefix_tokens else ""
         return (f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, "
-                f"{windows}{self.grid[0]}×{self.grid[1]} tokens{prefix}")
+                f"{'windows of ' * self.in_windows}{self.grid[0]}×{self.grid[1]} tokens{prefix}")
 
     def __str__(self) -> str:
         if self.reason:

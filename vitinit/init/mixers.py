@@ -88,7 +88,6 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     kernel_size: of the kernel whose offsets are used, centred in the model's; 0: the model's.
     offsets: "ordered": in turn, the same in every block. "random": a draw per filter (the paper's).
     gain: the value of the impulse. The paper's code uses √⅓, the norm of PyTorch's draw.
-
     Raises ValueError for options out of range.
     """
     if gain == 0:

@@ -122,8 +122,7 @@ def grid_of(layout: Layout | SwinLayout, image: Tensor, count: int, rng: torch.G
     patch does: what changes a token must move with its row and column. Raises ValueError.
     """
     height, width = image.shape[1:]
-    least = most = count                             # tokens of patches
-    stated = None
+    least, most, stated = count, count, None         # tokens of patches, and their grid
     if isinstance(layout, Layout):
         most, stated = min(count, len(layout.pos_embed)), layout.grid
         least = most - MOST_PREFIX_TOKENS

@@ -46,9 +46,8 @@ def stream_of(vit: Layout) -> ResidualStream:
     outside = [module for module in modules.values() if module not in inside]
     writers = patch_embedding(outside, dim)[-1:] + writers
     before_attention = [block.norm for block in vit.blocks]
-    skipped = {*writers, *before_attention}
     norms = [module for module in modules.values() if isinstance(module, nn.LayerNorm)
-             and module.normalized_shape == (dim,) and module not in skipped]
+             and module.normalized_shape == (dim,) and module not in {*writers, *before_attention}]
     of_blocks = tuple(norm for norm in norms if norm in inside)
     if len(writers) != len(vit.blocks) + 1 or len(of_blocks) != len(vit.blocks) or any(
             norm.weight is None for norm in (*norms, *before_attention)):
