@@ -197,10 +197,8 @@ def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
 def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int]) -> Tensor:
     """The share of each head's attention on its target token, (h,): 1 is a perfect shift.
 
-    weights: (..., h, N, N), of which `shares_of_patches` are taken.
-    offsets: one (down, right) per head; raises ValueError otherwise.
-
-    The mean is over the tokens whose target is on the grid; NaN where there is none.
+    weights: (..., h, N, N), of which `shares_of_patches` are taken. offsets: one (down, right) per
+    head; raises ValueError otherwise. The mean is over tokens with a target on the grid, else NaN.
     """
     by_head = zip(shares_of_patches(weights, grid).unbind(-3), offsets, strict=True)
     return torch.stack([shares[..., *neighbours(offset, grid)].mean()

@@ -183,8 +183,6 @@ def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, ba
     write_positions(vit, stream, waves, cells, first)
     images = (noise_images(vit, NOISE_IMAGES, generator) if images is None else
               images[:MOST_IMAGES].to(vit.pos_embed))
-
-    # Measure and write, block by block, while the images pass through the model.
     written: set[nn.LayerNorm] = set()
 
     def before(number: int, x: Tensor) -> None:

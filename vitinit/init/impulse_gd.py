@@ -112,8 +112,7 @@ def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float,
     optimizer = torch.optim.Adam([query, key], lr=step_size)
     for step in range(steps):
         if renorm_every and step % renorm_every == 0:
-            # Columns of Q (C, rank), but of Kᵀ (rank, C), as in the papers' code.
-            for factor, axis in ((query, 1), (key, 2)):
+            for factor, axis in ((query, 1), (key, 2)):  # columns of Q, but of Kᵀ, as in that code
                 factor.detach().mul_(norm / factor.detach().norm(dim=axis, keepdim=True))
         with torch.enable_grad():
             left, right = (query, key) if tokens is None else (tokens @ query, tokens @ key)

@@ -70,8 +70,9 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
     first = model.blocks[0].attn
     free = first.reads == "free"
-    share = 1.0 - first.alpha if first.reads == "mixed" else 1.0         # of P in what queries read
-    if first.reads == "content":                     # LayerNorm scales any multiple of P
+    # The factor on P in what queries read if patches have no content (at least); 1 if free.
+    share = 1.0 - first.alpha if first.reads == "mixed" else 1.0
+    if first.reads == "content":         # LayerNorm scales any multiple of P to unit variance
         seen = model.input_pos_embed and model.alpha < 1.0
         share = 1.0 / model.pos_embed.std(dim=1, correction=0).max().item() if seen else 0.0
     if share == 0.0:
@@ -123,7 +124,7 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
 
 
 def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> list[Tensor]:
-    """Weights of Q and K, each (C, 2p of rows + 2p of columns), which compute these of `Axis`."""
+    """Q's and K's weights, (C, 2p of rows + 2p of columns), that make pairs of the embedding."""
     weights = []
     # The quarters of the embedding: sin and cos of the column, sin and cos of the row.
     for axis, shift, (sine, cosine) in zip(axes, offset, ((2, 3), (0, 1))):

@@ -200,7 +200,6 @@ def prepare(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
         for bias in (block.q_bias, block.k_bias, *of_values):
             if bias is not None:
                 bias.zero_()
-    # These scale pos_embed, so that it has to be drawn.
     if name in ("impulse", "norm_matched") and isinstance(vit, VitLayout) and vit.learned:
         vit.pos_embed.normal_(std=EMBED_STD, generator=generator)
 

@@ -110,7 +110,7 @@ def block_paths(model: nn.Module) -> dict[str, str]:
             held.update(around[path])
     blocks = {path: owner for path, owners in around.items() for owner in reversed(owners)
               if held[owner] == 1 and isinstance(modules[owner.rpartition(".")[0]],
-                                                 (nn.ModuleList, nn.Sequential))}
+                                                 (nn.ModuleList, nn.Sequential))}    # outermost
     if not blocks:
         raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, "
                          "of a layout known here")

@@ -87,8 +87,7 @@ def image_shape_of(layout: Layout | SwinLayout) -> tuple[int, int, int] | None:
 
 def noise_images(layout: Layout | SwinLayout, count: int, generator: torch.Generator) -> Tensor:
     """White noise like the model's images, (count, C, H, W); ValueError if it states no size."""
-    shape = image_shape_of(layout)
-    if shape is None:
+    if (shape := image_shape_of(layout)) is None:
         raise ValueError("the size of its images is not seen in the model; give images=, or "
                          "describe it by a Layout with image_shape")
     return torch.randn(count, *shape, generator=generator).to(layout.blocks[0].q)
