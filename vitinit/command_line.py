@@ -22,8 +22,6 @@ from .train.distributed import LostProcess
 from .train.interruption import Interrupted
 from .values import Bounds, accepted_values, convert
 
-# Arguments ------------------------------------------------------------------------------------
-
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors, and those of its subparsers, are raised as RecipeError."""
@@ -66,9 +64,7 @@ def paths_in(value: object) -> Iterator[str]:
 
 
 def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
-    """A `type` for add_argument: a finite number within bounds, which mean what those of recipe
-    keys do: minimum, above, maximum, below.
-    """
+    """A `type` for add_argument: a finite number within bounds: minimum, above, maximum, below."""
     within = Bounds(**bounds)
 
     def parse(text: str) -> Any:
@@ -98,7 +94,6 @@ def one_of(words: Collection[str]) -> Callable[[str], str]:
 
 class Output:
     """A `type` for add_argument: a path to write to, where `Parser` keeps every other file safe.
-
     suffixes: how the file's name may end; without them the program says what may be there. grows:
     whether the file may replace an input, all of which it then contains.
     """
@@ -144,9 +139,8 @@ def add_options(parser: Parser, changeable: Sequence[str]) -> None:
 
 
 def complain(program: str, error: object) -> None:
-    """Print an error as one line on standard error.
+    """Print an error as one line on standard error: the main process, or the only one to know it.
 
-    The main process prints it; an error that only one process knows of is printed by that process.
     Every process also leaves it for torchrun, which ends all processes once one has failed, perhaps
     before the main one has printed, and whose report then ends with the line.
     """
@@ -189,9 +183,8 @@ def run_program(name: str, program: Callable[[], int | None]) -> int:
 
 @contextmanager
 def building(source: str, section: str) -> Iterator[None]:
-    """A context (also a decorator) around code that builds something from the values of one
-    section. It turns ValueError and too little memory into RecipeError; anything else is a defect
-    and passes.
+    """A context (also a decorator) around code that builds something from one section's values. It
+    turns ValueError and too little memory into RecipeError; anything else is a defect and passes.
 
     source: where the values are from, such as "recipe quickstart". section: such as "model".
     """

@@ -95,11 +95,10 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
 
 
 def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor | None:
-    """The indices (K,) int64 of the logits that belong to the data set's K classes, in order.
-
-    None if the model has exactly these classes in this order. A model of 1000 classes whose names
-    are not recorded counts as an ImageNet-1K model if the data set's classes are ImageNet's synset
-    ids. Raises DataError if the model does not know a class of the data set.
+    """The indices (K,) int64 of the logits that belong to the data set's K classes, in order; None
+    if the model has exactly these classes in this order. A model of 1000 classes whose names are
+    not recorded counts as an ImageNet-1K model if the data set's classes are ImageNet's synset ids.
+    Raises DataError if the model does not know a class of the data set.
     """
     count, labels, classes = saved.recipe.data.num_classes, source.classes, saved.classes
     if saved.state.get("classes") is None and count == len(imagenet_wnids()):
@@ -166,10 +165,8 @@ def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
 
 def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches],
                processes: Processes) -> EvaluationBatches:
-    """The images of a data set as a checkpoint's model takes them.
-
-    made: the batches that earlier checkpoints took, by how they are made, so that images which are
-    kept are decoded once; those of this one are added.
+    """The images of a data set as a checkpoint's model takes them; they are added to `made`, which
+    has those that earlier ones took, by how they are made: images that are kept are decoded once.
     """
     recipe = saved.recipe
     batches = evaluation_batches(recipe, source, saved.size, processes.device, rank=processes.rank,
@@ -182,9 +179,8 @@ def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches
 
 
 def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
-    """Run the program with these arguments (default: the command line); return the exit status.
-
-    name: of the program, as its messages begin.
+    """Run the program with these arguments (default: the command line), as `name`, with which
+    messages begin; return the exit status.
     """
     def program() -> None:
         args = parse_arguments(arguments, name)

@@ -117,9 +117,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def require_replaceable(path: Path, *suffixes: str) -> None:
-    """Raise FileError unless a program may write a file whose name ends so, in place of any there.
-
-    One there has to be of the same kind and none of a run's own; or a pipe, a terminal, a device.
+    """Raise FileError unless a program may write a file whose name ends so, in place of any there:
+    one of the same kind and none of a run's own; or a pipe, a terminal, a device.
     """
     if path.is_dir() or not path.parent.is_dir():
         raise FileError(f"{path}: expected a file in a folder that exists")
@@ -139,9 +138,8 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
 
 
 def require_no_input(path: Path, inputs: Iterable[str]) -> None:
-    """Raise FileError if there is a file at `path` that is an input, or that an input folder holds.
-
-    Of a folder, pictures and .json may be inputs; a run's own files `require_replaceable` refuses.
+    """Raise FileError if there is a file at `path` that is an input, or that an input folder holds:
+    pictures and .json; a run's own files `require_replaceable` refuses.
     """
     target = Path(os.path.realpath(path))
     for place in map(Path, inputs if target.is_file() else ()):
@@ -157,9 +155,7 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raise FileError if a file that a run in this folder would write to is a symbolic link: in a
-    folder from elsewhere, it may lead to any file of this machine.
-    """
+    """Raise FileError if a file that a run would write here is a link, which may lead anywhere."""
     with in_one_line(folder):
         for path in folder.iterdir():
             if path.is_symlink() and _is_of_a_run(path):
@@ -202,9 +198,8 @@ def _parse(text: bytes, read: Callable[[bytes], Any]) -> Any:
 
 
 def nested_deeply(value: object) -> bool:
-    """Whether tables and lists are nested over DEEPEST deep, or MOST of them are equally deep.
-
-    One that contains itself is endlessly deep, and one that contains another twice counts it twice.
+    """Whether tables and lists are nested over DEEPEST deep, or MOST of them are equally deep. One
+    that contains itself is endlessly deep, and one that contains another twice counts it twice.
     """
     level: list[Any] = [[value]]
     for _ in range(DEEPEST + 1):

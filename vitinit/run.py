@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ from .train.interruption import Interrupted, StopRequest
 from .train.metrics import (Diverged, Evaluation, ProgressBar, StepRow, epoch_line, metrics_row,
                             training_flops)
 from .train.optim import learning_rate, set_learning_rate
-
-# Modules that only some runs need, for fine-tuning and a teacher, are imported where they are used.
 
 
 class Run:
@@ -120,10 +118,8 @@ class Run:
         return self.folder.metrics.rows()
 
     def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
-        """Open the images, and the teacher of their classes; return the facts about them.
-
-        Raises RecipeError on all processes if these differ between them, or from those that the run
-        began with.
+        """Open the images, and the teacher of their classes; return the facts about them. Raises
+        RecipeError on all processes if these differ between them, or from those the run began with.
         """
         processes, recipe = self.processes, choice.recipe
         processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
@@ -135,7 +131,7 @@ class Run:
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
         self.steps_per_epoch = data.train_batches.steps_per_epoch
         if recipe.distill.teacher:
-            from .runs.teacher import learn_from_teacher
+            from .runs.teacher import learn_from_teacher     # here, as only some runs need it
             with processes.together():
                 self.objective = self.teacher = learn_from_teacher(recipe, classes,
                                                                    processes.device)
@@ -162,9 +158,8 @@ class Run:
                                           self.folder.read_from)
         self.state.about = {"recipe": recipe.with_data(root=choice.written_root).as_dict(),
                             "classes": [*map(str, data.whole_set.classes)]}
-        if self.state.progress.step:                 # for a checkpoint before the next step
-            set_learning_rate(self.state.optimizer,
-                              self.learning_rate(self.state.progress.step - 1))
+        if step := self.state.progress.step:         # for a checkpoint before the next step
+            set_learning_rate(self.state.optimizer, self.learning_rate(step - 1))
         set_precision(recipe.engine.tf32)
         tune_convolutions(self.state.model)
         notes += [f"teacher {self.teacher}"] if self.teacher else []
@@ -202,39 +197,35 @@ class Run:
     def _train(self, stop: StopRequest) -> None:
         """Train, evaluate and save until the run ends or is stopped."""
         recipe, progress, plan = self.recipe, self.state.progress, self.data.plan
-        self.stop = stop
+        processes, self.stop = self.processes, stop
         self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
         self.amp: str = recipe.engine.amp
         self.save_every = recipe.checkpoint.every_steps
         self.flops = training_flops(self.state.model, plan.micro_batch_size, recipe.data.image_size)
-        self.forward, self.measured = wrap_models(self.state, recipe, self.processes)
+        self.forward, self.measured = wrap_models(self.state, recipe, processes)
         try:
-            with memory_for("optim.max_batch_per_process", plan.micro_batch_size,
-                            self.processes.rank):
-                train_epochs(self, self.processes, stop)
+            with memory_for("optim.max_batch_per_process", plan.micro_batch_size, processes.rank):
+                train_epochs(self, processes, stop)
         except (Interrupted, DataError) as ended:    # between two steps
             self.save()
-            if isinstance(ended, DataError):
-                if self.processes.is_main:
-                    self.folder.forget_sizes()
-                self.processes.say(f"the run is safe at step {progress.step:,}; once the data is "
-                                   f"mended, go on with --resume {self.folder.path}")
-            else:
-                self.processes.say(f"stopped by signal {ended.number} after step "
-                                   f"{progress.step:,}; go on with --resume {self.folder.path}")
+            if processes.is_main and isinstance(ended, DataError):
+                self.folder.forget_sizes()
+            why = (f"the run is safe at step {progress.step:,}; once the data is mended,"
+                   if isinstance(ended, DataError) else
+                   f"stopped by signal {ended.number} after step {progress.step:,};")
+            processes.say(f"{why} go on with --resume {self.folder.path}")
             raise
         except Diverged as diverged:
-            fault = self.teacher.fault(self.processes, plan.accumulation) if self.teacher else ""
+            fault = self.teacher.fault(processes, plan.accumulation) if self.teacher else ""
             advice = (f"; {self.folder.last} is from before, but would go the same way again: "
                       "start anew with a lower optim.base_lr, say, or optim.clip_norm")
             raise Diverged(f"{diverged}{fault or advice}") from None
         finally:
             del self.forward, self.measured          # which hold the group of the processes
         best = "none" if progress.best is None else f"{progress.best:.2f}"
-        peak = peak_gib(self.processes.device)
-        self.processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} "
-                           f"{best}, peak memory {peak:.2f} GiB; everything is in "
-                           f"{self.folder.path}")
+        processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} {best}, "
+                      f"peak memory {peak_gib(processes.device):.2f} GiB; everything is in "
+                      f"{self.folder.path}")
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0."""
@@ -243,13 +234,11 @@ class Run:
 
     def drop_path(self, step: int) -> Tensor | None:
         """The drop-path scales (branches, global batch) of a step; None without drop path."""
-        model = self.state.model
-        assert isinstance(model, Classifier)
-        rates = model.drop_path_rates
+        rates = cast(Classifier, self.state.model).drop_path_rates
         if not any(rates):
             return None
-        rng = keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step)
-        return draw_drop_path(rates, self.recipe.optim.global_batch, rng)
+        return draw_drop_path(rates, self.recipe.optim.global_batch,
+                              keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step))
 
     def record(self, row: StepRow) -> None:
         """Append a line to steps.jsonl."""
@@ -266,7 +255,7 @@ class Run:
 
     def finish_epoch(self, epoch: int) -> None:
         """Evaluate and save, where the recipe says so, and append a line to metrics.jsonl."""
-        recipe, progress, folder = self.recipe, self.state.progress, self.folder
+        recipe, progress, processes = self.recipe, self.state.progress, self.processes
         save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
         evaluations = []
         if epoch % recipe.eval.every_epochs == 0 or epoch == self.epochs:
@@ -274,14 +263,13 @@ class Run:
                 self.save()
             evaluations = self._evaluate()
         row = metrics_row(progress, evaluations, lr=self.learning_rate(progress.step - 1),
-                          flops=self.flops, global_batch=self.global_batch,
-                          processes=self.processes)
+                          flops=self.flops, global_batch=self.global_batch, processes=processes)
         progress.finish_epoch()
-        self.processes.say(epoch_line(row, self.epochs))
-        best_by = recipe.checkpoint.best_by
+        processes.say(epoch_line(row, self.epochs))
+        best_by, folder = recipe.checkpoint.best_by, self.folder
         is_best = progress.improves(row[best_by], best_by)
-        with self.processes.together():
-            if self.processes.is_main:
+        with processes.together():
+            if processes.is_main:
                 # If the run dies before last.pt is written, resuming removes the line of metrics.
                 folder.metrics.append(row)
                 if is_best:
@@ -297,9 +285,8 @@ class Run:
         processes.share(*self.measured)
         with (ProgressBar("validate", len(batches), shown=processes.is_main) as bar,
               memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
-            return evaluate(self.measured, bar.over(batches), amp=recipe.engine.amp,
-                            num_classes=recipe.data.num_classes, processes=processes,
-                            stop=self.stop)
+            return evaluate(self.measured, bar.over(batches), amp=self.amp, processes=processes,
+                            num_classes=recipe.data.num_classes, stop=self.stop)
 
 
 def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
@@ -332,9 +319,8 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
 
 
 def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
-    """Do the run of these arguments (default: the command line); return the exit status.
-
-    name: of the program, as its messages begin.
+    """Do the run of these arguments (default: the command line), as the program `name`, with which
+    messages begin; return the exit status.
     """
     def program() -> int:
         args = parse_arguments(arguments, name)

@@ -115,7 +115,6 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
 def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str,
              sets: Sequence[str]) -> PlannedRun:
     """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
-
     init: None for the recipe's own. variant: a name, or "".
     """
     recipe = load_recipe(args.recipe, overrides(init=init, seed=seed, data_dir=args.data_dir,
@@ -177,9 +176,8 @@ def last_line(log: Path | None, beginning: str) -> str:
 
 def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, str]]
             ) -> tuple[dict[Path, str], int]:
-    """Do the runs, as many at a time as there are `shares`; a signal is passed on to all.
-
-    Returns folder → error of each run that failed by itself, and the signal that stopped all, or 0.
+    """Do the runs, as many at a time as there are `shares`; a signal is passed on to all. Returns
+    folder → error of each run that failed by itself, and the signal that stopped all, or 0.
     """
     waiting, free, passed_on = list(runs), list(shares), False
     running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None]] = {}

@@ -1,6 +1,4 @@
-"""The data of a run: which images it reads, the batches that this process makes of them, and images
-as the model takes them.
-"""
+"""The data of a run: its images, this process's batches of them, and views for the model."""
 
 from __future__ import annotations
 
@@ -87,9 +85,9 @@ def trained_set(recipe: Recipe) -> EvaluatedSet:
 
 
 def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
-    """Raise DataError if a part of a run's training set is not what it was as the run began.
+    """Raise DataError if a part of a run's training set is not what it was as the run began: which
+    images are held out depends on all of a class, so others may have been trained on by now.
 
-    Which images are held out depends on all of a class: others may have been trained on by now.
     source: its images. run: the folder of the run, which has a digest of it on record, or not.
     """
     held_out = part.name == "held_out"
@@ -116,9 +114,7 @@ def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], de
 
 
 def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
-    """Open the recipe's data sets and build this process's batches; a dry run downloads nothing and
-    does not decode the training set into memory.
-    """
+    """Open the data sets and make this process's batches. dry_run: neither download nor decode."""
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     with processes.together():
@@ -127,19 +123,15 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     with processes.together():
         whole_set, train_set = open_training_set(data, recipe.run.seed)
         classes = len(whole_set.classes)
-        if data.held_out_per_class:                  # validate on these; the test set stays unused
-            val_set = open_held_out(data, whole_set)
-        else:
-            val_set = open_split(data.name, data.root, "val", classes)
+        val_set = (open_held_out(data, whole_set) if data.held_out_per_class else
+                   open_split(data.name, data.root, "val", classes))
 
-    # Which images each step uses, and which of them this process loads.
     with processes.together(), building(f"recipe {recipe.name}", "optim"):
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
                             group=recipe.mix.group if recipe.mix.mixes else 1)
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
                                repeats=augment.repeats)
 
-    # How an image is augmented on its way to the model.
     augmentation = Augmentation(recipe.run.seed, data.image_size, augment, recipe.rand_augment,
                                 recipe.mix)
     prepare = TrainToDevice(processes.device, augmentation, mean=data.mean, std=data.std,

@@ -55,9 +55,7 @@ def image_digests(data: Any) -> tuple[str, str]:
 
 def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines: of numbers and None, and under `key` one that increases.
-
-    A last line that was cut short is left out; any other damaged one is a CheckpointError, which
-    names it.
+    A last line that was cut short is left out; for any other damaged one, CheckpointError names it.
     """
     lines, rows, before = text.splitlines(), [], 0
     for number, line in enumerate(lines, 1):
@@ -116,14 +114,12 @@ class Lines:
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per line; [] if there is no file."""
-        return parse_lines(self._text(), self.path, self.key)
-
-    def _text(self) -> bytes:
-        return read_bytes(self.path, default=b"", limit=LONGEST_LINES)
+        return parse_lines(read_bytes(self.path, default=b"", limit=LONGEST_LINES), self.path,
+                           self.key)
 
     def cut_back(self, last: int) -> int:
         """Remove the lines whose number under `key` is above `last`; return how many are left."""
-        content = self._text()
+        content = read_bytes(self.path, default=b"", limit=LONGEST_LINES)
         rows = [row for row in parse_lines(content, self.path, self.key) if row[self.key] <= last]
         kept = "".join(json.dumps(row) + "\n" for row in rows)
         if kept.encode() != content:
@@ -231,8 +227,8 @@ class RunFolder:
         """
         if path != self.last:
             return save_atomically(state, path)
-        for lines in (self.metrics, self.steps):
-            lines.sync()
+        self.metrics.sync()
+        self.steps.sync()
         is_next = self.read_from == self.last and state["step"] != self.step
         save_atomically(state, path, keep=self.previous if is_next else None)
         self.read_from, self.step = path, state["step"]

@@ -27,8 +27,7 @@ from ..train.checkpoint import CheckpointError
 from ..values import Count, Size, convert, flat, plain, to_toml
 from .folder import FOREIGN_WEIGHTS
 
-# Whole words of a model's name whose models have our tensors' names and shapes, but compute
-# something else.
+# Whole words of a model's name whose models have our tensors, but compute something else.
 TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
 # Pillow's numbers of ways to resize.
 RESAMPLE: dict[object, str] = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box",
@@ -82,14 +81,12 @@ def read_description(path: Path, architecture: str = "") -> ForeignConfig | None
     try:
         if "model_type" in config:
             return _of_transformers(config, file)
-        if "pretrained_cfg" in config:
-            return _of_timm(config, file)
+        return _of_timm(config, file) if "pretrained_cfg" in config else None
     except FileError:
         raise
     except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
         raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
                               ) from None
-    return None
 
 
 def _table(file: Path) -> dict[str, Any]:
@@ -168,10 +165,8 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 
 def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How a preprocessor_config.json prepares images, as keys of a recipe.
-
-    Where transformers squeezes an image to a square, proportions are kept here. It normalises
-    pixels times rescale_factor, and we those over 255.
+    """How a preprocessor_config.json prepares images, as keys of a recipe. transformers normalises
+    pixels times rescale_factor, and we those over 255; where it squeezes, proportions are kept here.
     """
     factor = 255 * config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 255
     mean, std = ((config.get("image_mean"), config.get("image_std"))
@@ -198,7 +193,6 @@ def assumptions(recipe: Recipe, description: ForeignConfig | None) -> str:
 
 def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list[str]:
     """A line for the summary if images were prepared for a checkpoint otherwise than by the recipe.
-
     stated: what `source`, of the checkpoint, says of it by keys of a recipe. Raises CheckpointError
     if it computes another function than the recipe's model, which no tensor shows.
     """
@@ -222,10 +216,9 @@ def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:
     """The preprocessor_config.json with which transformers prepares images as this recipe does."""
     height, width = size
-    resample = {name: number for number, name in RESAMPLE.items()}[recipe.eval.interpolation]
     return {"image_processor_type": "BitImageProcessor", "do_resize": True, "do_center_crop": True,
             "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
             "do_convert_rgb": True, "crop_size": {"height": height, "width": width},
             "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
-            "resample": resample,
+            "resample": list(RESAMPLE.values()).index(recipe.eval.interpolation),
             "image_mean": list(recipe.data.mean), "image_std": list(recipe.data.std)}

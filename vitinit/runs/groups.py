@@ -44,8 +44,7 @@ class Group:
 def experiment(run: RunRecord) -> dict[str, Any]:
     """The keys, with their values, that distinguish one experiment from another."""
     # The BatchNorm of a ConvMixer sees the images of a micro-batch.
-    convolves = run.keys["model.name"].startswith("convmixer_")
-    matter = ("optim.max_batch_per_process",) * convolves
+    matter = ("optim.max_batch_per_process",) * run.keys["model.name"].startswith("convmixer_")
     mute = ("init.checkpoint_head",) * (not run.keys["init.checkpoint"])     # nothing to fit
     return {key: value for key, value in (CAME_OR_WENT | run.keys).items()
             if (key not in FREE_KEYS or key in matter) and key not in mute}
@@ -66,7 +65,7 @@ def finished_runs(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Group the runs by experiment. The groups are in the order of their first runs.
+    """Group the runs by experiment, in the order of their first runs.
 
     Runs of one experiment of which two have the same seed are grouped by the commit that they began
     with, too, since other code may do something else by the same recipe. Raises CheckpointError if
@@ -89,12 +88,9 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _label(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
-    """The label of a run's group; `firsts` has one run of each group.
-
-    It is the name of the init, followed by the keys in which the group differs from other groups of
-    the same recipe; the recipe's name comes first if there are several recipes. Options of a model
-    or an init are compared only with groups whose model or init has the same name, since others
-    have different options.
+    """The label of a run's group: the recipe's name if there are several, that of the init, and the
+    keys in which the group differs from others of the recipe. Options are compared among models, or
+    inits, of the same name. firsts: one run of each group.
     """
     rivals = [experiment(other) for other in firsts if other.recipe == run.recipe]
     keys = experiment(run)

@@ -29,25 +29,20 @@ MASS_IMAGES = 64                # on which the mass on the init's targets is mea
 
 
 def build(recipe: Recipe, source: str = "") -> Classifier:
-    """The recipe's model, as its constructor draws it. Raises RecipeError, which begins with
-    `source`, by default "recipe NAME".
-    """
+    """The recipe's model, as its constructor draws it; RecipeError begins with `source`, if any."""
     with building(source or f"recipe {recipe.name}", "model"):
         return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
                            image_size=recipe.data.image_size, **recipe.model.options)
 
 
 def without_data(recipe: Recipe) -> Recipe:
-    """The recipe, for a model that is built without its data: with the number of classes of the
-    published set, or 2, where that is to be taken from the data (0).
-    """
+    """The recipe with the published set's number of classes, or 2, where the data would say it."""
     return recipe.with_data(num_classes=recipe.data.num_classes
                      or DATA_SETS[recipe.data.name].num_classes or 2)
 
 
 def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> None:
     """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed.
-
     source: the training images, of which some inits read INIT_IMAGES; None: there are none. Raises
     RecipeError, and DataError for an image that cannot be read.
     """
@@ -112,8 +107,8 @@ def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None
 
 def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
                 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The state's model as it is called to train it, and a list to evaluate: the model and, if
-    there is one, its moving average. They share their weights.
+    """The state's model as it is called to train it, and those to evaluate, which share its
+    weights: it and, if there is one, its moving average.
     """
     forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
     if processes.world_size > 1:

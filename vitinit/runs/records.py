@@ -86,9 +86,7 @@ class RunRecord:
 
 
 def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
-    """The run whose FILES have these contents, for errors at `path`. Raises CheckpointError if
-    there is no recipe.toml, or if a file is damaged.
-    """
+    """The run at `path`, whose FILES have these contents; CheckpointError if damaged or no run."""
     if "recipe.toml" not in files:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
     try:
@@ -105,7 +103,7 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
     return RunRecord(path, recipe_of(starts[0]) if starts else "recipe", keys,
-               [dict.fromkeys(METRICS) | row for row in rows], starts, files)
+                     [dict.fromkeys(METRICS) | row for row in rows], starts, files)
 
 
 def recipe_of(start: Mapping[str, Any]) -> str:
@@ -144,9 +142,9 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
             selected = [run for run in held if archive == path
                       or fnmatchcase(run.path.name, path.name)]
             if not selected:
-                names = shortened([run.path.name for run in held])
                 raise CheckpointError(f"{path}: none of the {len(held)} run(s) in the archive has "
-                                      f"such a name; it holds {names}")
+                                      "such a name; it holds "
+                                      f"{shortened([run.path.name for run in held])}")
             runs += selected
         elif (path / "recipe.toml").exists() or not path.exists():
             runs.append(read_run(path))
@@ -189,8 +187,7 @@ def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
     be written, or if its name does not end in .tar.xz: it may be that of a run, given by mistake.
     """
     if not out.name.endswith(SUFFIX):
-        raise CheckpointError(f"{out}: not the name of an archive, expected one such as "
-                              f"runs{SUFFIX}")
+        raise CheckpointError(f"{out}: not the name of an archive, expected such as runs{SUFFIX}")
     by_name: dict[str, RunRecord] = {}
     for run in runs:
         name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too

@@ -68,10 +68,9 @@ class Finding(NamedTuple):
 
 
 def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
-    """Print the findings, a single one as lines and several as a table; then their JSON.
-
-    The JSON has one line per finding. It is printed, or written to `json_file`. per_class: also
-    print a table of all classes per finding. Raises CheckpointError if the file cannot be written.
+    """Print the findings, a single one as lines and several as a table; then their JSON, a line
+    per finding, which is printed, or written to `json_file`. per_class: also print a table of all
+    classes per finding. Raises FileError if the file cannot be written.
     """
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
@@ -100,10 +99,8 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
 
 
 def share_within(angle: float, degrees: int) -> float:
-    """P(|T| ≤ √n · tan(angle)) for Student's t with n `degrees` of freedom, an integer ≥ 1.
-
-    Computed by the finite sums in Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3
-    (odd n) and 26.7.4 (even n).
+    """P(|T| ≤ √n · tan(angle)) for Student's t with n `degrees` of freedom, an integer ≥ 1, by the
+    finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
     """
     odd = degrees % 2
     share, factor = (2 * angle / math.pi, 2 / math.pi) if odd else (math.sin(angle), 1 / 2)
@@ -145,9 +142,8 @@ def paired(groups: Sequence[Group]) -> list[Difference]:
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
-    """The groups of the finished ones of these runs, and their whole comparison as Markdown.
-
-    Raises CheckpointError as `finished_runs` and `group_runs` do.
+    """The groups of the finished ones of these runs, and their whole comparison as Markdown. Raises
+    CheckpointError as `finished_runs` and `group_runs` do.
     """
     finished, unfinished = finished_runs(runs)
     groups = group_runs(finished)
@@ -212,9 +208,8 @@ def differences(groups: Sequence[Group]) -> str:
 
 
 def origin(groups: Sequence[Group]) -> str:
-    """With which code and on which device the runs were made; the counts, where runs differ.
-
-    Also counted are sets of validation images, by a digest, if there are several.
+    """With which code, on which device and, if these differ, validation images (a digest) the runs
+    were made; the counts, where runs differ.
     """
     runs = [run for group in groups for run in group.runs.values()]
     # A run that was resumed on another machine has several values; each counts once.
@@ -227,6 +222,5 @@ def origin(groups: Sequence[Group]) -> str:
              for value in values]
     unlike = [f"{words} " + ", ".join(f"{value} ({count})" for value, count in values.items())
               for words, values in counts.items() if len(values) > 1]
-    lines = [f"All runs: {'; '.join(alike)}."] if alike else []
-    lines += [f"Runs differ (number of runs): {'; '.join(unlike)}."] if unlike else []
-    return "\n\n".join(lines)
+    return "\n\n".join(f"{words}: {'; '.join(facts)}." for words, facts in (
+        ("All runs", alike), ("Runs differ (number of runs)", unlike)) if facts)

@@ -71,7 +71,6 @@ class RunLock(ExitStack):
 
     def take(self, folder: Path) -> None:
         """Lock the folder; raise CheckpointError, which names the holder, if another process has.
-
         If the file system has no locks, a warning says so and the folder stays unlocked.
         """
         import fcntl  # which Windows has not
@@ -91,18 +90,16 @@ class RunLock(ExitStack):
                                       ) from None
             warn(f"{folder}: this file system has no locks, so nothing keeps a second run out")
         self.taken = True
-        since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):                      # the disk is full; the lock holds nevertheless
             os.ftruncate(handle, 0)
-            holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
-            os.write(handle, holder.encode())
+            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}, since "
+                             f"{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
 
 
 def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run: bool = False
                ) -> tuple[RunFolder, Choice | None]:
-    """The folder of the run to train, and the run; None if it is finished already.
-
-    A dry run is a new one, and looks at no folder. Raises the same OneLineError on all processes.
+    """The folder of the run to train, and the run; None if it is finished already. A dry run is a
+    new one, and looks at no folder. Raises the same OneLineError on all processes.
     """
     recipe, task = None, NEW
     with processes.together():
@@ -160,8 +157,7 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     """Read the run's last checkpoint and its recipe, of which hardly anything may change.
 
     recipe: the one that is asked for; None: the run's own, with the changes that are. Raises
-    RecipeError if that is another one, and CheckpointError if one of the run's files cannot be
-    read.
+    RecipeError if that is another one, and CheckpointError if a file of the run cannot be read.
     """
     if request.out_dir is not None and request.out_dir.resolve() != folder.path.resolve():
         raise RecipeError(f"--out-dir {request.out_dir} differs from --resume {folder.path}; a run "
@@ -187,7 +183,6 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise RecipeError, naming the first fact that differs, unless a run goes on as it began.
-
     run: its folder. began, now: name → value.
     """
     for key in dict.fromkeys([*now, *began]):
@@ -202,7 +197,6 @@ def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise RecipeError if the keys of a run's recipe differ from those that it is to go on with.
-
     run: its folder. A model's or init's name comes before its options.
     """
     if not asked["data.num_classes"]:                # as many as the run's data set had
@@ -213,10 +207,10 @@ def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str,
 
 def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str],
                       now: Mapping[str, Any]) -> None:
-    """Raise RecipeError if a run would go on with other images, or another teacher.
+    """Raise RecipeError if a run would go on with other images, or another teacher. What it has not
+    recorded is not compared.
 
-    saved: the checkpoint to resume from. classes: the names of the classes now. now: what
-    `record_start` is about to be given as `data`. What the run has not recorded is not compared.
+    saved: the checkpoint to resume from. classes: their names now. now: the next start's `data`.
     """
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
     began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}

@@ -1,7 +1,4 @@
-"""Checkpoints as they are opened, with what is known about them, before a model is built.
-
-    path → `open_saved`: contents, recipe, what is known → `Saved.model`
-"""
+"""Checkpoints as they are opened, with what is known about them, before a model is built."""
 
 from __future__ import annotations
 
@@ -56,10 +53,9 @@ class Saved(NamedTuple):
         return ["model", "ema"] if isinstance(average, Mapping) and average else ["model"]
 
     def model(self, weights: str, *, or_backbone: bool = False) -> Classifier:
-        """Build the model with the weights "model" or "ema", for images of `size`.
-
-        It is on the CPU, in float32. or_backbone: where the checkpoint has no classifier, build the
-        model without one, which returns the pooled features. Otherwise that is an error.
+        """Build the model with the weights "model" or "ema", for images of `size`, on the CPU, in
+        float32. or_backbone: where the checkpoint has no classifier, build the model without one,
+        which returns the pooled features. Otherwise that is an error.
 
         Raises CheckpointError if the weights do not fit the recipe's model, or depend on the image
         size and it is another, and RecipeError if the model cannot be built.
@@ -155,7 +151,6 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
 
 def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) -> list[str]:
     """Start a run from the weights of init.checkpoint: load them into `model`, as initialised.
-
     classes: the names of the run's classes, if it has any. Returns lines for the summary. Raises
     CheckpointError if the checkpoint does not fit, or computes another function.
     """
@@ -181,8 +176,8 @@ def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Seque
     """For each class of a run the row of the classifiers that it starts from, or None for the
     init's; and in words. saved: with the run's recipe.
     """
-    choice, known, wanted = saved.recipe.init.checkpoint_head, saved.classes, len(classes)
-    count = rows_of(tensors)
+    choice, known = saved.recipe.init.checkpoint_head, saved.classes
+    wanted, count = len(classes), rows_of(tensors)
     if not count:
         why = "the checkpoint has none"
     elif choice == "drop":

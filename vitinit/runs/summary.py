@@ -46,12 +46,9 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
 def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
             optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], processes: Processes
             ) -> str:
-    """Describe the run in lines. notes: about the weights that training starts from. lr_at: step →
-    learning rate.
-    """
+    """Describe the run in lines. notes: on the first weights. lr_at: step → learning rate."""
     schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
-    steps_per_epoch = data.train_batches.steps_per_epoch
-    epochs = schedule.total_epochs
+    steps_per_epoch, epochs = data.train_batches.steps_per_epoch, schedule.total_epochs
     part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
     height, width = recipe.data.image_size
     weights = {True: 0, False: 0}                    # trained by Muon, by AdamW
@@ -107,10 +104,7 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
-    """A forward pass of a few images, what a dry run says of it, and of what the teacher's adds.
-
-    teacher: a `LearnFromTeacher`, or None.
-    """
+    """A forward pass of a few images: what a dry run says of it, and of what the teacher's adds."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images = next(iter(data.val_batches))[0][:REHEARSED_IMAGES]
         logits = state.model.eval()(images)

@@ -58,9 +58,8 @@ class SomeLogits(nn.Module):
 
 
 def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -> Teacher:
-    """The recipe's teacher, frozen, on the device. classes: the student's, in order.
-
-    Raises a OneLineError if the teacher cannot be opened, or does not know these classes.
+    """The recipe's teacher, frozen, on the device. classes: the student's, in order. Raises a
+    OneLineError if the teacher cannot be opened, or does not know these classes.
     """
     name, weights = recipe.distill.teacher, recipe.distill.weights
     if name.startswith(TORCHVISION):
@@ -77,9 +76,9 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
                         len(trained.classes))
     digest = weights_digest(opened.model.state_dict())
     columns, order = columns_for(name, opened, classes)
-    unchanged = columns == list(range(opened.outputs))
-    model = opened.model if unchanged else SomeLogits(opened.model, columns)
-    model = model.requires_grad_(False).to(device)
+    in_order = columns == list(range(opened.outputs))
+    model = opened.model if in_order else SomeLogits(opened.model, columns)
+    model.requires_grad_(False).to(device)
     if recipe.engine.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return Teacher(model, opened.mean, opened.std, opened.size, digest,
@@ -97,9 +96,8 @@ def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.dev
 
 
 def of_torchvision(name: str, weights: str) -> Opened:
-    """torchvision's model `name` with the weights in a file, which is read without unpickling code.
-
-    torchvision's own weights are of ImageNet, with its mean, std and order of classes.
+    """torchvision's model `name` with the weights in a file, which is read without unpickling code:
+    of ImageNet, with its mean, std and order of classes.
     """
     models = torchvision.models.list_models(torchvision.models)
     if name not in models:
@@ -123,10 +121,8 @@ def of_torchvision(name: str, weights: str) -> Opened:
 
 
 def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
-    """A program of torch.export: images (B, 3, H, W) → logits (B, K), for any batch size.
-
-    One that `vitinit.export` wrote contains its classes, mean and std. Any other is taken to read
-    the student's views as they are.
+    """A program of torch.export: images (B, 3, H, W) → logits (B, K), for any batch size. One that
+    `vitinit.export` wrote contains its classes, mean and std; any other takes the student's views.
     """
     notes, data = {"vitinit.json": ""}, recipe.data
     try:

@@ -78,10 +78,9 @@ class Trained:
         return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
-        """Turn one image, or several, into input of the model, as `eval.py` does, but upright.
-
-        Returns (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device
-        and in its precision. Raises ValueError if there is no image, or one cannot be read.
+        """Turn one image, or several, into input of the model, as `eval.py` does, but upright:
+        (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device and in
+        its precision. Raises ValueError if there is no image, or one cannot be read.
         """
         single = isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3
         views = [self.view(image)
@@ -100,10 +99,8 @@ class Trained:
         return self.model(inputs).float().softmax(dim=1).cpu()
 
     def predict(self, image: ImageLike, top: int | None = 5) -> list[tuple[str, float]]:
-        """The `top` likeliest classes of one image as (name, probability), likeliest first; None:
-        all.
-
-        Raises ValueError if the image cannot be read, and for a `top` below 1.
+        """The `top` likeliest classes (None: all) of one image as (name, probability), likeliest
+        first. Raises ValueError if the image cannot be read, and for a `top` below 1.
         """
         return self.predict_batch([image], top)[0]
 
@@ -116,8 +113,8 @@ class Trained:
         self.require_classifier()
         images, guesses = list(images), []
         for start in range(0, len(images), BATCH):
-            guesses += self.ranked(self.probabilities(self.preprocess(images[start:start + BATCH])),
-                                 top)
+            inputs = self.preprocess(images[start:start + BATCH])
+            guesses += self.ranked(self.probabilities(inputs), top)
         return guesses
 
     def require_classifier(self) -> None:
