@@ -139,7 +139,7 @@ def add_options(parser: Parser, changeable: Sequence[str]) -> None:
 
 
 def complain(program: str, error: object) -> None:
-    """Print an error as one line on standard error: the main process, or the only one to know it.
+    """Print an error as one line on standard error, by the main process or the only one with it.
 
     Every process also leaves it for torchrun, which ends all processes once one has failed, perhaps
     before the main one has printed, and whose report then ends with the line.

@@ -76,11 +76,9 @@ class Run:
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective
 
     def train(self) -> Run:
-        """Do the run, or what is left of it; return it.
-
-        Raises RecipeError, DataError or CheckpointError, each one line, for what the user can mend;
-        Diverged if the loss or a weight is not finite; Interrupted after a signal, once the run is
-        saved.
+        """Do the run, or what is left of it; return it. Raises RecipeError, DataError or
+        CheckpointError, each one line, for what the user can mend; Diverged if the loss or a weight
+        is not finite; Interrupted after a signal, once the run is saved.
         """
         with distributed.joined() as self.processes, RunLock() as lock:
             self.folder, choice = choose_run(self.request, self.processes, lock)     # and recipe
@@ -98,9 +96,8 @@ class Run:
         return self
 
     def rehearse(self, *, read: bool = False) -> bool:
-        """Build everything, print it and run one forward pass; write nothing.
-
-        read: also decode all images, and list those that cannot be. Returns False if there are any.
+        """Build everything, print it and run one forward pass; write nothing. read: also decode all
+        images, and list those that cannot be. Returns False if there are any.
         """
         with distributed.joined() as self.processes, RunLock() as lock:
             self.folder, choice = choose_run(self.request, self.processes, lock, dry_run=True)
@@ -131,7 +128,7 @@ class Run:
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
         self.steps_per_epoch = data.train_batches.steps_per_epoch
         if recipe.distill.teacher:
-            from .runs.teacher import learn_from_teacher     # here, as only some runs need it
+            from .runs.teacher import learn_from_teacher  # here, as only some runs need it
             with processes.together():
                 self.objective = self.teacher = learn_from_teacher(recipe, classes,
                                                                    processes.device)
@@ -170,10 +167,9 @@ class Run:
 
     def _set_up_folder(self, lock: RunLock, facts: Mapping[str, Any], *, resumed: bool,
                        starts_again: bool) -> None:
-        """Lock the folder, write what it holds before the first step, and say where it is.
-
-        In a resumed run, what is newer than its checkpoint is removed. starts_again: a new run may
-        find recipe.toml and run.json there. Raises CheckpointError if the folder cannot be used.
+        """Lock the folder, write what it holds before the first step, and say where it is. In a
+        resumed run, what is newer than its checkpoint is removed. starts_again: a new run may find
+        recipe.toml and run.json there. Raises CheckpointError if the folder cannot be used.
         """
         folder, progress, processes = self.folder, self.state.progress, self.processes
         with processes.together():

@@ -166,7 +166,7 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     """How a preprocessor_config.json prepares images, as keys of a recipe. transformers normalises
-    pixels times rescale_factor, and we those over 255; where it squeezes, proportions are kept here.
+    pixels times rescale_factor, we those over 255; where it squeezes, proportions are kept here.
     """
     factor = 255 * config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 255
     mean, std = ((config.get("image_mean"), config.get("image_std"))

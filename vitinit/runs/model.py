@@ -56,9 +56,7 @@ def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> None
 
 
 def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images;
-    no line for inits without targets.
-    """
+    """A line on the attention on the init's targets, if it has any, in MASS_IMAGES images."""
     name, options = recipe.init.name, recipe.init.options
     if not has_targets(model, name, options):
         return []

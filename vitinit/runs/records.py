@@ -187,7 +187,8 @@ def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
     be written, or if its name does not end in .tar.xz: it may be that of a run, given by mistake.
     """
     if not out.name.endswith(SUFFIX):
-        raise CheckpointError(f"{out}: not the name of an archive, expected such as runs{SUFFIX}")
+        raise CheckpointError(f"{out}: not the name of an archive, expected one such as "
+                              f"runs{SUFFIX}")
     by_name: dict[str, RunRecord] = {}
     for run in runs:
         name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too

@@ -208,8 +208,8 @@ def differences(groups: Sequence[Group]) -> str:
 
 
 def origin(groups: Sequence[Group]) -> str:
-    """With which code, on which device and, if these differ, validation images (a digest) the runs
-    were made; the counts, where runs differ.
+    """With which code, on which device and, if they differ, on which validation images (a digest)
+    the runs were made; the counts, where runs differ.
     """
     runs = [run for group in groups for run in group.runs.values()]
     # A run that was resumed on another machine has several values; each counts once.

@@ -210,7 +210,7 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     """Raise RecipeError if a run would go on with other images, or another teacher. What it has not
     recorded is not compared.
 
-    saved: the checkpoint to resume from. classes: their names now. now: the next start's `data`.
+    saved: the checkpoint to resume from. classes: of the images now. now: the next start's `data`.
     """
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
     began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}

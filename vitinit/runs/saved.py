@@ -111,8 +111,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
 
     Args:
         recipe: the name or the file of a recipe, for a checkpoint that contains none.
-        changes: overrides of the recipe. Of one that the checkpoint contains only the keys
-            `changeable` can change.
+        changes: of the recipe; where the checkpoint contains it, only of the keys `changeable`.
         image_size: in pixels: 288 or (192, 256); None: that of the recipe.
 
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe, or two

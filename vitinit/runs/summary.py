@@ -104,7 +104,7 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
-    """A forward pass of a few images: what a dry run says of it, and of what the teacher's adds."""
+    """What a dry run says of a forward pass, and of what a `LearnFromTeacher`'s adds, if any."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images = next(iter(data.val_batches))[0][:REHEARSED_IMAGES]
         logits = state.model.eval()(images)

@@ -96,8 +96,8 @@ def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.dev
 
 
 def of_torchvision(name: str, weights: str) -> Opened:
-    """torchvision's model `name` with the weights in a file, which is read without unpickling code:
-    of ImageNet, with its mean, std and order of classes.
+    """torchvision's model `name` with the weights in a file, which is read without unpickling code;
+    they are taken to be of ImageNet, with its mean, std and order of classes.
     """
     models = torchvision.models.list_models(torchvision.models)
     if name not in models:

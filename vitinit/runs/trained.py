@@ -124,9 +124,7 @@ class Trained:
                                   "model returns features, and init.checkpoint fine-tunes it")
 
     def ranked(self, probabilities: Tensor, top: int | None) -> list[list[tuple[str, float]]]:
-        """The `top` likeliest classes of each image, as (name, probability), likeliest first; equal
-        ones in the order of `classes`. probabilities: (B, classes).
-        """
+        """What `predict` returns, of (B, classes); equal ones are in the order of `classes`."""
         order = probabilities.sort(dim=1, descending=True, stable=True)
         return [[(self.classes[index], value) for index, value in zip(indices[:top], values[:top])]
                 for indices, values in zip(order.indices.tolist(), order.values.tolist())]
