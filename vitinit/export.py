@@ -267,8 +267,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if given and args.to not in fits:
             parser.error(f"{flag} does not go with --to {args.to}")
     args.folder = args.to == "run" or args.names == "transformers" or (
-        args.to == "safetensors" and args.names in (None, "timm") and
-        args.out.suffix != ".safetensors")
+        args.to != "torch" and args.names != "torchvision" and args.out.suffix != ".safetensors")
     if args.folder and (args.out.exists() or not args.out.parent.is_dir()):
         parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
     if not args.folder:

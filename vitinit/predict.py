@@ -138,19 +138,17 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
     model, grids = trained.model, block_grids(trained.model)
     last, patches = len(grids) - 1, grids[-1][0] * grids[-1][1]
     weights = mixing_matrices(model, trained.inputs(view[None]), blocks=[last])[last][0]
-    by_class_token = model.family == "vit" and model.pool == "class"
-    rows = weights[:, :1] if by_class_token else weights[:, -patches:]   # (h, queries, N)
-    return rows[..., -patches:].mean((0, 1)).view(grids[-1]).cpu()
+    queries = slice(1) if model.family == "vit" and model.pool == "class" else slice(-patches, None)
+    return weights[:, queries, -patches:].mean((0, 1)).view(grids[-1]).cpu()
 
 
 def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     """Draw all tiles in rows, each with its file and its guess below the image.
 
-    The guess is blue if right, vermilion if wrong, and grey if the true class is unknown. Tiles
-    with heat show the image, and below it the same image in grey under the heat; either all tiles
-    have heat or none. All heat has one scale with a colour bar, of multiples of uniform attention;
-    it reaches STRONG at least, so that attention without a preference is dark. Raises FigureError
-    if there are no tiles.
+    The guess is blue if right, vermilion if wrong, grey if the truth is unknown. Heat, of all tiles
+    or none, lies over the same image in grey, below the image. Its one scale, in multiples of
+    uniform attention, reaches STRONG at least, so that attention without a preference is dark.
+    Raises FigureError if there are no tiles.
     """
     if not tiles:
         raise FigureError(f"{out}: no image could be read, so there is nothing to draw")

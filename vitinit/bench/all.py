@@ -105,10 +105,7 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
 
 def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]
                ) -> tuple[int, str]:
-    """Run Python with these arguments for at most `seconds`; return its status and all it printed.
-
-    When its time has run out, it is killed with all processes that it has started.
-    """
+    """Run Python for `seconds` at most, then kill all it started; return status and its output."""
     process = subprocess.Popen([sys.executable, *words], cwd=REPOSITORY, env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                start_new_session=True)
@@ -127,8 +124,7 @@ def checks_table(xml: Path) -> str:
     rows = []
     for case in ElementTree.parse(xml).getroot().iter("testcase"):
         bad = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
-        figures = ", ".join(f"{part.get('name')} {part.get('value')}"
-                            for part in case.iter("property"))
+        figures = ", ".join(f"{p.get('name')} {p.get('value')}" for p in case.iter("property"))
         why = "" if bad is None else " ".join(bad.get("message", "").split())[:300]
         rows.append({"check": case.get("name", "").removeprefix("test_").replace("_", " "),
                      "result": "passed" if bad is None else bad.tag,

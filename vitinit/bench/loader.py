@@ -41,8 +41,7 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
         for folder in folders:
             folder.mkdir(parents=True)
         for index, path in zip(range(number), itertools.cycle(paths)):
-            link = folders[index % 2] / f"{index:06}{path.suffix.lower()}"
-            link.symlink_to(path.resolve())
+            (folders[index % 2] / f"{index:06}{path.suffix.lower()}").symlink_to(path.resolve())
     return ["data.name=image_folder", f"data.root={root}", "data.num_classes=2"]
 
 
@@ -82,7 +81,6 @@ def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
 
 def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
     """Images/s that one core and the device prepare as a recipe of `image_folder`'s set says."""
-    clock = clock_of(device)
     batches = [*in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"]
     paths = sorted((root / "train").rglob("*.*"))[:BATCH]
     recipe = recipe_of(name, [*sets, *batches]).with_data(root=str(root))
@@ -97,7 +95,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
         "+ crop, flip, normalise: a worker's part": prepared(*PLAIN),
         "+ RandAugment, erase, mix: the whole": prepared(),
         "torchvision's pipeline on Pillow": lambda: [
-            pipeline(Image.open(path).convert("RGB")) for path in paths]}, clock)
+            pipeline(Image.open(path).convert("RGB")) for path in paths]}, clock_of(device))
     decoding, pillow = seconds["decoding alone"], seconds["torchvision's pipeline on Pillow"]
     return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
              "images/s": BATCH / median(times), "× as fast as torchvision's":

@@ -143,10 +143,7 @@ def product(device: torch.device, amp: str) -> tuple[Callable[[], None], float]:
 
 
 def saved_bytes(model: Classifier, images: Tensor, amp: str) -> int:
-    """Bytes that a forward pass saves for the backward pass, without parameters and buffers.
-
-    images: (B, 3, H, W). Tensors with a common storage count once.
-    """
+    """Bytes of storages that a forward pass on (B, 3, H, W) saves, without the model's own."""
     def storage(tensor: Tensor) -> int:              # fake tensors have one, but no address
         return tensor.untyped_storage()._cdata
 

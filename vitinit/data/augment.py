@@ -31,15 +31,13 @@ def normalise(images: Tensor, mean: Sequence[float] | Tensor,
 
 def normal_quantiles() -> Tensor:
     """The quantiles of N(0, 1) at (i + ½) / 2¹⁶: (2¹⁶,) float32, from -4.3 to 4.3."""
-    shares = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
-    return torch.special.ndtri(shares).float()
+    return torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16).float()
 
 
 def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
-    """64 random bits per pair of key and counter, as int64.
+    """64 random bits, as int64: output number `counter` of SplitMix64 with `key` as its seed.
 
-    This is SplitMix64 (Steele et al., OOPSLA 2014): output number `counter` of the generator whose
-    seed is `key`. Products wrap around, and shifts fill with zeros, as for unsigned integers.
+    Steele et al., OOPSLA 2014. Products wrap around and shifts fill with zeros, as if unsigned.
     """
     def shifted(bits: Tensor, by: int) -> Tensor:
         return (bits >> by) & ((1 << (64 - by)) - 1)

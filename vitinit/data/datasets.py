@@ -154,15 +154,14 @@ def read_arrays(kind: type[VisionDataset], labels: str, splits: Mapping[str, str
 def list_food101(root: Path, split: str) -> ImageFiles:
     """Food-101 class by class in alphabetical order; its lists have another order of classes."""
     foods = Food101(root, TRAIN_AND_TEST[split])
-    order = np.argsort(foods._labels, kind="stable")
-    return ImageFiles([str(foods._image_files[index]) for index in order],
-                      np.sort(foods._labels), foods.classes)
+    files = [str(foods._image_files[index]) for index in np.argsort(foods._labels, kind="stable")]
+    return ImageFiles(files, np.sort(foods._labels), foods.classes)
 
 
 def list_flowers102(root: Path, split: str) -> ImageFiles:
     """Oxford Flowers: train has its training and validation images, val has its test images."""
-    parts = [Flowers102(root, name)
-             for name in (("train", "val") if split == "train" else ("test",))]
+    names = ["train", "val"] if split == "train" else ["test"]
+    parts = [Flowers102(root, name) for name in names]
     return ImageFiles([str(file) for part in parts for file in part._image_files],
                       sum([part._labels for part in parts], []), list(Flowers102.classes))
 

@@ -28,8 +28,7 @@ from .images import NOWHERE, Box
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device
 
-ATTEMPTS = 10                   # boxes tried before the centre is taken, or nothing is erased; as
-                                # in torchvision and timm
+ATTEMPTS = 10                   # boxes tried, then the centre or nothing; as torchvision and timm
 
 Ratio = Annotated[float, Bounds(minimum=0.01, maximum=100.0)]
 
@@ -83,11 +82,9 @@ def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float]
                ratio: tuple[float, float]) -> tuple[int, int]:
     """Draw the two sides of a box, in whole pixels, possibly 0.
 
-    Its area over `pixels` is uniform on `share`; the first side over the second is log-uniform on
-    `ratio`.
+    Area over `pixels`: uniform on `share`; first side over second: log-uniform on `ratio`.
     """
-    shortest, longest = math.log(ratio[0]), math.log(ratio[1])
-    # As by rng.uniform, but faster.
+    shortest, longest = map(math.log, ratio)         # below as by rng.uniform, but faster
     area = pixels * (share[0] + (share[1] - share[0]) * rng.random())
     quotient = math.exp(shortest + (longest - shortest) * rng.random())
     return round(math.sqrt(area * quotient)), round(math.sqrt(area / quotient))
@@ -200,11 +197,9 @@ class Draws(NamedTuple, Generic[Array]):
     """What happens to the B samples of a micro-batch on the device, as float64."""
 
     operations: Array           # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
-    erased: Array               # (B, 5): top, left, height and width of the box that is erased
-                                # (height 0: none), and the key of the noise in it,
-                                # whose bits stand there as they are: `view(torch.int64)`
-    mixed: Array                # (B, 5): a `MixDraw`, the same for two partners: λ, then top, left,
-                                # height and width of the box (0: none)
+    erased: Array               # (B, 5): the `Box` that is erased (height 0: none), and the bits of
+                                # the key of the noise in it: `view(torch.int64)`
+    mixed: Array                # (B, 5): a `MixDraw`, λ and its `Box`, the same for two partners
 
 
 def unpack(draws: Array) -> Draws[Array]:

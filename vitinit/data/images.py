@@ -99,8 +99,7 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
         with contextlib.suppress(Exception):         # of many kinds, where EXIF data are damaged
             image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):
-        # convert("RGB") would clip 16-bit grey levels above 255 to white. For 16-bit colours Pillow
-        # itself keeps the higher byte.
+        # convert("RGB") clips 16-bit grey levels above 255; of colours it keeps the higher byte.
         image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
     flat = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)
@@ -125,9 +124,8 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     """Resize (3, H, W) uint8 to (3, *size), "bilinear" or "bicubic", antialiased like Pillow."""
-    if tuple(image.shape[1:]) == size:
-        return image
-    return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
+    return image if tuple(image.shape[1:]) == size else F.interpolate(
+        image[None], size, mode=interpolation, antialias=True)[0]
 
 
 def crop(image: Tensor, box: Box) -> Tensor:
@@ -152,9 +150,8 @@ def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float
                            interpolation: str) -> Tensor:
     """The evaluation view: resize the image until it covers size / crop_pct, then crop the centre.
 
-    For a square size this is Resize(floor(size / crop_pct)) of the shorter side, followed by
-    CenterCrop(size), as in timm and DeiT: with crop_pct = 0.875 an image is resized to 256 pixels
-    and cropped to 224.
+    For a square size this is Resize(floor(size / crop_pct)) of the shorter side, then
+    CenterCrop(size), as in timm and DeiT: with crop_pct = 0.875 to 256 pixels, then to 224.
     """
     height, width = image.shape[1:]
     # 1e-9 because floor(224 / 0.875) must not become 255 through a rounding error.

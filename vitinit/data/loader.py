@@ -155,10 +155,7 @@ def end_workers() -> None:
 
 
 def begin_work(worker: int) -> None:
-    """What each worker does first: ignore the signals that ask a run to end, and end with it.
-
-    They often reach all processes: the training process decides, and then ends its workers.
-    """
+    """Let a worker ignore signals to end, which often reach all; it ends with its parent."""
     signal.set_wakeup_fd(-1)                         # a forked worker inherits the parent's
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

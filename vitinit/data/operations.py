@@ -33,9 +33,6 @@ FRAME = 2                       # pixels of border that interpolation may read o
 ARGUMENT, GROUP, MAP, MATRIX, COLUMNS = 1, 3, slice(4, 8), slice(8, 14), 14
 
 
-# Maps of levels, by tables (n, 3, 256) uint8: one per channel ---------------------------------
-
-
 def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
     """Look up each value in its channel's table; counts: of AutoContrast, Equalize and others."""
     stretched, equalised, fixed = counts
@@ -65,10 +62,8 @@ def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
     Below the threshold an addend is added; no sum exceeds 255. From the threshold on, levels are
     inverted if flip is 255. Of the result only the bits of the mask are kept.
     """
-    table = columns[:, MAP].to(torch.int16)[..., None]
-    threshold, addend, flip, mask = table.unbind(1)                      # (n, 1) each
-    mapped = torch.where(levels < threshold, levels + addend, levels ^ flip)
-    return (mapped & mask)[:, None]
+    threshold, addend, flip, mask = columns[:, MAP].to(torch.int16)[..., None].unbind(1)  # (n, 1)
+    return (torch.where(levels < threshold, levels + addend, levels ^ flip) & mask)[:, None]
 
 
 def auto_contrast_tables(images: Tensor, lightest: Tensor, levels: Tensor) -> Tensor:
@@ -84,16 +79,12 @@ def equalize_tables(histograms: Tensor, lightest: Tensor, levels: Tensor) -> Ten
     so_far = histograms.cumsum(2)
     # Pixels per level if spread evenly, without those of the lightest value, (n, 3, 1), as Pillow.
     step = (so_far[..., -1:] - histograms.gather(2, lightest.long())) // 255
-    below = so_far - histograms
-    spread = (below + step // 2) // step.clamp(min=1)
+    spread = (so_far - histograms + step // 2) // step.clamp(min=1)
     return torch.where(step > 0, spread.clamp_(max=255), levels).to(torch.uint8)
 
 
-# Enhancements: blends with a plainer version, towards it (factors 0 to 1) or away (above 1) ---
-
-
 def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
-    """plain + factor · (image − plain), where plain has whole levels; factor 1 changes nothing.
+    """plain + factor · (image − plain), where plain has whole levels; above 1 away from plain.
 
     counts: how many images Color (plain: grey), Contrast (plain: the mean grey), Brightness (plain:
         black) and Sharpness (plain: smoothed) have, in this order.
@@ -112,10 +103,9 @@ def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
         parts.append(images.new_zeros(brightened, 1, 1, 1))
     if sharpened:
         parts.append(smoothed(images[-sharpened:]))
-    plain = parts[0] if len(parts) == 1 else torch.cat(
-        [part.expand(-1, 3, *images.shape[2:]) for part in parts])
+    plain = (parts[0] if len(parts) == 1 else torch.cat(
+        [part.expand(-1, 3, *images.shape[2:]) for part in parts])).float()
     factors = columns[:, ARGUMENT].float()[:, None, None, None]
-    plain = plain.float()
     return to_levels((images - plain).mul_(factors).add_(plain))
 
 
@@ -142,9 +132,6 @@ def smoothed(images: Tensor) -> Tensor:
         # No sum is nearer than 1/26 to where rounding changes, so a product serves as division.
         smooth[:, :, 1:-1, 1:-1] = sums.float().mul_(1 / 13).round_()
     return smooth
-
-
-# Affine maps ----------------------------------------------------------------------------------
 
 
 def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tensor,
@@ -212,8 +199,7 @@ def framed(images: Tensor) -> Tensor:
     """
     pixels = images.new_empty(len(images), *images.shape[2:], 4)
     pixels[..., :3] = images.permute(0, 2, 3, 1)
-    # Only floats can be padded so; their bits are copied.
-    words = pixels.view(torch.float32)[..., 0]
+    words = pixels.view(torch.float32)[..., 0]       # only floats can be padded so, bit by bit
     return F.pad(words, (FRAME,) * 4, mode="replicate").view(torch.int32)
 
 
@@ -255,8 +241,7 @@ def linear(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
 def cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, t: Tensor) -> Tensor:
     """Cubic convolution (Keys, 1981) between b (t = 0) and c (t = 1), with neighbours a and d.
 
-    Keys's parameter is -1, as in Pillow's transforms:
-    b + t · ((c − a) + t · ((2 (a − b) + c − d) + t · (b − a + d − c)))
+    Parameter −1, as Pillow: b + t · ((c − a) + t · ((2 (a − b) + c − d) + t · (b − a + d − c))).
     """
     step = a - b
     values = (d - step).sub_(c) * t

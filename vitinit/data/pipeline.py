@@ -80,9 +80,8 @@ class MicroBatch(NamedTuple):
 class TrainingBatches:
     """The training set as a sequence of steps, epoch by epoch, starting at any step of an epoch.
 
-    If the whole set fits on the device and its crops only move pixels, the images are stored there
-    and cropped there, and workers only make draws. Otherwise workers decode and crop them. The
-    batches are the same, bit for bit.
+    If the whole set fits on the device and crops only move pixels, images are stored and cropped
+    there, and workers only draw; else workers decode and crop. Batches are the same, bit for bit.
 
     budget_gib: how much of the device's memory the whole set may take, in GiB. workers: how many
     processes prepare, together at least one step in advance, and each at least two micro-batches,
@@ -159,8 +158,8 @@ def cut(images: Tensor, windows: Tensor) -> Tensor:
     # The place of each value among those of all images.
     rows = (3 * index + planes)[..., None] * height + rows.clamp(0, height - 1)[:, None]
     places = (rows * width)[..., None] + columns.clamp(0, width - 1)[:, None, None]  # (B, 3, H, W)
-    views = images.view(-1).index_select(0, places.flatten()).view(places.shape)
-    return views.mul_(inside[:, None])
+    return images.view(-1).index_select(0, places.flatten()).view(places.shape).mul_(
+        inside[:, None])
 
 
 class EvaluationBatches:
@@ -169,9 +168,8 @@ class EvaluationBatches:
     Iterating yields normalised images (B, 3, H, W) and labels (B,) on the device, and raises
     DataError for an image that cannot be read. `len` is the number of batches.
 
-    Views never change, so the first complete pass stores them: on the device if all take at most
-    `on_device_gib` GiB, else in memory (for a GPU, in pinned memory) if they take at most
-    `cache_gib` GiB. Else every pass decodes them.
+    Views never change, so the first complete pass stores them: on the device up to `on_device_gib`
+    GiB, else in memory (pinned for a GPU) up to `cache_gib` GiB; else every pass decodes them.
     """
 
     def __init__(self, views: EvalViews, prepare: ToDevice, *, batch_size: int, workers: int,

@@ -76,33 +76,26 @@ class RandAugment:
     rotate_degrees: Annotated[float, Bounds(minimum=0.0, maximum=360.0)]     # ± the angle
     shear_factor: Strength                          # ± the shear
     translate_share: Strength                       # ± the share of a side
-    enhance_factor: Strength                        # Color, Contrast, Brightness and Sharpness
-                                                    # use the factor 1 ± this, at least .1
-    # Bits that are kept at magnitude 0; at 10 none is.
-    posterize_bits: Annotated[int, Bounds(minimum=0, maximum=8)]
-    # The threshold is 256 minus this.
-    solarize_levels: Annotated[int, Bounds(minimum=0, maximum=256)]
+    enhance_factor: Strength                        # Color to Sharpness: 1 ± this, at least .1
+    posterize_bits: Annotated[int, Bounds(minimum=0, maximum=8)]     # kept at 0; at 10 none is
+    solarize_levels: Annotated[int, Bounds(minimum=0, maximum=256)]  # 256 minus the threshold
     solarize_add_levels: Level                      # what is added, at most 128
 
     def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
         """The arguments of operations at magnitudes in [0, 10]; signs: -1 or 1, of directions."""
-        strengths = magnitudes / MAX_MAGNITUDE
-        signed = signs * strengths
-        values = np.zeros(codes.shape)
-        for operations, candidates in [
-                ([Operation.Rotate], signed * self.rotate_degrees),
-                ([Operation.ShearX, Operation.ShearY], signed * self.shear_factor),
-                ([Operation.TranslateX, Operation.TranslateY], signed * self.translate_share),
-                ([Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
-                 np.maximum(0.1, 1.0 + signed * self.enhance_factor)),
-                ([Operation.Posterize],
-                 self.posterize_bits - np.trunc(strengths * self.posterize_bits)),
-                ([Operation.Solarize],
-                 256 - np.minimum(256, np.trunc(strengths * self.solarize_levels))),
-                ([Operation.SolarizeAdd],
-                 np.minimum(128, np.trunc(strengths * self.solarize_add_levels)))]:
-            values = np.where(np.isin(codes, operations), candidates, values)
-        return values
+        shares = magnitudes / MAX_MAGNITUDE
+        signed = signs * shares
+        table = [
+            ([Operation.Rotate], signed * self.rotate_degrees),
+            ([Operation.ShearX, Operation.ShearY], signed * self.shear_factor),
+            ([Operation.TranslateX, Operation.TranslateY], signed * self.translate_share),
+            ([Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
+             np.maximum(0.1, 1.0 + signed * self.enhance_factor)),
+            ([Operation.Posterize], self.posterize_bits - np.trunc(shares * self.posterize_bits)),
+            ([Operation.Solarize], 256 - np.minimum(256, np.trunc(shares * self.solarize_levels))),
+            ([Operation.SolarizeAdd], np.minimum(128, np.trunc(shares * self.solarize_add_levels)))]
+        return np.select([np.isin(codes, operations) for operations, _ in table],
+                         [values for _, values in table])
 
 
 def draw_operations(generators: Iterable[np.random.Generator], count: int, settings: RandAugment

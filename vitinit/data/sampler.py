@@ -116,8 +116,7 @@ class TrainSampler:
             views = f" in {repeats} views each" if repeats > 1 else ""
             raise ValueError(f"the training set has {count} images{views}, fewer than "
                              f"optim.global_batch = {plan.global_batch}")
-        self.count, self.plan, self.rank, self.seed = count, plan, rank, seed
-        self.repeats = repeats
+        self.count, self.plan, self.rank, self.seed, self.repeats = count, plan, rank, seed, repeats
         self.steps_per_epoch = max(1, count // plan.global_batch)
         self.start(epoch=0, step=0)
 

@@ -25,12 +25,6 @@ GROUND_RANGE, CLUTTER_RANGE, SHAPE_RANGE = (0.0, 0.45), (0.0, 0.7), (0.45, 1.0)
 NOISE_STD = 0.03
 
 
-def _polygon(u: np.ndarray, v: np.ndarray, sides: int) -> np.ndarray:
-    """The apothem (radius of the inscribed circle) of the regular polygon through (u, v)."""
-    angles = 2.0 * np.pi * np.arange(sides) / sides
-    return np.max([u * np.cos(angle) + v * np.sin(angle) for angle in angles], axis=0)
-
-
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "disc": lambda u, v: u**2 + v**2 < 0.85**2,
     "ring": lambda u, v: (u**2 + v**2 < 0.9**2) & (u**2 + v**2 > 0.5**2),
@@ -38,7 +32,9 @@ SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "crescent": lambda u, v: (u**2 + v**2 < 1.0) & ((u - 0.45)**2 + v**2 > 0.75**2),
     "square": lambda u, v: np.maximum(abs(u), abs(v)) < 0.75,
     "frame": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.8) & (np.maximum(abs(u), abs(v)) > 0.42),
-    "triangle": lambda u, v: _polygon(u, v, 3) < 0.5,
+    # Half of the radius is that of a regular triangle's inscribed circle.
+    "triangle": lambda u, v: np.max([u * np.cos(t) + v * np.sin(t)
+                                     for t in 2.0 * np.pi * np.arange(3) / 3], axis=0) < 0.5,
     "cross": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.95) & (np.minimum(abs(u), abs(v)) < 0.28),
     # A five-pointed star consists of the points that lie in at least four of five half-planes.
     "star": lambda u, v: sum((u * np.cos(t) + v * np.sin(t) < 0.38).astype(int)
@@ -96,9 +92,7 @@ def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
 
 def make_split(split: str) -> tuple[Tensor, np.ndarray]:
     """Draw all images (N, 3, SIZE, SIZE) uint8 and labels (N,) of the split "train" or "val"."""
-    images = np.empty((SPLITS[split], 3, SIZE, SIZE), dtype=np.uint8)
-    labels = np.empty(SPLITS[split], dtype=np.int64)
-    for index in range(SPLITS[split]):
-        rng = keyed_generator(SEED, Stream.SHAPES, list(SPLITS).index(split), index)
-        images[index], labels[index] = draw_image(rng)
-    return torch.from_numpy(images), labels
+    images, labels = zip(*(
+        draw_image(keyed_generator(SEED, Stream.SHAPES, list(SPLITS).index(split), index))
+        for index in range(SPLITS[split])))
+    return torch.from_numpy(np.array(images)), np.array(labels, np.int64)

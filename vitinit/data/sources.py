@@ -183,9 +183,8 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     """
     if share == 1.0 and not images_per_class and not held_out:
         return source
-    seeds = seed, seed if held_out_seed is None else held_out_seed
     orders, others = (shuffled_classes(source, number, max(images_per_class, 1), held_out)
-                      for number in seeds)
+                      for number in (seed, seed if held_out_seed is None else held_out_seed))
     fronts = []
     for order, other in zip(orders, others):
         order = order[~np.isin(order, other[len(other) - held_out:])]

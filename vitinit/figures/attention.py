@@ -43,12 +43,11 @@ PARTS = {"centre": "centre heads", "others": "other heads"}      # of a Mass
 def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     """One kind of map for every head of a block.
 
-    kind: one of KINDS.
-    Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D), is the position
-    embedding as it reaches the queries and keys where the content is 0: after the block's own first
-    norm, in a SimpleViT also weighted and read as the model does. Biases of queries and keys are
-    left out, as in the papers; "softmax" includes the model's factor on the logits. Raises
-    FigureError for a "qk" of a SimpleViT whose queries and keys are free parameters.
+    kind: one of KINDS. Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D),
+    is the position embedding as it reaches queries and keys where the content is 0: after the
+    block's own first norm, in a SimpleViT also weighted and read as the model does. Biases of
+    queries and keys are left out, as in the papers; "softmax" includes the model's factor on the
+    logits. Raises FigureError for a "qk" of a SimpleViT whose queries and keys are parameters.
     """
     norm, attention = model.blocks[block].norm1, model.blocks[block].attn
     if kind == "qk":
@@ -71,10 +70,7 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
 
 def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
               blocks: Sequence[int], heads: Sequence[int] | None) -> None:
-    """Draw one row per kind, model and block, with one column per head.
-
-    Each kind has one colour scale. heads: indices; None: all heads.
-    """
+    """Draw a row for each kind, model and block; a kind has one colour scale. heads: None for all."""
     rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
     for subject in subjects:
         if not isinstance(model := subject.model, VITS):
@@ -97,8 +93,7 @@ def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None,
                  blocks: Sequence[int], heads: Sequence[int] | None) -> None:
     """Draw mean attention by offset, with one row per model and block and one column per head.
 
-    folder, count: the mean is over `count` images (`photographs`) and all query tokens.
-    heads: indices; None: all heads.
+    The mean is over `count` images (`photographs`) and all query tokens. heads: None for all.
     """
     rows = []
     for subject in subjects:
@@ -116,10 +111,7 @@ def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None,
 
 
 def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
-    """The mass on the targets of the subject's init, on `count` images (see `photographs`).
-
-    An init that aims at no neighbours is measured on the targets that `impulse` would have.
-    """
+    """Mass on the init's targets, or `impulse`'s if it aims at no neighbours; see `photographs`."""
     name, options = subject.recipe.init.name, subject.recipe.init.options
     if name == "mimetic" or not has_targets(subject.model, name, options):
         name, options = "impulse", {}
@@ -172,10 +164,9 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
 def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
     """The attention of the patch token at `query` on every patch token, (h, rows, columns).
 
-    weights: (h, N, N), attention of one image with prefix tokens (class token, registers) first.
-        Prefix tokens are left out, so a map may sum to less than 1.
-    grid: rows and columns of patches. query: row and column, counted from 0.
-    Raises FigureError if `query` is outside the grid.
+    weights: (h, N, N), attention of one image with prefix tokens (class token, registers) first,
+    which are left out, so a map may sum to less than 1. grid: rows and columns of patches. query:
+    row and column, counted from 0. Raises FigureError if `query` is outside the grid.
     """
     cells, (row, column) = grid[0] * grid[1], query
     if not (0 <= row < grid[0] and 0 <= column < grid[1]):
@@ -210,8 +201,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
                              heat_maps(weights, grid, query)))
 
     plt = pyplot()
-    largest = max(maps.max().item() for *_, maps in rows)
-    scale = plt.matplotlib.colors.PowerNorm(0.5, vmin=0.0, vmax=largest)
+    scale = plt.matplotlib.colors.PowerNorm(0.5, 0.0, max(maps.max().item() for *_, maps in rows))
     figure, axes = plt.subplots(len(rows), len(heads) + 1, squeeze=False, layout="constrained",
                                 figsize=(1.9 * (len(heads) + 1) + 1.2, 1.95 * len(rows) + .7))
     for line, (label, image, grid, query, maps) in zip(axes, rows):

@@ -20,7 +20,6 @@ from .plot import pyplot, save
 
 def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     """Draw one photograph under each of RandAugment's operations, of positive sign and bicubic."""
-    plt = pyplot()
     image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
     settings = load_recipe(RECIPES / "deit_base.toml").rand_augment
     operations = np.array(Operation)                 # the first, NONE, is the photograph
@@ -29,7 +28,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     described = for_device(np.stack([operations, arguments, ones], 1)[:, None], (224, 224))
     images = rand_augment(image.expand(len(operations), -1, -1, -1), torch.from_numpy(described),
                           settings.fill)
-    figure, axes = plt.subplots(4, 4, figsize=(9.0, 9.7), layout="constrained")
+    figure, axes = pyplot().subplots(4, 4, figsize=(9.0, 9.7), layout="constrained")
     for axis, tile, operation, argument in zip(axes.flat, images, Operation, arguments):
         axis.imshow(tile.permute(1, 2, 0).numpy())
         axis.set_title(f"{operation.name} {argument:.3g}" if argument else
@@ -44,10 +43,9 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
 
     folder: the first 12 images in it are used, again from the first if there are fewer.
     """
-    plt = pyplot()
     source, size, count = LooseImages(folder, 12), (224, 224), 6
     deit = load_recipe(RECIPES / "deit_base.toml")
-    figure, axes = plt.subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
+    figure, axes = pyplot().subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
     kinds = {"mixup": replace(deit.mix, cutmix_alpha=0.0),
              "cutmix": replace(deit.mix, mixup_alpha=0.0)}
     for step, (row, (kind, mixing)) in enumerate(zip(axes, kinds.items())):

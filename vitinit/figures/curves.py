@@ -1,6 +1,4 @@
-"""The figure `curves`: top-1 by epoch, or loss, learning rate and gradient norm by step, or the
-last top-1 by a key of the recipe, such as the number of images.
-"""
+"""The figure `curves`: top-1 by epoch, QUANTITIES by step, or last top-1 by a key of the recipe."""
 
 from __future__ import annotations
 
@@ -36,10 +34,7 @@ class Band(NamedTuple):
 
 
 def by_epoch(groups: Sequence[Group], metric: str = "val_top1") -> list[Band]:
-    """A metric of metrics.jsonl by epoch, of every group that has it.
-
-    Only epochs that all seeds of a group have reached, and evaluated, have a point.
-    """
+    """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
     bands = [band(group, look, [{row["epoch"]: row[metric] for row in run.rows
                                  if row[metric] is not None} for run in group.runs.values()])
              for group, look in zip(groups, looks(groups))]
@@ -87,10 +82,7 @@ def looks(groups: Sequence[Group]) -> list[Look]:
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
-    """Draw validation top-1 by epoch, a line per group: mean over seeds, in a band, their range.
-
-    Epochs without an evaluation are left out.
-    """
+    """Draw top-1 by validated epoch, a line per group: mean over seeds, in a band, their range."""
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
     draw_bands(axis, by_epoch(groups))
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -114,9 +106,8 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
 def draw_bands(axis: matplotlib.axes.Axes, bands: Sequence[Band]) -> None:
     """Draw each mean over seeds as a line and, of two or more, the range as an area."""
     for label, colour, line, across, values in bands:
-        few = len(across) < 20                       # marked one by one
         axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
-                  marker="." if few else None)
+                  marker="." if len(across) < 20 else None)
         if len(values) > 1:
             axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2,
                               linewidth=0)

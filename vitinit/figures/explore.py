@@ -62,10 +62,7 @@ def block_view(weights: Tensor, grid: tuple[int, int], signed: bool
 
 @torch.no_grad()
 def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """A model on all images: the levels of its matrices, and its part of `meta`.
-
-    views: (n, 3, H, W) uint8. Raises FigureError for a ConvMixer.
-    """
+    """A model's levels and `meta` on views (n, 3, H, W) uint8; FigureError for a ConvMixer."""
     model, recipe = subject.model, subject.recipe
     if isinstance(model, ConvMixer):
         raise FigureError(f"recipe {recipe.name} makes a ConvMixer, whose kernels are the same for "
@@ -84,9 +81,8 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
     if has_targets(model, recipe.init.name, recipe.init.options):
         mass = mass_on_images(model, recipe.init.name, recipe.init.options, inputs)
         masses = [rounded(kinds) for kinds in zip(mass.centre, mass.others, mass.uniform)]
-    prefix = [f"{kind} token" for kind, token in (("class", "cls_token"),
-                                                  ("distillation", "dist_token"))
-              if hasattr(model, token)]
+    tokens = {"class": "cls_token", "distillation": "dist_token"}
+    prefix = [f"{kind} token" for kind, token in tokens.items() if hasattr(model, token)]
     prefix += [f"register {number}" for number in range(model.num_prefix_tokens - len(prefix))]
     return levels, {
         "name": subject.state, "recipe": recipe.name, "signed": signed, "masses": masses,

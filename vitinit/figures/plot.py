@@ -109,9 +109,8 @@ def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
     letters = int(figure.get_figwidth() / LETTER)    # in one row; a line before a label takes 9
     labels = [textwrap.fill(label, letters - 12) for label in handles]
-    columns = letters // (max(map(len, handles)) + 9)
     figure.legend(handles.values(), labels, loc="outside lower center", fontsize=8,
-                  ncols=min(max(columns, 1), 4))
+                  ncols=min(max(letters // (max(map(len, handles)) + 9), 1), 4))
 
 
 def draw_heat(axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor,
@@ -138,10 +137,7 @@ class Row(NamedTuple):
 
 
 def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: str) -> None:
-    """Draw a grid of maps: neighbouring rows of one unit have one scale, and one colour bar.
-
-    heads: of the columns; None: all.
-    """
+    """Draw maps by head (None: all); neighbouring rows of one unit share a scale and colour bar."""
     titles = [f"head {head}" for head in heads or range(max(len(row.maps) for row in rows))]
     plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))         # inches of a map
     figure, axes = plt.subplots(len(rows), len(titles), squeeze=False, layout="constrained",
