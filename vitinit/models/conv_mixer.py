@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, Tokens, block_numbers, make_head, map_tokens, patch_grid,
-                     require_choice, require_image_size, to_pair)
+from .layers import (Classifier, Features, make_head, map_tokens, patch_grid, require_choice,
+                     require_image_size, run_blocks, to_pair)
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -105,12 +105,6 @@ class ConvMixer(Classifier):
         height, width = images.shape[-2:]
         require_image_size(images, (height, width))
         patch_grid((height, width), self.patch_size)     # else the stem would drop the last rows
-        wanted = block_numbers(blocks, len(self.blocks))
-        after: dict[int, Tokens] = {}
-        x = self.stem(images)                                            # (B, C, h, w)
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number in wanted:
-                after[number] = map_tokens(x.movedim(1, -1))
-        return Features(tuple(after[number] for number in wanted), map_tokens(x.movedim(1, -1)),
-                        x.mean(dim=(2, 3)))
+        x, after = run_blocks(self.blocks, self.stem(images), blocks)    # each (B, C, h, w)
+        return Features(tuple(map_tokens(part.movedim(1, -1)) for part in after),
+                        map_tokens(x.movedim(1, -1)), x.mean(dim=(2, 3)))

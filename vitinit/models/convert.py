@@ -117,11 +117,6 @@ DROPPED = re.compile(r"\.(relative_position_index|attn_mask)$|^pooler\.dense\.")
 LAYER_SCALE = re.compile(r"^(blocks\.\d+)\.(?:ls([12])\.gamma|gamma_([12]))$")
 
 
-def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under this package's names, with LayerScale multiplied into other weights."""
-    return fold_layer_scale(native_names(tensors))
-
-
 def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under this package's names; of an unknown layout they keep theirs.
 
@@ -164,12 +159,13 @@ def _pattern(name: str) -> re.Pattern:
     return re.compile("^" + re.escape(name).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)")
 
 
-def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Multiply each LayerScale γ (Touvron et al., arXiv 2103.17239, §2.1) into the layer before it.
+def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`native_names`, with each LayerScale γ (arXiv 2103.17239, §2.1) folded into its layer.
 
     Products are computed in float64 and rounded once, to float32 or a wider type of the weights. A
     γ whose layer is missing or has another width stays, so that loading it fails visibly.
     """
+    tensors = native_names(tensors)
     folded = dict(tensors)
     for match in filter(None, map(LAYER_SCALE.match, tensors)):
         layer = f"{match[1]}.{'attn.proj' if '1' in match.groups() else 'mlp.fc2'}"

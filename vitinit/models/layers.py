@@ -37,8 +37,7 @@ class Classifier(nn.Module):
     blocks (see `block_numbers`) and the pooled features that the head reads:
 
     images: (B, 3, H, W), normalised.
-    drop_path: (branches, B) from `draw_drop_path`, or None; only in families whose
-        `drop_path_rates` are not empty.
+    drop_path: (branches, B) from `draw_drop_path`, or None; only in families with such rates.
 
     The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`.
     """
@@ -93,6 +92,18 @@ def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
         if not -depth <= block < depth:
             raise ValueError(f"block {block} is asked for, but the model has blocks 0…{depth - 1}")
     return [block % depth for block in blocks]
+
+
+def run_blocks(blocks: nn.Sequential | Sequence[nn.Module], x: Tensor, chosen: Sequence[int],
+               *arguments: Sequence | Tensor) -> tuple[Tensor, list[Tensor]]:
+    """x after all blocks, and after each of the `chosen`; argument i of each goes to block i."""
+    wanted = block_numbers(chosen, len(blocks))
+    after: dict[int, Tensor] = {}
+    for number, block in enumerate(blocks):
+        x = block(x, *[of_blocks[number] for of_blocks in arguments])
+        if number in wanted:
+            after[number] = x
+    return x, [after[number] for number in wanted]
 
 
 def make_head(dim: int, num_classes: int) -> nn.Module:
@@ -174,8 +185,6 @@ class Mlp(nn.Module):
 # Stochastic depth (Huang et al., arXiv 1603.09382). The models hold no random state: the training
 # loop draws a table of drop-path scales, one row per residual branch and one column per image, and
 # passes it to `forward`. So the draw is keyed by step, sliced by process, repeated after a resume.
-
-
 def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float, ...]:
     """The rates of both branches of each block, from `first` to `rate`; raises ValueError."""
     if not 0.0 <= rate < 1.0:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, map_tokens, module_list,
-                     scales_by_block, to_pair)
+from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, drop_path_rates,
+                     hidden_width, make_head, map_tokens, module_list, run_blocks, scales_by_block,
+                     to_pair)
 
 NORM_EPS = 1e-6
 
@@ -35,9 +35,8 @@ class MixerBlock(nn.Module):
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
-        tokens_scale, channels_scale = drop_path
-        x = add_branch(x, self.token_mixing(self.norm1(x)), tokens_scale)
-        return add_branch(x, self.mlp_channels(self.norm2(x)), channels_scale)
+        x = add_branch(x, self.token_mixing(self.norm1(x)), drop_path[0])
+        return add_branch(x, self.mlp_channels(self.norm2(x)), drop_path[1])
 
 
 class MlpMixer(Classifier):
@@ -71,14 +70,8 @@ class MlpMixer(Classifier):
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        wanted = block_numbers(blocks, len(self.blocks))
-        after: dict[int, Tokens] = {}
-        scales = scales_by_block(drop_path, len(self.blocks))
-        x = self.stem(images)                                            # (B, N, C)
-        for number, block in enumerate(self.blocks):
-            x = block(x, scales[number])
-            if number in wanted:
-                after[number] = map_tokens(x.unflatten(1, self.grid))
+        x, after = run_blocks(self.blocks, self.stem(images), blocks,    # each (B, N, C)
+                              scales_by_block(drop_path, len(self.blocks)))
         x = self.norm(x)
-        return Features(tuple(after[number] for number in wanted),
+        return Features(tuple(map_tokens(part.unflatten(1, self.grid)) for part in after),
                         map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

@@ -18,8 +18,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attend, attention_weights
-from .layers import (Classifier, Features, Mlp, Tokens, block_numbers, hidden_width, make_head,
-                     map_tokens, module_list, patch_grid, require_choice, require_image_size,
+from .layers import (Classifier, Features, Mlp, hidden_width, make_head, map_tokens, module_list,
+                     patch_grid, require_choice, require_image_size, run_blocks,
                      sincos_position_embedding, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
@@ -179,15 +179,10 @@ class SimpleViT(Classifier):
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         require_image_size(images, self.image_size)
-        wanted = block_numbers(blocks, len(self.blocks))
-        after: dict[int, Tokens] = {}
         x = self.patch_embed(images)                                     # (B, N, C)
         if self.input_pos_embed:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
-        for number, block in enumerate(self.blocks):
-            x = block(x, self.pos_embed)
-            if number in wanted:
-                after[number] = map_tokens(x.unflatten(1, self.grid))
+        x, after = run_blocks(self.blocks, x, blocks, [self.pos_embed] * len(self.blocks))
         x = self.norm(x)
-        return Features(tuple(after[number] for number in wanted),
+        return Features(tuple(map_tokens(part.unflatten(1, self.grid)) for part in after),
                         map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

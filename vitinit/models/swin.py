@@ -50,19 +50,15 @@ class WindowAttention(Attention):
         index = (down + height - 1) * (2 * width - 1) + right + width - 1
         self.register_buffer("relative_position_index", index, persistent=False)
 
-    def relative_bias(self) -> Tensor:
-        """The bias of every head for every pair of tokens: (h, w², w²)."""
-        return rearrange(self.relative_position_bias_table[self.relative_position_index],
-                         "query key h -> h query key")
-
     def bias(self, mask: Tensor | None) -> Tensor:
         """What is added to the logits: (1, M·h, w², w²), or (1, h, w², w²) without a mask.
 
         mask: (M, w², w²), 0 or MASKED, for the windows of a feature map in row-major order.
         """
-        if mask is None:
-            return self.relative_bias()[None]
-        return rearrange(self.relative_bias() + mask[:, None], "m h query key -> 1 (m h) query key")
+        bias = rearrange(self.relative_position_bias_table[self.relative_position_index],
+                         "query key h -> h query key")
+        return bias[None] if mask is None else rearrange(
+            bias + mask[:, None], "m h query key -> 1 (m h) query key")
 
     def folded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B·M, w², C) → queries, keys, values, (B, M·h, w², d): all images share one bias."""
@@ -133,9 +129,8 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """x: (B, H, W, C); drop_path: the scales of the two branches, each (B,) or None."""
-        attention_scale, mlp_scale = drop_path
-        x = add_branch(x, self.mix_windows(self.norm1(x)), attention_scale)
-        return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
+        x = add_branch(x, self.mix_windows(self.norm1(x)), drop_path[0])
+        return add_branch(x, self.mlp(self.norm2(x)), drop_path[1])
 
 
 class PatchMerging(nn.Module):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, module_list, require_choice,
+from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, drop_path_rates,
+                     hidden_width, make_head, module_list, require_choice, run_blocks,
                      scales_by_block, sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
@@ -36,9 +36,8 @@ class VitBlock(nn.Module):
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
-        attention_scale, mlp_scale = drop_path
-        x = add_branch(x, self.attn(self.norm1(x)), attention_scale)
-        return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
+        x = add_branch(x, self.attn(self.norm1(x)), drop_path[0])
+        return add_branch(x, self.mlp(self.norm2(x)), drop_path[1])
 
 
 class VisionTransformer(Classifier):
@@ -101,14 +100,12 @@ class VisionTransformer(Classifier):
             self.dist_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         if num_registers:
             self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
-        num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
-        positions = torch.zeros(1, num_tokens, embed_dim)
+        positions = torch.zeros(1, self.num_prefix_tokens + self.grid[0] * self.grid[1], embed_dim)
+        if pos_embed == "sincos":
+            positions[0, self.num_prefix_tokens:] = sincos_position_embedding(self.grid, embed_dim)
         if self.learns_positions:
             self.pos_embed = nn.Parameter(positions)
         else:
-            if pos_embed == "sincos":
-                patches = positions[0, self.num_prefix_tokens:]          # (patches, C), a view
-                patches.copy_(sincos_position_embedding(self.grid, embed_dim))
             self.register_buffer("pos_embed", positions)
         self.blocks = module_list(VitBlock(
             embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
@@ -129,16 +126,10 @@ class VisionTransformer(Classifier):
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        wanted = block_numbers(blocks, len(self.blocks))
-        after: dict[int, Tokens] = {}
-        scales = scales_by_block(drop_path, len(self.blocks))
-        x = self.embed(images)                                           # (B, N, C)
-        for number, block in enumerate(self.blocks):
-            x = block(x, scales[number])
-            if number in wanted:
-                after[number] = self.tokens(x)
+        x, after = run_blocks(self.blocks, self.embed(images), blocks,   # each (B, N, C)
+                              scales_by_block(drop_path, len(self.blocks)))
         x = self.norm(x)
-        return Features(tuple(after[number] for number in wanted), self.tokens(x), self.pooled(x))
+        return Features(tuple(map(self.tokens, after)), self.tokens(x), self.pooled(x))
 
     def tokens(self, x: Tensor) -> Tokens:
         """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""

@@ -146,10 +146,9 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
         except ValueError as error:
             origin.refuse(error, "init.name")
         if init["name"] != init_before:              # of the file's options it keeps what it has
-            init["options"] = {
-                key: value for key, value in init["options"].items()
-                if key in signature(function).parameters
-                or origin.of(f"init.options.{key}") != origin.source}
+            init["options"] = {key: value for key, value in init["options"].items()
+                               if key in signature(function).parameters
+                               or origin.of(f"init.options.{key}") != origin.source}
         init["options"] = _options("init", init["name"], function, init["options"], origin)
 
     recipe = Recipe(name=name, **{title: section(**sections[title])

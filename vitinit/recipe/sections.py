@@ -140,9 +140,7 @@ class Recipe:
     @property
     def keys(self) -> dict[str, Any]:
         """"section.key" → value, and "model.options.key" → value, in the order of the file."""
-        table = plain(self)
-        del table["name"]
-        return flat(table)
+        return flat({title: plain(getattr(self, title)) for title in SECTIONS})
 
 
 SECTIONS = typing.get_type_hints(Recipe)             # title → dataclass, in the order of the file

@@ -76,8 +76,7 @@ def this_device(number: int = 0) -> torch.device:
 def copy_to(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to `device` without waiting for it: a GPU copies so from pinned memory."""
     if device.type == "cuda":
-        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        values = pinned.copy_(values)
+        values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     return values.to(device, non_blocking=True)
 
 

@@ -47,10 +47,9 @@ def tune_convolutions(model: nn.Module) -> None:
     Not for a patch embedding alone, whose stride is its kernel size; nor under
     torch.use_deterministic_algorithms, since the fastest kernel can change from run to run.
     """
-    convolves = any(isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
-                    for module in model.modules())
-    torch.backends.cudnn.benchmark = (
-        convolves and not torch.are_deterministic_algorithms_enabled())
+    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled() and any(
+        isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
+        for module in model.modules())
 
 
 def autocast(device: torch.device, amp: str) -> torch.autocast:
@@ -62,8 +61,7 @@ def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequen
                   targets: Tensor) -> Tensor:
     """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
 
-    images: (B, 3, H, W). scales: the drop-path scales (branches, B), or nothing. targets: (B, K),
-    class probabilities.
+    images: (B, 3, H, W); targets: (B, K), probabilities; scales: drop-path's (branches, B), or none
     """
     return F.cross_entropy(forward(images, *scales).float(), targets)
 

@@ -180,9 +180,8 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
              "tflops_per_device": f"{{:.3g}} TFLOP/s/device{of_the_card}",
              "waiting": f"waiting {100 * row['waiting']:.0f} %", "peak_memory_gib": "{:.2f} GiB"}
     shown = {**row, "skipped_steps": row["skipped_steps"] or None}
-    return "  ".join([f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}",
-                      *(text.format(shown[key]) for key, text in texts.items()
-                        if shown[key] is not None)])
+    return "  ".join([f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", *(
+        text.format(shown[key]) for key, text in texts.items() if shown[key] is not None)])
 
 
 class ProgressBar:
