@@ -166,7 +166,7 @@ def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -
 def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str] | None,
              seed: int | None, set: list[str], epochs: list[int] | Literal["all"],
              weights: str | None) -> Iterator[Subject]:
-    """The models named, one by one; FigureError for options of --recipe with --run, or the reverse."""
+    """The models named, one by one; FigureError for options of --recipe with --run or reverse."""
     unused = {"--init": init, "--seed": seed is not None, "--set": set} if run else \
         {"--epochs": epochs, "--weights": weights}
     for option, given in unused.items():

@@ -70,7 +70,7 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
 
 def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
               blocks: Sequence[int], heads: Sequence[int] | None) -> None:
-    """Draw a row for each kind, model and block; a kind has one colour scale. heads: None for all."""
+    """Draw a row per kind, model and block; a kind has one colour scale. heads: None for all."""
     rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
     for subject in subjects:
         if not isinstance(model := subject.model, VITS):
