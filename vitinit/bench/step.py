@@ -143,7 +143,7 @@ def product(device: torch.device, amp: str) -> tuple[Callable[[], None], float]:
 
 
 def saved_bytes(model: Classifier, images: Tensor, amp: str) -> int:
-    """Bytes of storages that a forward pass on (B, 3, H, W) saves, without the model's own."""
+    """Bytes of storages that a forward pass on (B, 3, H, W) saves for backward, but the model's."""
     def storage(tensor: Tensor) -> int:              # fake tensors have one, but no address
         return tensor.untyped_storage()._cdata
 

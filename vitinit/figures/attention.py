@@ -47,7 +47,7 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     is the position embedding as it reaches queries and keys where the content is 0: after the
     block's own first norm, in a SimpleViT also weighted and read as the model does. Biases of
     queries and keys are left out, as in the papers; "softmax" includes the model's factor on the
-    logits. Raises FigureError for a "qk" of a SimpleViT whose queries and keys are parameters.
+    logits. Raises FigureError for a "qk" of a SimpleViT whose queries and keys are free parameters.
     """
     norm, attention = model.blocks[block].norm1, model.blocks[block].attn
     if kind == "qk":
