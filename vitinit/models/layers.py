@@ -96,10 +96,10 @@ def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
     return [block % depth for block in blocks]
 
 
-def run_blocks(blocks: nn.Sequential | Sequence[nn.Module], x: Tensor, chosen: Sequence[int],
+def run_blocks(blocks: nn.Sequential | Sequence[nn.Module], x: Tensor, numbers: Sequence[int],
                *arguments: Sequence | Tensor) -> tuple[Tensor, list[Tensor]]:
-    """x after all blocks, and after each of the `chosen`; argument i of each goes to block i."""
-    wanted = block_numbers(chosen, len(blocks))
+    """x after all blocks, and after each of the `numbers`; argument i of each goes to block i."""
+    wanted = block_numbers(numbers, len(blocks))
     after: dict[int, Tensor] = {}
     for number, block in enumerate(blocks):
         x = block(x, *[of_blocks[number] for of_blocks in arguments])
