@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from inspect import getfullargspec, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -132,6 +132,7 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
                 origin.refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
             table = table[parent]
         table[last] = change.value
+
     sections = {title: _checked(tables[title], title, origin,
                                 typing.get_type_hints(section, include_extras=True))
                 for title, section in SECTIONS.items()}
@@ -149,6 +150,7 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
                                if key in signature(function).parameters
                                or origin.of(f"init.options.{key}") != origin.source}
         init["options"] = _options("init", init["name"], function, init["options"], origin)
+
     recipe = Recipe(name=name, **{title: section(**sections[title])
                                   for title, section in SECTIONS.items()})
     for keys, expected in contradictions(recipe):
@@ -180,9 +182,12 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
 def _options(title: str, name: str, function: Callable[..., Any], options: Mapping[str, Any],
              origin: Origin) -> ReadOnly:
     """The options of the model or init `name`, which are keyword-only parameters of `function`."""
-    spec, hints = getfullargspec(function), typing.get_type_hints(function)
-    kinds = {key: hints[key] for key in spec.kwonlyargs if key not in NO_OPTIONS}
-    defaults = {key: value for key, value in (spec.kwonlydefaults or {}).items() if key in kinds}
+    hints = typing.get_type_hints(function)
+    parameters = [parameter for parameter in signature(function).parameters.values()
+                  if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS]
+    kinds = {parameter.name: hints[parameter.name] for parameter in parameters}
+    defaults = {parameter.name: parameter.default for parameter in parameters
+                if parameter.default is not parameter.empty}
     return ReadOnly(plain(_checked(options, f"{title}.options", origin, kinds, defaults,
                                    f" of {name}")))
 

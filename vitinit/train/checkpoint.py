@@ -157,7 +157,8 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
         if problem := fault(key, value):
             raise CheckpointError(f"{path}: {name} '{key}' is {problem}; expected a dense tensor "
                                   "of finite floating-point numbers of 16 to 64 bits")
-    return dict(zip(without_prefix(tensors)[1], tensors.values()))
+    _, names = without_prefix(tensors)
+    return dict(zip(names, tensors.values()))
 
 
 def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:

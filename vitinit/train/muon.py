@@ -97,6 +97,7 @@ class MuonWithAdamW(torch.optim.AdamW):
                                     (1.0 - share * (~skipped).double()).to(trained[0].dtype))
         if not shapes:
             return
+
         momenta, directions, batches = list[Tensor](), list[Tensor](), list[Tensor]()
         for together in shapes.values():
             gradients = torch.stack([gradient.flatten(1) for _, gradient, _ in together])
@@ -110,6 +111,7 @@ class MuonWithAdamW(torch.optim.AdamW):
             momenta += buffers
         torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
         torch._foreach_lerp_(directions, momenta, self.momentum)         # Nesterov's, into batches
+
         weights, updates, steps = list[Tensor](), list[Tensor](), list[float]()
         for together, batch in zip(shapes.values(), batches):
             half = batch.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)

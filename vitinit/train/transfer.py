@@ -16,8 +16,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..messages import shortened
-from ..models.layers import PREFIX_TOKENS
 from .checkpoint import CheckpointError
+
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
 # Tensors that no forward pass reads: the mask token and the decoder of masked pre-training (DINOv2,
 # iBOT, MAE), DINO's projections, and buffers of older Swin checkpoints that follow from the sizes.
