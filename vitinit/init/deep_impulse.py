@@ -140,8 +140,7 @@ def variance(tokens: Tensor) -> float:
 def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "lecun",
                  kernel_size: int = 3, target_mass: tuple[float, float] = (0.66, 0.025),
                  value_init: Literal["mimetic", "base"] = "mimetic",
-                 value_alpha: float = 0.4, value_beta: float = 0.4,
-                 constant_variance: float = 0.95,
+                 value_alpha: float = 0.4, value_beta: float = 0.4, constant_variance: float = 0.95,
                  patch_init: Literal["whitened", "base"] = "base",
                  images: Tensor | None = None) -> None:
     """Let every head of every block of a ViT attend to one neighbour, as a convolution does.
@@ -159,10 +158,9 @@ def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, ba
     | everything else                       | as `base` drew it                                   |
 
     kernel_size: heads go through its offsets in turn, on from block to block (9 for 3×3).
-    target_mass: the share of a head's attention among the patch tokens that lies on the head's
-        target, in the first block and in the last; in between, the logit changes linearly. A mass
-        below 1.25 times that of uniform attention is raised to it. Queries whose target is off the
-        grid attend to the opposite border.
+    target_mass: the share of a head's attention to patch tokens that lies on its target, in the
+        first block and in the last, at least 1.25 times that of uniform attention; in between, the
+        logit changes linearly. Off the grid, the target is at the opposite border.
     value_init, value_alpha, value_beta: as for `mimetic`.
     constant_variance: the share of the constants in the tokens' variance before the first block.
         The larger it is, the more evenly LayerNorm divides the tokens, and the less it holds what
@@ -211,8 +209,7 @@ def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, ba
             scale(vit, first, norm, x)
             written.add(norm)
 
-    def by_image(call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """Give it (n, P + N, D), though the blocks may have the tokens first."""
+    def by_image(call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:    # (n, P + N, D)
         return lambda x: call(vit.batch_first(x) if x.shape[1] == len(images) else x)
     norms = [block.norm for block in vit.blocks]
     run(vit.model, images, before={

@@ -27,10 +27,10 @@ Names = Mapping[str, str | tuple[str, ...]]
 STAGES = range(9)               # more than any Swin has
 
 
-def within(ours: str, theirs: str, names: Names) -> dict[str, str | tuple[str, ...]]:
-    """Entries whose names, ours and theirs, begin with these."""
-    return {f"{ours}.{name}": f"{theirs}.{other}" if isinstance(other, str) else
-            tuple(f"{theirs}.{part}" for part in other) for name, other in names.items()}
+def within(ours: str, prefix: str, names: Names) -> dict[str, str | tuple[str, ...]]:
+    """Entries whose names, ours and the others', begin with these."""
+    return {f"{ours}.{name}": f"{prefix}.{other}" if isinstance(other, str) else
+            tuple(f"{prefix}.{part}" for part in other) for name, other in names.items()}
 
 
 TORCHVISION_VIT: Names = {
@@ -48,8 +48,8 @@ TORCHVISION_VIT_PUBLISHED: Names = {**TORCHVISION_VIT, **within(
 TORCHVISION_SWIN: Names = {
     "patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2", "head.fc": "head",
     **{f"layers.{stage}.downsample": f"features.{2 * stage}" for stage in STAGES[1:]},
-    **{f"layers.{stage}.blocks.{{}}.{ours}": f"features.{2 * stage + 1}.{{}}.{theirs}"
-       for stage in STAGES for ours, theirs in {"norm1": "norm1", "attn": "attn", "norm2": "norm2",
+    **{f"layers.{stage}.blocks.{{}}.{ours}": f"features.{2 * stage + 1}.{{}}.{other}"
+       for stage in STAGES for ours, other in {"norm1": "norm1", "attn": "attn", "norm2": "norm2",
                                                 "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3"}.items()}}
 
 # Microsoft merges at the end of a stage, timm at the beginning of the next.

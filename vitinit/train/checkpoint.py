@@ -136,12 +136,11 @@ def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model") ->
 
     Without CONTAINERS it is taken for a bare state dict. Raises CheckpointError if there is none.
     """
-    found = state if name == "model" else next(
+    part = state if name == "model" else next(
         (state[key] for key in AVERAGES if isinstance(state.get(key), Mapping)), {})
     for _ in CONTAINERS:                             # one may contain another
-        found = next((found[key] for key in CONTAINERS if isinstance(found.get(key), Mapping)),
-                     found)
-    tensors = {key: value for key, value in found.items()
+        part = next((part[key] for key in CONTAINERS if isinstance(part.get(key), Mapping)), part)
+    tensors = {key: value for key, value in part.items()
                if not str(key).endswith("n_averaged")}       # torch's AveragedModel counts there
     if not tensors or not all(isinstance(key, str) and isinstance(value, Tensor)
                               for key, value in tensors.items()):

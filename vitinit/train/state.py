@@ -32,8 +32,8 @@ class Ema:
         self.decay, self.warmup = decay, warmup
         self.updates: int | Tensor = 0               # on the device where fp16 may skip updates
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for average, value in zip(*(one.state_dict(keep_vars=True).values()
-                                    for one in (self.model, model))):
+        for average, value in zip(*(module.state_dict(keep_vars=True).values()
+                                    for module in (self.model, model))):
             averages, values = kinds.setdefault(value.dtype, ([], []))
             averages.append(average)
             values.append(value)
@@ -127,34 +127,34 @@ class TrainState:
 
 def progress_of(stored: object, path: Path) -> Progress:
     """The progress that the checkpoint at `path` holds; CheckpointError if it is no run's."""
-    own = asdict(Progress())
-    known: Any = own | stored if isinstance(stored, dict) else stored        # of an older run
-    require_like(known, own, "progress", path)
+    expected = asdict(Progress())
+    known: Any = expected | stored if isinstance(stored, dict) else stored        # of an older run
+    require_like(known, expected, "progress", path)
     return Progress(**known)
 
 
-def require_like(stored: Any, own: Any, place: str, path: Path) -> None:
-    """Raise CheckpointError unless `stored` has the form of `own`, and values that a run has.
+def require_like(stored: Any, expected: Any, place: str, path: Path) -> None:
+    """Raise CheckpointError unless `stored` has the form of `expected`, and values that a run has.
 
     That is the same names, finite tensors of the same shapes and types, and numbers of the same
-    types, above 0 where those of `own` are, else at least 0; for None, a number or None.
+    types, above 0 where those of `expected` are, else at least 0; for None, a number or None.
     """
     problem = ""
-    if isinstance(own, Mapping):
+    if isinstance(expected, Mapping):
         if not isinstance(stored, Mapping):
             problem = f"a {type(stored).__name__}, expected a table"
-        elif odd := sorted(map(str, own.keys() ^ stored.keys())):
+        elif odd := sorted(map(str, expected.keys() ^ stored.keys())):
             problem = f"of another run, which differs in {shortened(odd)}"
-        for name, part in own.items() if not problem else ():
+        for name, part in expected.items() if not problem else ():
             require_like(stored[name], part, f"{place}.{name}", path)
-    elif isinstance(own, Tensor):
-        problem = fault(place, stored, like=own)
+    elif isinstance(expected, Tensor):
+        problem = fault(place, stored, like=expected)
         if not problem and place.endswith((".step", ".exp_avg_sq")) and stored.min() < 0:
             problem = "below 0"
-    elif not (own is None and stored is None) and not (
-            type(stored) is (float if own is None else type(own))
-            and (0 < stored if own else 0 <= stored) and stored < 2**63):
-        problem = f"{in_brief(repr(stored))}, expected a number {'>' if own else '≥'} 0"
+    elif not (expected is None and stored is None) and not (
+            type(stored) is (float if expected is None else type(expected))
+            and (0 < stored if expected else 0 <= stored) and stored < 2**63):
+        problem = f"{in_brief(repr(stored))}, expected a number {'>' if expected else '≥'} 0"
     if problem:
         other = "" if "finite" in problem else "is not of this run: "
         raise CheckpointError(f"{path}: {other}{place} is {problem}")
