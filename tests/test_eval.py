@@ -82,7 +82,7 @@ def write_images(root: Path, classes: list[str], seed: int) -> Path:
 
 def rows_of(eval_program, capsys, *arguments: object) -> list[dict]:
     """The JSON objects that eval.py prints."""
-    assert eval_program.main(list(map(str, arguments))) == 0
+    assert eval_program.main([*map(str, arguments), "--json", "-"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[:1] == "{"]
 
 
@@ -208,7 +208,8 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
     for seed in (0, 1):
         paths.append(str(tmp_path / f"{seed}.pth"))
         torch.save(tiny_vit(1000, seed).state_dict(), paths[-1])
-    assert eval_program.main([*paths, "--data", f"image_folder={root}", *as_recipe(1000)]) == 0
+    assert eval_program.main([*paths, "--data", f"image_folder={root}", *as_recipe(1000),
+                              "--json", "-"]) == 0
     printed = capsys.readouterr().out
     assert f"image_folder={root}: 7 of the 1000 classes of {paths[0]}; the others" in printed
     rows = [json.loads(line) for line in printed.splitlines()[-2:]]
@@ -270,7 +271,7 @@ def test_a_folder_of_classes_that_data_names_is_evaluated_whole(eval_program, on
                                                                  image_tree, capsys):
     """Where it is the recipe's own folder, it is not: it might be what was trained on."""
     given = ["--data", f"image_folder={image_tree / 'train'}"]
-    assert eval_program.main([str(one_epoch_run), *given]) == 0
+    assert eval_program.main([str(one_epoch_run), *given, "--json", "-"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == f"{image_tree / 'train'}: no splits in it, so that all 51 images are evaluated"
     row, = rows_of(eval_program, capsys, one_epoch_run, "--train-images")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from unittest.mock import Mock
 
 import pytest
 import torch
 from forks import in_two_processes
+from lost_output import LOST, lost_stream
 from same_run import assert_identical, assert_same_run, checkpoint as left_in, family_run, rows_of
 
 from vitinit import run
@@ -24,16 +26,30 @@ from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
 
 
-def signalling(function: Callable, call: int, number: int) -> Callable:
+def signalling(function: Callable, call: int, number: int, before: Callable = bool) -> Callable:
     """Wrap `function` so that call number `call`, from 1, sends this process the signal."""
     calls = []
 
     def signalled(*arguments, **keywords):
         calls.append(None)
         if len(calls) == call:
+            before()
             os.kill(os.getpid(), number)
         return function(*arguments, **keywords)
     return signalled
+
+
+@contextlib.contextmanager
+def closing_terminal(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Let this process print to a terminal; yields what closes it."""
+    screen, terminal = os.openpty()
+    os.set_blocking(terminal, False)                 # nobody reads
+    with open(terminal, "w") as stream:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, stream)
+        yield lambda: os.close(screen)
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 # One after the other in the same run: the function in whose call of this number, from when the run
@@ -53,18 +69,23 @@ PHASES = {
 }
 
 
+@pytest.mark.parametrize("terminal", ["stays", "closes"])
 def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(
-        train_program, small_run, straight, tmp_path, monkeypatch, capsys):
-    """Equal to the bit to a run without. Each phase has one of the signals, each signal a phase."""
+        train_program, small_run, straight, tmp_path, monkeypatch, capsys, terminal):
+    """Equal to the bit to a run without. Each phase has one of the signals, each signal a phase; if
+    a terminal closes, nothing can be printed from then on."""
     folder, two_epochs = tmp_path / "run", dict(schedule__epochs="2", checkpoint__every_steps="5")
     command, uncut = small_run(folder, **two_epochs), straight(**two_epochs)
     for (phase, (place, name, call, step)), number in zip(PHASES.items(), cycle(STOP_SIGNALS)):
         place = train_program if place == "train_program" else place
         threads = threading.enumerate()
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, signalling(getattr(place, name), call, number))
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+            before = (stack.enter_context(closing_terminal(patch)) if terminal == "closes" else
+                      bool)
+            patch.setattr(place, name, signalling(getattr(place, name), call, number, before))
             assert train_program.main(command) == 128 + number, phase
-        assert f"stopped by signal {int(number)} after step {step};" in capsys.readouterr().out
+        assert terminal == "closes" or (f"stopped by signal {int(number)} after step {step};"
+                                        in capsys.readouterr().out), phase
         assert threading.enumerate() == threads, phase
         assert left_in(folder)["step"] == step, phase
         command = ["--resume", str(folder)]
@@ -124,15 +145,29 @@ def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, 
             f"{key}=2 where it takes 4 images now\n")
 
 
+@pytest.mark.parametrize("kind", LOST)
+def test_a_run_of_which_nothing_can_be_printed_is_the_same(train_program, small_run, straight,
+                                                           tmp_path, monkeypatch, kind):
+    uncut = straight(schedule__epochs="1")
+    with lost_stream(kind) as stream:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, stream)
+        assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1")) == 0
+        monkeypatch.undo()
+    assert_same_run(uncut, tmp_path / "run")
+
+
 # Two processes -----------------------------------------------------------------------------------
 
 
-def trained(arguments: list[str], stops: bool = False) -> int:
+def trained(arguments: list[str], stops: bool = False, kind: str = "") -> int:
     """Run in each of two processes: train.py; the second one has five batches of evaluation, and
-    where it `stops` a signal comes in the second of them."""
+    where it `stops` a signal comes in the second of them. kind: of a stream that takes nothing."""
     if stops and os.environ["RANK"] == "1":
         augment.ToDevice.__call__ = signalling(augment.ToDevice.__call__, 2, signal.SIGTERM)
-    return run.main(arguments)
+    with lost_stream(kind) if kind else contextlib.nullcontext(sys.stdout) as stream, (
+            contextlib.redirect_stdout(stream)), contextlib.redirect_stderr(stream):
+        return run.main(arguments)
 
 
 def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image_tree, tmp_path,
@@ -145,7 +180,7 @@ def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image
     for ended in in_two_processes(trained, tmp_path, arguments):
         assert ended.result == 0, ended.err
     row = json.loads((folder / "metrics.jsonl").read_text())
-    assert eval_program.main([str(folder)]) == 0
+    assert eval_program.main([str(folder), "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["model"]["loss"] == pytest.approx(row["val_loss"], rel=1e-5)
 
@@ -163,7 +198,7 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
          str(repository / "train.py"), *small_run(two, data__workers="1", **epochs)],
         capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert "12 = 2 process(es) × 3 micro-batch(es) × 2 images" in result.stdout
+    assert "12 = 2 processes × 3 micro-batches × 2 images" in result.stdout
     (ours, rows), (theirs, their_rows) = (
         (left_in(folder), rows_of(folder)) for folder in (one, two))
     for name, value in ours["model"].items():
@@ -175,7 +210,7 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
 
     # The two validated every image once, although 21 is not divisible by two.
     capsys.readouterr()
-    assert eval_program.main([str(two)]) == 0
+    assert eval_program.main([str(two), "--json", "-"]) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert alone["model"]["top1"] == pytest.approx(their_rows[-1]["val_top1"])
     assert alone["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
@@ -184,7 +219,8 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
     assert main.result == other.result == 128 + signal.SIGTERM
     assert f"stopped by signal {signal.SIGTERM:d} after step 4" in main.out
     assert (main.err, other.out, other.err) == ("", "", "")
-    for ended in in_two_processes(trained, tmp_path / "then", ["--resume", str(stopped)]):
+    for ended in in_two_processes(trained, tmp_path / "then", ["--resume", str(stopped)], False,
+                                  "terminal"):
         assert ended.result == 0, ended.err
     assert_identical(left_in(two) | {"recipe": None}, left_in(stopped) | {"recipe": None})
     assert_identical(their_rows, rows_of(stopped))

@@ -30,7 +30,7 @@ def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, trai
     assert train_program.main([*train[2:], "--set", "schedule.epochs=1"]) == 0
     last = json.loads((tmp_path / "runs/quickstart-impulse-s0/metrics.jsonl").read_text())
     evaluate = next(words for words in commands if "eval.py" in words)
-    assert eval_program.main(evaluate[2:]) == 0
+    assert eval_program.main([*evaluate[2:], "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["model"]["top1"] == last["val_top1"] and found["model"]["images"] == 211
     assert found["ema"]["top1"] == last["ema_top1"]

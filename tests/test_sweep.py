@@ -217,7 +217,7 @@ def programs(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "TRAIN", ["-c", "import os, signal, sys\nexec(sys.argv[1])\n"])
 
     def run(codes: dict[str, str], *environments: dict[str, str]) -> tuple[dict[str, str], int]:
-        runs = [sweep.PlannedRun(tmp_path / name, [code], "new") for name, code in codes.items()]
+        runs = [sweep.PlannedRun(tmp_path / name, [code], "new", 3) for name, code in codes.items()]
         failures, stopped_by = sweep.do_runs(runs, 1, environments)
         return {folder.name: error for folder, error in failures.items()}, stopped_by
     return run

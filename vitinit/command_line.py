@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .files import FileError, require_no_input, require_replaceable
-from .messages import OneLineError, environment_rank, in_brief, nearest, one_line
+from .messages import OneLineError, environment_rank, in_brief, nearest, one_line, say
 from .recipe.files import RecipeError
 from .train.device import ran_out_of_memory
 from .train.distributed import LostProcess
 from .train.interruption import Interrupted
 from .values import Bounds, accepted_values, convert
+
+STDOUT = Path("-")              # the name of the standard output among files
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +45,8 @@ class Parser(argparse.ArgumentParser):
         inputs = [path for action in self._actions if action.dest not in outputs
                   and not action.choices for path in paths_in(getattr(parsed, action.dest, None))]
         for name, output in outputs.items():
-            path = getattr(parsed, name)
+            if (path := getattr(parsed, name)) == STDOUT and output.prints:
+                continue
             try:
                 if output.suffixes:
                     require_replaceable(path, *output.suffixes)
@@ -95,11 +98,12 @@ def one_of(words: Collection[str]) -> Callable[[str], str]:
 class Output:
     """A `type` for add_argument: a path to write to, where `Parser` keeps every other file safe.
     suffixes: how the file's name may end; without them the program says what may be there. grows:
-    whether the file may replace an input, all of which it then contains.
+    whether the file may replace an input, all of which it then contains. prints: whether it may be
+    STDOUT.
     """
 
-    def __init__(self, *suffixes: str, grows: bool = False) -> None:
-        self.suffixes, self.grows = suffixes, grows
+    def __init__(self, *suffixes: str, grows: bool = False, prints: bool = False) -> None:
+        self.suffixes, self.grows, self.prints = suffixes, grows, prints
 
     def __call__(self, text: str) -> Path:
         return Path(text)
@@ -146,7 +150,7 @@ def complain(program: str, error: object) -> None:
     """
     line = f"{program}: {one_line(error)}"
     if environment_rank() == 0 or getattr(error, "of_one_process", False):
-        print(line, file=sys.stderr, flush=True)
+        say(line, sys.stderr)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")           # set by torchrun
     if report and not isinstance(error, LostProcess):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)            # to end with our status, not by it
@@ -173,12 +177,25 @@ def run_program(name: str, program: Callable[[], int | None]) -> int:
         complain(name, error)
         return error.status
     except BrokenPipeError:                          # the reader of our output has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13                              # SIGPIPE, which Windows has not
     except OSError as error:
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         complain(name, f"{place}{error.strerror or in_brief(error)}")
         return 2
+    finally:
+        drop_unwritten()
+
+
+def drop_unwritten() -> None:
+    """Send to nowhere what the standard streams have not taken, or Python would end with an error.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):         # None, or closed
+            pass
 
 
 @contextmanager

@@ -12,7 +12,7 @@ moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own
 the model, unless it is a folder of transformers with its config.json; a line says what is assumed
 that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
 recipe. A single result is printed as a line, several as a table. One JSON object per checkpoint and
-data set follows, or is written to the FILE of --json.
+data set is written to the FILE of --json, or printed after them by --json -.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .data.images import DataError
 from .data.loader import start_fork_server
 from .data.pipeline import EvaluationBatches
 from .data.sources import Source, class_indices
-from .messages import nearest
+from .messages import ProgressBar, nearest, say
 from .recipe.files import RecipeError, overrides
 from .runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
 from .runs.model import compiled
@@ -42,7 +42,6 @@ from .train.device import memory_for
 from .train.distributed import Processes
 from .train.engine import evaluate, set_precision
 from .train.interruption import StopRequest
-from .train.metrics import ProgressBar
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
@@ -71,8 +70,8 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "eval.py"
                         help="evaluate on the images that each was trained on; with --data, too")
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     add_options(parser, EVALUATION_KEYS)
-    parser.add_argument("--json", type=Output(".json", ".jsonl"), metavar="FILE",
-                        help="write the JSON to this file")
+    parser.add_argument("--json", type=Output(".json", ".jsonl", prints=True), metavar="FILE",
+                        help="write the results as JSON to this file; -: to the terminal")
     parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
     args = parser.parse_args(arguments)
     if args.data and args.data_dir is not None and not args.train_images:
@@ -89,8 +88,8 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
             download(name, eval_set.root)
     with processes.together():
         source = eval_set.open()
-    if source.left_out and processes.is_main:
-        print(source.left_out, flush=True)
+    if source.left_out:
+        processes.say(source.left_out)
     return source
 
 
@@ -135,12 +134,13 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
             if (eval_set, number) in columns:
                 batches, engine = batches_of(source, saved, made, processes), saved.recipe.engine
                 set_precision(engine.tf32)
-                with (ProgressBar(f"validate {eval_set.name}", len(batches),
-                                  shown=processes.is_main) as bar,
+                with (ProgressBar(f"validate {eval_set.name}", len(batches), items=batches,
+                                  shown=processes.is_main,
+                                  scale=batches.batch_size * processes.world_size) as bar,
                       memory_for("eval.batch_size", batches.batch_size, processes.rank)):
                     on_device = [model.to(processes.device).to(memory_format=batches.prepare.format)
                                  for model in models[number].values()]
-                    results = evaluate(on_device, bar.over(batches), amp=engine.amp, stop=stop,
+                    results = evaluate(on_device, bar, amp=engine.amp, stop=stop,
                                        num_classes=len(source.classes), processes=processes,
                                        columns=columns[eval_set, number])
                 for model in on_device:
@@ -157,7 +157,7 @@ def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
     with processes.together():
         models = {name: saved.model(name) for name in saved.weights}
     if processes.is_main and not saved.brings_recipe:
-        print(f"{saved.path}: {saved.assumptions()}", file=sys.stderr, flush=True)
+        say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
     if not saved.recipe.engine.compile:
         return models
     return {name: compiled(model) for name, model in models.items()}

@@ -1,17 +1,28 @@
-"""Messages of one line, which the names, paths and errors that they quote cannot break."""
+"""What is said to the user: lines that no quoted name, path or error can break, and progress bars.
+
+Output never ends a run: `say`, `warn` and the bars lose what a closed terminal, a full disk or a
+closed pipe does not take, and nothing else.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import cast
+from contextlib import contextmanager, suppress
+from typing import TextIO, cast
+
+from tqdm.auto import tqdm
+from tqdm.std import tqdm as console_tqdm
+from tqdm.utils import ObjectWrapper
 
 LONGEST = 1000                  # most characters of a message, with everything that it quotes
 IN_BRIEF = 120                  # most characters quoted from the error of another library
+LOG_SECONDS = 30.0              # between two lines about progress where there is no terminal
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}, {rate_fmt}"
 
 
 class OneLineError(ValueError):
@@ -59,10 +70,75 @@ def environment_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and its noun: "1 epoch", "2 epochs", "3 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "tch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+class LossyStream(ObjectWrapper):
+    """A stream to which writing never fails."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):          # ValueError: closed, or not in its encoding
+            self._wrapped.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._wrapped.flush()
+
+    def __eq__(self, other: object) -> bool:
+        return self._wrapped == getattr(other, "_wrapped", other)
+
+
+class LogStream:
+    """What tqdm writes to where there is no terminal; its lines are said."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip():
+            say(text)
+
+    def flush(self) -> None:
+        """Every line is flushed when it is said."""
+
+
+class ProgressBar(tqdm):
+    """tqdm's bar for a loop: on a terminal one line, cut to its width, which goes away with the
+    bar; in a notebook a widget; elsewhere a plain line every LOG_SECONDS.
+    """
+
+    monitor_interval = 0                             # no thread, which a fork would tear apart
+
+    def __init__(self, what: str, total: int, *, items: Iterable | None = None, initial: int = 0,
+                 shown: bool = True, unit: str = "img", scale: int = 1) -> None:
+        """Show a bar after the words `what` for `total` items, of which `initial` are done already.
+        items: to iterate over. unit, scale: the rate is in `unit`s, of which an item is `scale`.
+        """
+        notebook = tqdm.status_printer is not console_tqdm.status_printer
+        terminal = notebook or bool(sys.stderr) and not sys.stderr.closed and sys.stderr.isatty()
+        self.terminal = terminal
+        seconds = 0.1 if terminal else LOG_SECONDS
+        super().__init__(items, desc=what, total=total, initial=initial, disable=not shown,
+                         unit=f" {unit}", unit_scale=scale if scale > 1 else False, leave=False,
+                         file=LossyStream(sys.stderr) if terminal else LogStream(),
+                         dynamic_ncols=terminal, mininterval=seconds, delay=seconds, miniters=1,
+                         bar_format=BAR if terminal else BAR.replace("|{bar}|", ","))
+
+
+ProgressBar.set_lock(threading.RLock())              # tqdm's own is one of processes, in /dev/shm
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line at once, on standard output if nothing else is given, above any bar."""
+    stream = stream or sys.stdout
+    with suppress(OSError, ValueError), ProgressBar.external_write_mode(stream):
+        print(line, file=stream, flush=True)
+
+
 def warn(line: str) -> None:
     """Print a warning on standard error, by the main process alone."""
     if environment_rank() == 0:
-        print(one_line(f"warning {line}"), file=sys.stderr, flush=True)
+        say(one_line(f"warning {line}"), sys.stderr)
 
 
 def shortened(names: Sequence[str], limit: int = 5) -> str:

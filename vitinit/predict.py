@@ -28,16 +28,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .command_line import Output, Parser, add_run, integer, run_arguments, run_program
+from .command_line import STDOUT, Output, Parser, add_run, integer, run_arguments, run_program
 from .data.folders import images_in
 from .data.images import DataError, dark_in_16_bits
 from .figures.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
 from .files import write_text_atomically
-from .messages import in_brief, one_line
+from .messages import ProgressBar, in_brief, one_line, say
 from .mixing import block_grids, mixing_matrices
 from .runs.trained import BATCH, VIEW_KEYS, Trained, load
 from .train.device import this_device
-from .train.metrics import ProgressBar
 
 SHEET = 60                      # most images on a contact sheet; of more, every k-th
 UNKNOWN = "0.35"                # a grey, where the true class is not known
@@ -79,7 +78,7 @@ def images_of(arguments: Sequence[str]) -> list[str]:
             raise DataError(f"{argument}: no such file or folder")
         files, line = images_in(argument) if os.path.isdir(argument) else ([argument], "")
         if line:
-            print(f"vitinit.predict: {line}", file=sys.stderr, flush=True)
+            say(f"vitinit.predict: {line}", sys.stderr)
         paths += files
     return paths
 
@@ -195,26 +194,31 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
     tiles: list[Tile] = []
-    with ProgressBar("predict", len(paths), shown=sys.stderr.isatty()) as bar:
-        for guess, view in bar.over(classify(trained, paths, top=args.top)):
+    with ProgressBar("predict", len(paths), items=classify(trained, paths, top=args.top),
+                     shown=sys.stderr.isatty()) as bar:
+        for guess, view in bar:
             if view is None:
-                print(f"vitinit.predict: {guess.problem}", file=sys.stderr, flush=True)
+                say(f"vitinit.predict: {guess.problem}", sys.stderr)
             else:
                 words = (f"{name} {100 * share:.1f} %" for name, share in guess.ranked)
-                print(one_line("  ".join([guess.path, *words]), longest=2**20))
+                bar.write(one_line("  ".join([guess.path, *words]), longest=2**20))
                 if args.sheet is not None and len(guesses) in on_sheet:
                     heat = attended(trained, view) if args.attention else None
                     tiles.append(Tile(guess, view, heat))
             guesses.append(guess)
     if last_line := share_right(guesses):
         print(last_line, flush=True)
-    if args.json is not None:
-        write_text_atomically("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
+    text = "".join(f"{guess.as_json()}\n" for guess in guesses)
+    if args.json == STDOUT:
+        print(text, end="", flush=True)
+    elif args.json is not None:
+        write_text_atomically(text, args.json)
     if args.sheet is not None:
         draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                    f"{len(paths):,} images{last_line and ': '}{last_line}")
     for file in filter(None, (args.json, args.sheet)):
-        print(f"wrote {file}")
+        if file != STDOUT:
+            print(f"wrote {file}")
     return int(any(guess.problem for guess in guesses))
 
 
@@ -223,8 +227,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
-    parser.add_argument("--json", type=Output(".json", ".jsonl"), metavar="FILE",
-                        help="write one JSON object per image and line")
+    parser.add_argument("--json", type=Output(".json", ".jsonl", prints=True), metavar="FILE",
+                        help="write one JSON object per image and line; -: to the terminal")
     parser.add_argument("--sheet", type=Output(".png"), metavar="FILE.png",
                         help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
     parser.add_argument("--attention", action="store_true",
@@ -244,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
             require_attention(trained)
         paths = images_of(args.images)
         if caution := dark_in_16_bits(paths[:BATCH]):
-            print(f"vitinit.predict: warning {caution}", file=sys.stderr, flush=True)
+            say(f"vitinit.predict: warning {caution}", sys.stderr)
         return predict(trained, paths, args)
     return run_program("vitinit.predict", program)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,19 +26,19 @@ from .data.sources import file_sizes, fingerprint, folder_of
 from .files import write_text_atomically
 from .init import INITS
 from .keys import Stream, keyed_generator
+from .messages import ProgressBar, counted
 from .models.layers import Classifier, draw_drop_path
 from .recipe.files import RecipeError, overrides as recipe_changes
 from .runs.data import open_data, read_images
 from .runs.model import initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
-from .runs.summary import cautions, rehearsal, summary
+from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
 from .train.device import describe_device, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, read_losses, set_precision, train_epochs,
                            tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
-from .train.metrics import (Diverged, Evaluation, ProgressBar, StepRow, epoch_line, metrics_row,
-                            training_flops)
+from .train.metrics import Diverged, Evaluation, StepRow, epoch_line, metrics_row, training_flops
 from .train.optim import learning_rate, set_learning_rate
 
 
@@ -55,7 +56,7 @@ class Run:
     def __init__(self, recipe: str | os.PathLike | None = None, *, init: str | None = None,
                  seed: int | None = None, data_dir: str | os.PathLike | None = None,
                  out_dir: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
-                 overrides: Mapping[str, Any] | Sequence[str] = ()) -> None:
+                 overrides: Mapping[str, Any] | Sequence[str] = (), verbose: bool = False) -> None:
         """State which run is meant.
 
         Args:
@@ -65,12 +66,14 @@ class Run:
             resume: the folder of a run to go on with; "auto": the one in `out_dir`, if any.
             overrides: values for keys of the recipe, such as {"schedule.epochs": 3}, or a list of
                 texts such as "schedule.epochs=3".
+            verbose: print all of what start.txt in the folder will say, not only the most of it.
 
         Raises RecipeError for what cannot be a key.
         """
         changes = recipe_changes(init=init, seed=seed, sets=overrides,
                                  data_dir=None if data_dir is None else os.fspath(data_dir))
         self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
+        self.verbose = verbose
         self.command: list[str] | None = None        # that started it, if one did
         self.objective: Callable[..., Tensor] = cross_entropy
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective
@@ -106,6 +109,7 @@ class Run:
             if read and read_images(self.recipe, self.data, self.processes):
                 return False
             self._start_state(choice)
+            self._say_start("by --verbose")
             self.processes.say(rehearsal(self.recipe, self.data, self.state, self.teacher))
         return True
 
@@ -149,7 +153,7 @@ class Run:
         return facts
 
     def _start_state(self, choice: Choice) -> None:
-        """Build the model, from its init or from what is saved, and its optimiser; print it all."""
+        """Build the model, from its init or from what is saved, and its optimiser."""
         recipe, data = self.recipe, self.data
         self.state, notes = initial_state(recipe, self.processes, data.train_set, choice.saved,
                                           self.folder.read_from)
@@ -160,14 +164,20 @@ class Run:
         set_precision(recipe.engine.tf32)
         tune_convolutions(self.state.model)
         notes += [f"teacher {self.teacher}"] if self.teacher else []
-        self.processes.say(summary(recipe, data, self.state.model, notes, self.state.optimizer,
-                                   self.learning_rate, self.processes))
-        for caution in cautions(recipe, data):
-            self.processes.say(f"warning {caution}")
+        self.start = summary(recipe, data, self.state.model, notes, self.state.optimizer,
+                             self.learning_rate, self.processes)
+        self.start.append(f"run     {self.folder.path}" + (
+            f", resumed at step {step:,}" if choice.saved else ""))
+        self.start += [f"warning {line}" for line in cautions(recipe, data, self.processes.device)]
+
+    def _say_start(self, elsewhere: str) -> None:
+        """Print what a terminal shows of the start. elsewhere: where all of it is."""
+        for line in self.start if self.verbose else at_a_glance(self.start, elsewhere):
+            self.processes.say(line)
 
     def _set_up_folder(self, lock: RunLock, facts: Mapping[str, Any], *, resumed: bool,
                        starts_again: bool) -> None:
-        """Lock the folder, write what it holds before the first step, and say where it is. In a
+        """Lock the folder, write what it holds before the first step, and say what starts. In a
         resumed run, what is newer than its checkpoint is removed. starts_again: a new run may find
         recipe.toml and run.json there. Raises CheckpointError if the folder cannot be used.
         """
@@ -187,8 +197,8 @@ class Run:
                 folder.record_start(self.recipe.name, self.request.as_dict(), self.command,
                                     processes=processes.world_size, data=facts,
                                     device=describe_device(processes.device))
-        processes.say(f"run     {folder.path}"
-                      + (f", resumed at step {progress.step:,}" if resumed else ""))
+                write_text_atomically("\n".join([*self.start, ""]), folder.start)
+        self._say_start(f"in {folder.start}")
 
     def _train(self, stop: StopRequest) -> None:
         """Train, evaluate and save until the run ends or is stopped."""
@@ -219,9 +229,11 @@ class Run:
         finally:
             del self.forward, self.measured          # which hold the group of the processes
         best = "none" if progress.best is None else f"{progress.best:.2f}"
-        processes.say(f"done    {self.epochs} epochs, best {recipe.checkpoint.best_by} {best}, "
-                      f"peak memory {peak_gib(processes.device):.2f} GiB; everything is in "
-                      f"{self.folder.path}")
+        path = shlex.quote(str(self.folder.path))
+        processes.say(f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
+                      f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
+                      f"next    python -m vitinit.figures report {path}\n"
+                      f"        python -m vitinit.predict {path} photo.jpg")
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0."""
@@ -279,9 +291,10 @@ class Run:
         """Evaluate the model and, if there is one, its moving average."""
         batches, recipe, processes = self.data.val_batches, self.recipe, self.processes
         processes.share(*self.measured)
-        with (ProgressBar("validate", len(batches), shown=processes.is_main) as bar,
+        with (ProgressBar("validate", len(batches), items=batches, shown=processes.is_main,
+                          scale=batches.batch_size * processes.world_size) as bar,
               memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
-            return evaluate(self.measured, bar.over(batches), amp=self.amp, processes=processes,
+            return evaluate(self.measured, bar, amp=self.amp, processes=processes,
                             num_classes=recipe.data.num_classes, stop=self.stop)
 
 
@@ -306,6 +319,8 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
                         help="with --dry-run: decode all images, and list those that cannot be")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe; may be repeated")
+    parser.add_argument("--verbose", action="store_true",
+                        help="print all that the run's start.txt will say")
     args = parser.parse_args(arguments)
     if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
@@ -321,7 +336,8 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
     def program() -> int:
         args = parse_arguments(arguments, name)
         run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
-                  out_dir=args.out_dir, resume=args.resume, overrides=args.set)
+                  out_dir=args.out_dir, resume=args.resume, overrides=args.set,
+                  verbose=args.verbose)
         run.command = [name, *(sys.argv[1:] if arguments is None else arguments)]
         if args.dry_run:
             return 0 if run.rehearse(read=args.read_images) else 1

@@ -28,12 +28,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .command_line import Parser, integer, run_program
+from .files import FileError
+from .messages import ProgressBar, counted, say
 from .recipe.files import RecipeError, load_recipe, overrides
 from .runs.folder import RunFolder
 from .runs.records import read_run, read_runs
@@ -52,6 +55,7 @@ class PlannedRun(NamedTuple):
     folder: Path
     arguments: list[str]        # of the training program
     state: str                  # how much of it is done already, in words
+    epochs: int                 # in all
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -132,7 +136,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
     elif task_in(run, recipe) == DONE:    # its checkpoints may be deleted
         state = "done"
-    return PlannedRun(folder, arguments, state)
+    return PlannedRun(folder, arguments, state, epochs)
 
 
 def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, str]]:
@@ -174,62 +178,92 @@ def last_line(log: Path | None, beginning: str) -> str:
     return next((line for line in reversed(lines) if line.startswith(beginning)), "")
 
 
+class Job(NamedTuple):
+    """A run that is being done."""
+
+    run: PlannedRun
+    process: subprocess.Popen
+    share: dict[str, str]       # its part of the machine, as environment variables
+    log: Path | None            # what it prints to; None: the terminal
+    bar: ProgressBar            # of its epochs, below that of all runs
+
+    def advance(self) -> None:
+        """Show how many epochs are done."""
+        if not self.bar.disable:
+            with suppress(FileError):                # a line that is being written
+                self.bar.n = len(RunFolder(self.run.folder).metrics.rows())
+            self.bar.refresh()
+
+
 def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, str]]
             ) -> tuple[dict[Path, str], int]:
     """Do the runs, as many at a time as there are `shares`; a signal is passed on to all. Returns
     folder → error of each run that failed by itself, and the signal that stopped all, or 0.
     """
-    waiting, free, passed_on = list(runs), list(shares), False
-    running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None]] = {}
+    waiting, free, passed_on, several = list(runs), list(shares), False, len(shares) > 1
+    jobs: list[Job] = []
     failures: dict[Path, str] = {}
 
     def pass_on(number: int) -> None:                # every version of torchrun handles these two
-        for process in running:
-            process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        for job in jobs:
+            job.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    with StopRequest(second=lambda: pass_on(signal.SIGINT)) as stop:
+    with (StopRequest(second=lambda: pass_on(signal.SIGINT)) as stop,
+          ProgressBar("sweep", len(runs), unit="runs", shown=several) as bar):
         try:
-            while running or waiting and not stop.number:
+            while jobs or waiting and not stop.number:
                 while waiting and free and not stop.number:
-                    run, share, log = waiting.pop(0), free.pop(0), None
-                    if len(shares) > 1:
-                        log = run.folder.parent / "logs" / f"{run.folder.name}.log"
-                    print(f"\nrun     {run.folder}, {len(waiting)} to follow", flush=True)
-                    running[start(run, nproc, share, log)] = run, share, log
+                    run, share = waiting.pop(0), free.pop(0)
+                    log = (run.folder.parent / "logs" / f"{run.folder.name}.log" if several else
+                           None)
+                    say(f"\nrun     {run.folder}, {len(waiting)} to follow")
+                    jobs.append(Job(run, start(run, nproc, share, log), share, log, ProgressBar(
+                        run.folder.name, run.epochs, unit="epochs",
+                        shown=several and bar.terminal)))
                 if stop.number and not passed_on:
                     pass_on(stop.number)
                     passed_on = True
                 time.sleep(LOOK_EVERY)
-                for process in [job for job in running if job.poll() is not None]:
-                    run, share, log = running.pop(process)
-                    free.append(share)
-                    if line := last_line(log, "epoch "):
-                        print(f"{run.folder.name}  {line}", flush=True)
-                    if process.returncode and not stop.number:
-                        place = f", see {log}" if log else ""
-                        failures[run.folder] = last_line(log, "vitinit.train: ") or (
-                            f"ended with status {process.returncode}{place}")
+                for job in list(jobs):
+                    job.advance()
+                    if job.process.poll() is not None:
+                        finish(job, failures, stopped=bool(stop.number))
+                        jobs.remove(job)
+                        free.append(job.share)
+                        bar.update()
         finally:
-            for process in running:                  # after an error of this program's own
-                process.terminate()
+            for job in jobs:                         # after an error of this program's own
+                job.process.terminate()
     return failures, stop.number
+
+
+def finish(job: Job, failures: dict[Path, str], *, stopped: bool) -> None:
+    """Say how a run that has ended went; add to `failures` why, unless it was stopped."""
+    job.bar.close()
+    name, log = job.run.folder.name, job.log
+    if line := last_line(log, "epoch "):
+        say(f"{name}  {line}")
+    if job.process.returncode and not stopped:
+        place = f", see {log}" if log else ""
+        failures[job.run.folder] = last_line(log, "vitinit.train: ") or (
+            f"ended with status {job.process.returncode}{place}")
 
 
 def sweep(args: argparse.Namespace) -> int:
     """Print the plan, do its runs, compare them; return the exit status."""
     shares = share_machine(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)[args.only]
-    print(f"plan    {len(runs)} runs, {sum(run.state == 'done' for run in runs)} of them done"
-          + (f"; {args.jobs} at a time, the first with {shares[0]}" if args.jobs > 1 else ""))
+    say(f"plan    {counted(len(runs), 'run')}, {sum(run.state == 'done' for run in runs)} of them "
+        "done" + (f"; {args.jobs} at a time, the first with {shares[0]}" if args.jobs > 1 else ""))
     for run in runs:
-        print(f"        {run.folder}: {run.state}")
+        say(f"        {run.folder}: {run.state}")
     if args.dry_run:
         return 0
     failures, stopped_by = do_runs([run for run in runs if run.state != "done"], args.nproc, shares)
     for folder, error in failures.items():
-        print(f"vitinit.sweep: {folder} failed: {error}", file=sys.stderr)
+        say(f"vitinit.sweep: {folder} failed: {error}", sys.stderr)
     if stopped_by:
-        print(f"stopped by signal {stopped_by}; the same command goes on")
+        say(f"stopped by signal {stopped_by}; the same command goes on")
         return 128 + stopped_by
     if len(failures) < len(runs):
         done = read_runs([run.folder for run in runs if run.folder not in failures])

@@ -87,7 +87,7 @@ def test_a_run_is_evaluated_as_it_measured_itself(device, train_program, eval_pr
     assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1")) == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     capsys.readouterr()
-    assert eval_program.main([str(tmp_path / "run")]) == 0
+    assert eval_program.main([str(tmp_path / "run"), "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["model"]["top1"], found["ema"]["top1"]) == (row["val_top1"], row["ema_top1"])
 

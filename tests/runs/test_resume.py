@@ -90,7 +90,7 @@ def test_what_belongs_to_the_machine_may_change_and_stays_changed(train_program,
             "engine.compile=false"]
     assert train_program.main(["--resume", str(folder), "--data-dir", str(moved),
                                *(word for text in sets for word in ("--set", text))]) == 0
-    assert "12 = 1 process(es) × 6 micro-batch(es) × 2 images" in capsys.readouterr().out
+    assert "12 = 1 process × 6 micro-batches × 2 images" in capsys.readouterr().out
     recipe = torch.load(folder / "last.pt")["recipe"]
     assert recipe["data"]["root"] == str(moved)
     for text in sets:
@@ -286,7 +286,7 @@ def test_rows_that_were_lost_are_said_also_of_a_finished_run(train_program, stra
     printed = capsys.readouterr()
     assert printed.err == (f"warning {folder / 'metrics.jsonl'}: has 0 of the 1 epochs that the "
                            "checkpoint counts as done; the others are lost\n")
-    assert "done    1 epochs" in printed.out
+    assert "done    1 epoch," in printed.out
 
 
 def test_every_program_reads_the_previous_checkpoint_if_the_last_is_missing_or_damaged(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.summary import cautions, faster_amp
+from vitinit.runs.summary import at_a_glance, cautions, faster_amp
 from vitinit.train import metrics
 from vitinit.train.device import MATRIX_RATES, matrix_rate
 from vitinit.train.distributed import Processes
@@ -17,16 +17,18 @@ from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, met
 
 def test_few_updates_from_scratch_are_a_warning():
     """Four steps per epoch; it ends at 2000. Trained weights and the drawn shapes need fewer."""
-    data = SimpleNamespace(train_set=None, train_batches=SimpleNamespace(steps_per_epoch=4),
+    nothing = SimpleNamespace(left_out="")
+    data = SimpleNamespace(train_set=None, whole_set=nothing, val_set=nothing,
+                           train_batches=SimpleNamespace(steps_per_epoch=4),
                            plan=SimpleNamespace(cautions=lambda **_: []))
     for sets, updates in ((["schedule.epochs=400", "schedule.cooldown_epochs=99"], "1,996"),
                           (["schedule.epochs=400", "schedule.cooldown_epochs=100"], None),
                           (["init.checkpoint=runs/a"], None), (["data.name=shapes"], None)):
         recipe = load_recipe("quickstart", overrides(sets=["data.name=cifar10", "data.root=x",
                                                            *sets]))
-        assert cautions(recipe, data) == ([] if updates is None else [
-            f"{updates} update(s) in all: from scratch, such a model needs thousands; more "
-            "schedule.epochs or a smaller optim.global_batch make more of them"])
+        assert cautions(recipe, data, torch.device("meta")) == ([] if updates is None else [
+            f"{updates} updates in all: from scratch, such a model needs thousands; more "
+            "schedule.epochs or a smaller optim.global_batch make more"])
 
 
 def test_the_faster_precision_is_named(monkeypatch, tmp_path):
@@ -53,7 +55,8 @@ def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, 
              "weights, AdamW for 1,011; × 0.7 per layer from the head down"),
             (3, dict(engine__channels_last="false", optim__name="adamw",
                      optim__layer_decay="1.0"), "AdamW for 4,467 weights")):
-        assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
+        assert train_program.main(small_run(tmp_path / "run", "--dry-run", "--verbose",
+                                            **changes)) == 0
         assert f"optim   {line}" in capsys.readouterr().out.splitlines()
         assert strides.pop()[dimension] == 1
 
@@ -86,16 +89,40 @@ def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
     assert matrix_rate(torch.device("cuda")) is None
 
 
-def test_the_epochs_line_shows_what_was_measured():
-    row = dict.fromkeys(METRICS) | {
-        "epoch": 3, "lr": 1e-3, "train_loss": 2.0, "images_per_second": 512.4, "skipped_steps": 0,
-        "waiting": 0.034, "tflops_per_device": 0.04567, "peak_memory_gib": 0.875}
-    assert epoch_line(row, 10) == (
-        "epoch  3/10  lr 1.00e-03  train loss 2.000  512 images/s  0.0457 TFLOP/s/device  "
-        "waiting 3 %  0.88 GiB")
-    row |= {"val_loss": 1.5, "val_top1": 50.0, "val_top5": 90.0, "ema_top1": 51.25,
-            "skipped_steps": 2, "tflops_per_device": 497.2, "share_of_rate": 0.5027}
-    line = epoch_line(row, 10)
-    assert ("val loss 1.500  top-1 50.00 %  top-5 90.00 %  EMA top-1 51.25 %  2 steps skipped"
-            in line)
-    assert line.endswith("  497 TFLOP/s/device = 50 % of its rate  waiting 3 %  0.88 GiB")
+def test_the_epochs_line_fits_a_terminal():
+    row = dict.fromkeys(METRICS) | {"epoch": 3, "train_loss": 2.0, "images_per_second": 51.24}
+    assert epoch_line(row, 10) == "epoch  3/10  loss 2.000  51.24 img/s"
+    row |= {"val_loss": 10.5, "val_top1": 100.0, "val_top5": 90.0, "ema_top1": 51.25,
+            "skipped_steps": 2, "images_per_second": 51_240.7}
+    line = epoch_line(row, 100)
+    assert line == "epoch   3/100  loss 2.000  val 10.500  top-1 100.00 %  EMA 51.25 %  51241 img/s"
+    assert len(line) <= 80
+
+
+def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, small_run, tmp_path,
+                                                              monkeypatch, capsys):
+    """Six of eleven cautions; the last of them says where the others are."""
+    monkeypatch.setattr(train_program, "cautions", lambda *_: [f"caution {n}" for n in range(11)])
+    monkeypatch.setattr(train_program, "train_epochs", lambda *_: None)
+    folder = tmp_path / ("name" * 20)
+    assert train_program.main(small_run(folder)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.split()[0] for line in lines]
+    assert titles == ["recipe", "data", "model", "init", "mass", "batch", "steps", "run",
+                      *["warning"] * 6, "done", "next", "python"]
+    assert max(map(len, lines[:8])) == 80            # cut, and not wrapped
+    assert lines[13] == f"warning and 6 more, in {folder}/start.txt"
+    whole = (folder / "start.txt").read_text(encoding="utf-8").splitlines()
+    assert f"run     {folder}" in whole and whole[-11:] == [f"warning caution {n}"
+                                                            for n in range(11)]
+    assert train_program.main(["--resume", str(folder), "--verbose"]) == 0
+    resumed = capsys.readouterr().out.splitlines()
+    assert resumed[:-3] == [*(line for line in whole[:-12] if not line.startswith("mass")),
+                            f"run     {folder}, resumed at step 0", *whole[-11:]]
+
+
+def test_more_notes_take_the_place_of_what_is_known_anyway():
+    lines = [f"{title:8}x" for title in ("recipe", "data", "root", "model", "init", "start", "head",
+                                         "teacher", "batch", "steps", "lr", "run")]
+    assert [line.split()[0] for line in at_a_glance(lines, "there")] == [
+        "recipe", "data", "model", "start", "head", "teacher", "steps", "run"]

@@ -35,7 +35,7 @@ def test_predictions_are_those_that_eval_counts(eval_program, image_tree, monkey
     """Of more images than a batch, in their order."""
     monkeypatch.setattr(trained_module, "BATCH", 3)
     assert vitinit.load(RUN).predict_batch([]) == []
-    assert eval_program.main([str(RUN), "--data-dir", str(image_tree)]) == 0
+    assert eval_program.main([str(RUN), "--data-dir", str(image_tree), "--json", "-"]) == 0
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     paths = sorted((image_tree / "val").glob("*/*.png"))
     names = [path.parent.name for path in paths]

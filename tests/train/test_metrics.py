@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch
 from vitinit.models import build_model
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes
-from vitinit.train.metrics import Diverged, Progress, ProgressBar, training_flops
+from vitinit.train.metrics import Diverged, Progress, training_flops
 
 ALONE = Processes(0, 0, 1, torch.device("cpu"))
 
@@ -53,28 +52,6 @@ def test_peak_memory_is_in_gib_from_the_unit_of_the_system(monkeypatch, system, 
 def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, better):
     progress = Progress()
     assert [progress.improves(value, by) for value in values] == better
-
-
-def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypatch):
-    clock = iter(range(0, 1000, 20))                 # each reading is 20 s after the previous one
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
-    for shown in (True, False):                      # other processes print nothing
-        with ProgressBar("epoch 1/2", 7, initial=1, shown=shown) as bar:
-            for _ in range(6):
-                bar.advance("loss 2.000")
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[2] for line in printed] == ["3/7,", "5/7,"]
-    assert printed[0] == "epoch 1/2: 3/7, loss 2.000, 80 s left"
-
-
-def test_on_a_terminal_one_line_is_rewritten_and_erased(capsys, monkeypatch):
-    monkeypatch.setattr(metrics, "LINE_SECONDS", {True: 0.0})
-    monkeypatch.setattr(metrics.time, "monotonic", itertools.count().__next__)
-    monkeypatch.setattr(metrics.sys.stderr, "isatty", lambda: True)
-    with ProgressBar("decode", 3) as bar:
-        list(bar.over("abc"))
-    assert capsys.readouterr().err == (
-        "decode: 1/3, 2 s left\x1b[K\rdecode: 2/3, 1 s left\x1b[K\r\x1b[K")
 
 
 def simple_vit_flops(tokens: int, width: int, inner: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..data.images import DataError
-from ..messages import OneLineError
+from ..messages import OneLineError, ProgressBar
 from ..recipe.files import load_recipe
 from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import Group, group_runs
@@ -20,7 +20,6 @@ from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
 from ..train.device import this_device
 from ..train.engine import autocast
-from ..train.metrics import ProgressBar
 from ..values import to_toml
 from .curves import QUANTITIES, Band, by_epoch, by_step
 from .plot import FigureError, as_png, rounded, write_page
@@ -154,8 +153,9 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
     model, judged = saved.model(weights).eval().to(device), []
     batches = evaluation_batches(recipe, source, saved.size, device,
                                  world_size=-(-len(source) // images))
-    with ProgressBar(f"validate {saved.name}", len(batches)) as bar:
-        for inputs, of_images in bar.over(batches):
+    with ProgressBar(f"validate {saved.name}", len(batches), items=batches,
+                     scale=batches.batch_size) as bar:
+        for inputs, of_images in bar:
             with autocast(device, recipe.engine.amp):
                 logits = model(inputs)                                   # (B, K)
             judged.append([part.cpu() for part in (*logits.float().softmax(1).max(1), of_images)])

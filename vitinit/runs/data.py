@@ -19,9 +19,9 @@ from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
 from ..keys import Stream, keyed_generator
+from ..messages import ProgressBar, say
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import Processes
-from ..train.metrics import ProgressBar
 from .folder import RunFolder, image_digests
 
 
@@ -140,7 +140,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
           processes.together()):
         train_batches = TrainingBatches(train_set, sampler, prepare, workers=data.workers,
                                         budget_gib=0.0 if dry_run else data.on_device_gib,
-                                        advance=bar.advance)
+                                        advance=bar.update)
     val_batches = evaluation_batches(recipe, val_set, data.image_size, processes.device,
                                      rank=processes.rank, world_size=processes.world_size)
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
@@ -185,9 +185,11 @@ def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
     with (ProgressBar("read", len(images), shown=processes.is_main) as bar,
           ThreadPoolExecutor(recipe.data.workers or 1) as pool):
         for start in range(0, len(images), 1_024):   # all at once, they would take gigabytes
-            for line in filter(None, bar.over(pool.map(problem, images[start:start + 1_024]))):
-                print(line, flush=True)
-                broken += 1
+            for line in pool.map(problem, images[start:start + 1_024]):
+                bar.update()
+                if line:
+                    say(line)
+                    broken += 1
     total, broken = processes.sum(torch.tensor([len(images), broken])).tolist()
     processes.say(f"images  {broken:,} of {total:,} cannot be read; nothing was written" if broken
                   else f"images  all {total:,} can be read")

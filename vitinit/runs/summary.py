@@ -1,9 +1,9 @@
-"""What a run prints before its first step: its parts in words, cautions, and a rehearsal."""
+"""What a run says before its first step: its parts in words, cautions, and a rehearsal."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..command_line import building
 from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles
+from ..messages import counted, one_line
 from ..recipe.sections import Recipe
 from ..train.device import describe_device
 from ..train.distributed import Processes
@@ -24,6 +25,12 @@ from ..values import to_toml
 REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
 CPU_INFO = Path("/proc/cpuinfo")
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
+WIDTH = 80                      # characters of a line on the terminal
+MOST_LINES, MOST_CAUTIONS = 8, 6        # there; all of them are in the run's folder
+# How the lines begin that are shown there, and which of them give way to others.
+AT_A_GLANCE = ("recipe", "data", "model", "init", "mass", "start", "head", "teacher", "batch",
+               "steps", "run")
+SPARED = ("batch", "init", "model")
 
 
 def faster_amp(amp: str, device: torch.device) -> list[str]:
@@ -32,20 +39,20 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
     """
     if device.type == "cuda" and amp == "bf16" and not torch.cuda.is_bf16_supported(
             including_emulation=False):
-        return ["amp     bf16, which this GPU only emulates: engine.amp=fp16 is faster"]
+        return ["bf16, which this GPU only emulates: engine.amp=fp16 is faster"]
     if device.type != "cpu" or platform.machine() != "x86_64" or not CPU_INFO.is_file():
         return []                                    # not known
     computes_bf16 = "avx512_bf16" in CPU_INFO.read_text()
     if amp == "bf16" and not computes_bf16:
-        return ["amp     bf16, which this CPU has no instructions for: engine.amp=off is faster"]
+        return ["bf16, which this CPU has no instructions for: engine.amp=off is faster"]
     if amp == "off" and computes_bf16:
-        return ["amp     off; this CPU computes bf16: engine.amp=bf16 is faster (a ViT 2 times)"]
+        return ["this CPU computes bf16: engine.amp=bf16 is faster than off (a ViT 2 times)"]
     return []
 
 
-def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
+def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
             optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], processes: Processes
-            ) -> str:
+            ) -> list[str]:
     """Describe the run in lines. notes: on the first weights. lr_at: step → learning rate."""
     schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
     steps_per_epoch, epochs = data.train_batches.steps_per_epoch, schedule.total_epochs
@@ -60,47 +67,66 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
                       f"{weights[True]:,} weights, {trained_by}")
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
-    return "\n".join([
-        f"recipe  {recipe.name}, seed {recipe.run.seed}",
-        f"data    {recipe.data.name}{recipe.data.root and ' ' + recipe.data.root}: "
-        f"{len(data.train_set):,}{part} to train on, {len(data.val_set):,} "
-        f"{'held out of them ' if recipe.data.held_out_per_class else ''}to validate, "
-        f"{recipe.data.num_classes} classes, {height}×{width}"
-        f"{', all on the device' if data.train_batches.resident else ''}",
-        *dict.fromkeys(line for source in (data.whole_set, data.val_set)
-                       for line in source.left_out.splitlines()),
-        f"views   {data.val_batches.in_words()}",
-        f"augment {augment.repeats} view(s) per image, RandAugment {recipe.rand_augment.layers} × "
+    device = describe_device(processes.device).replace(" 1 threads", " 1 thread")
+    return [
+        f"recipe  {recipe.name}, seed {recipe.run.seed}, in "
+        f"{recipe.engine.amp.replace('off', 'float32')} on {device}",
+        f"data    {recipe.data.name}: {len(data.train_set):,}{part} images, "
+        f"{recipe.data.num_classes} classes, {height}×{width}; {len(data.val_set):,} "
+        f"{'held out' if recipe.data.held_out_per_class else 'to validate'}",
+        *([f"root    {recipe.data.root}"] if recipe.data.root else []),
+        f"views   {'training: all images on the device; ' * data.train_batches.resident}"
+        f"validation: {data.val_batches.in_words()}",
+        f"augment {counted(augment.repeats, 'view')} per image, "
+        f"RandAugment {recipe.rand_augment.layers} × "
         f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, "
         f"mixup {mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, "
         f"label smoothing {mix.label_smoothing:g}",
-        f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{to_toml(recipe.model.options)}",
+        f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} weights, "
+        f"{to_toml(dict(reversed(recipe.model.options.items())))}",      # first without default
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}",
         *notes,
-        f"batch   {optim.global_batch} = {processes.world_size} process(es) × "
-        f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch_size} images, on "
-        f"{describe_device(processes.device)}",
-        *faster_amp(recipe.engine.amp, processes.device),
-        f"steps   {steps_per_epoch:,} per epoch × {epochs} epochs = {steps_per_epoch * epochs:,}",
+        f"batch   {optim.global_batch:,} = {counted(processes.world_size, 'process')} × "
+        f"{counted(data.plan.accumulation, 'micro-batch')} × "
+        f"{counted(data.plan.micro_batch_size, 'image')}",
+        f"steps   {steps_per_epoch * epochs:,} = {counted(epochs, 'epoch')} × {steps_per_epoch:,}, "
+        f"by {'Muon and ' if weights[True] else ''}AdamW, learning rate up to {optim.peak_lr:g}",
         f"optim   {trained_by}",
         f"lr      peak {optim.peak_lr:g}; first step {lr_at(0):g}, last step "
-        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"])
+        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"]
 
 
-def cautions(recipe: Recipe, data: Data) -> list[str]:
-    """One line for each value that is valid but probably a mistake."""
+def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
+    """Of all that there is to say at the start, what a terminal shows: at most MOST_LINES, cut to
+    WIDTH, and MOST_CAUTIONS. elsewhere: where all of it is.
+    """
+    shown = [line for line in lines if line.startswith(AT_A_GLANCE)]
+    for spared in SPARED:
+        if len(shown) > MOST_LINES:
+            shown = [line for line in shown if not line.startswith(spared)]
+    warnings = [line for line in lines if line.startswith(("note", "warning"))]
+    if hidden := len(warnings[MOST_CAUTIONS:]):
+        warnings[MOST_CAUTIONS - 1:] = [f"warning and {hidden + 1} more, {elsewhere}"]
+    *others, run = shown
+    return [*(line if len(line) <= WIDTH else f"{line[:WIDTH - 1]}…" for line in
+              others[:MOST_LINES - 1]), one_line(run, WIDTH), *warnings]
+
+
+def cautions(recipe: Recipe, data: Data, device: torch.device) -> list[str]:
+    """One line for each value that is valid but probably a mistake, and for what is left out."""
     updates = recipe.schedule.total_epochs * data.train_batches.steps_per_epoch
-    lines = data.plan.cautions(repeats=recipe.augment.repeats,
-                               max_batch_per_process=recipe.optim.max_batch_per_process)
+    lines = list(dict.fromkeys(line for source in (data.whole_set, data.val_set)
+                               for line in source.left_out.splitlines()))
+    lines += data.plan.cautions(repeats=recipe.augment.repeats,
+                                max_batch_per_process=recipe.optim.max_batch_per_process)
     # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
-        lines.append(f"{updates:,} update(s) in all: from scratch, such a model needs thousands; "
-                     "more schedule.epochs or a smaller optim.global_batch make more of them")
+        lines.append(f"{counted(updates, 'update')} in all: from scratch, such a model needs "
+                     "thousands; more schedule.epochs or a smaller optim.global_batch make more")
     if isinstance(images := data.train_set, ImageFiles):     # of all classes
         part = images.part(np.arange(0, len(images), len(images) // 64 + 1))
         lines += filter(None, [dark_in_16_bits(part.paths)])
-    return lines
+    return lines + faster_amp(recipe.engine.amp, device)
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow
-from ..messages import in_brief
+from ..messages import in_brief, say
 from ..recipe.files import overrides as recipe_changes
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError
@@ -164,7 +164,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
                        changeable=VIEW_KEYS, image_size=image_size)
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
-        print(f"{saved.path}: {saved.assumptions(weights)}", file=sys.stderr, flush=True)
+        say(f"{saved.path}: {saved.assumptions(weights)}", sys.stderr)
     numbers = imagenet_wnids() if model.num_classes == 1000 else map(str, range(model.num_classes))
     classes = tuple(saved.classes or numbers) if model.num_classes else ()
     return Trained(model.to(device), classes, saved.recipe, saved.size, saved.path)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..messages import OneLineError, environment_rank, in_brief
+from ..messages import OneLineError, environment_rank, in_brief, say
 from .device import this_device
 from .interruption import Interrupted, StopRequest
 
@@ -57,7 +57,7 @@ class Processes:
     def say(self, line: str) -> None:
         """Print a line at once, by the main process alone."""
         if self.is_main:
-            print(line, flush=True)
+            say(line)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum `values` over all processes, in place. CPU tensors use gloo, CUDA tensors NCCL."""

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..messages import ProgressBar
 from .device import copy_to
 from .distributed import Processes, agreed
 from .interruption import StopRequest
-from .metrics import STEPS_PER_ROW, Diverged, Evaluation, ProgressBar, StepRow
+from .metrics import STEPS_PER_ROW, Diverged, Evaluation, StepRow
 from .optim import set_learning_rate
 from .state import TrainState
 
@@ -107,12 +108,12 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
     # pass stay local. Those of the last micro-batch are averaged, with all accumulated before.
     keep_local = getattr(run.forward, "no_sync", contextlib.nullcontext)
+    began, done, last_loss = time.perf_counter(), 0, ""              # for the bar
     for epoch in range(progress.epochs, run.epochs):
         run.forward.train()
         idle_since = progress.clock = time.perf_counter()
-        note = ""                                                    # beside the progress bar
         with ProgressBar(f"epoch {epoch + 1}/{run.epochs}", run.steps_per_epoch,
-                         initial=progress.epoch_steps,
+                         initial=progress.epoch_steps, scale=run.global_batch,
                          shown=processes.is_main and run.steps_per_epoch > 0) as bar:
             steps = run.steps(epoch, progress.epoch_steps)
             for item in agreed(steps, processes, stop):
@@ -142,11 +143,15 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                     progress.read_losses(processes)
                     row = progress.step_row(lr, grad_norm, scale, run.global_batch)
                     run.record(row)
-                    note = f"loss {row.loss:.3f}"
+                    last_loss = f"loss {row.loss:.3f}, "
                 if run.save_every and (step + 1) % run.save_every == 0:
                     run.save()
                     progress.clock = time.perf_counter()             # saving is not training
-                bar.advance(note)
+                elapsed, done = time.perf_counter() - began, done + 1
+                left = elapsed / done * ((run.epochs - epoch) * run.steps_per_epoch - bar.n - 1)
+                bar.set_postfix_str(f"{last_loss}run {bar.format_interval(elapsed)}<"
+                                    f"{bar.format_interval(left)}", refresh=False)
+                bar.update()
                 idle_since = time.perf_counter()
         read_losses(state, processes)
         progress.clock = None                                        # nor is evaluating

@@ -1,13 +1,12 @@
-"""What is recorded of a run: progress, a row per ten steps and per epoch; the progress bar."""
+"""What is recorded of a run: progress, and a row per ten steps and per epoch."""
 
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,6 @@ METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_to
            "share_of_rate", "peak_memory_gib")
 BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
 STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
-LINE_SECONDS = {True: 0.1, False: 30.0}     # between two progress lines: on a terminal, elsewhere
-T = TypeVar("T")
 
 
 class StepRow(NamedTuple):
@@ -170,55 +167,10 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
-    """A row of metrics as a printed line; what was not measured is left out."""
-    rate, share = row["images_per_second"], row["share_of_rate"]
-    of_the_card = "" if share is None else f" = {100 * share:.0f} % of its rate"
-    texts = {"lr": "lr {:.2e}", "train_loss": "train loss {:.3f}", "val_loss": "val loss {:.3f}",
-             "val_top1": "top-1 {:.2f} %", "val_top5": "top-5 {:.2f} %",
-             "ema_top1": "EMA top-1 {:.2f} %", "skipped_steps": "{} steps skipped",
-             "images_per_second": f"{rate:.{0 if rate >= 100 else 2}f} images/s",
-             "tflops_per_device": f"{{:.3g}} TFLOP/s/device{of_the_card}",
-             "waiting": f"waiting {100 * row['waiting']:.0f} %", "peak_memory_gib": "{:.2f} GiB"}
-    shown = {**row, "skipped_steps": row["skipped_steps"] or None}
+    """What a terminal of 80 columns has room for of a row of metrics, if it was measured."""
+    rate = row["images_per_second"]
+    texts = {"train_loss": "loss {:.3f}", "val_loss": "val {:.3f}", "val_top1": "top-1 {:.2f} %",
+             "ema_top1": "EMA {:.2f} %",
+             "images_per_second": f"{{:.{0 if rate >= 100 else 2}f}} img/s"}
     return "  ".join([f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", *(
-        text.format(shown[key]) for key, text in texts.items() if shown[key] is not None)])
-
-
-class ProgressBar:
-    """A line about how far a loop is, after the words `what`: rewritten in place on a terminal,
-    elsewhere printed anew. total: the number of items, of which `initial` are done.
-    """
-
-    def __init__(self, what: str, total: int, *, initial: int = 0, shown: bool = True) -> None:
-        self.what, self.total, self.done, self.initial = what, total, initial, initial
-        self.shown, self.terminal = shown, sys.stderr.isatty()
-        self.started = self.last_line = time.monotonic()
-
-    def advance(self, note: str = "") -> None:
-        """Count one item as done; `note` is printed beside the numbers."""
-        self.done += 1
-        now = time.monotonic()
-        if not self.shown or now - self.last_line < LINE_SECONDS[self.terminal] or (
-                self.done >= self.total):
-            return
-        self.last_line = now
-        left = (now - self.started) / (self.done - self.initial) * (self.total - self.done)
-        line = ", ".join(filter(None, [f"{self.what}: {self.done}/{self.total}", note,
-                                       f"{left:.0f} s left"]))
-        if self.terminal:                            # erase the line's rest, and go to its start
-            print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
-        else:
-            print(line, flush=True)
-
-    def over(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; each is counted when the next one is requested."""
-        for item in items:
-            yield item
-            self.advance()
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.shown and self.terminal:
-            print("\x1b[K", end="", file=sys.stderr, flush=True)
+        text.format(row[key]) for key, text in texts.items() if row[key] is not None)])
