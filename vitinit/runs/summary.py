@@ -83,7 +83,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
         f"mixup {mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, "
         f"label smoothing {mix.label_smoothing:g}",
         f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} weights, "
-        f"{to_toml(dict(reversed(recipe.model.options.items())))}",      # first without default
+        f"{to_toml(dict([*recipe.model.options.items()][::-1]))}",         # first without default
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}",
         *notes,
         f"batch   {optim.global_batch:,} = {counted(processes.world_size, 'process')} × "
