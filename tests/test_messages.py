@@ -35,9 +35,9 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypat
     printed = capsys.readouterr()
     assert printed.err == "" and "\r" not in printed.out
     assert printed.out.splitlines() == [             # two images later, at the earliest after 30 s
-        "epoch 1/2  43%, 00:40<01:20, loss 2.000,  4.00s/ img",
-        "epoch 1/2  71%, 01:20<00:40, loss 2.000,  4.00s/ img",
-        "epoch 1/2 100%, 02:00<00:00, loss 2.000,  4.00s/ img"]
+        "epoch 1/2  43%, 00:40<01:20, loss 2.000, 0.25 img/s",
+        "epoch 1/2  71%, 01:20<00:40, loss 2.000, 0.25 img/s",
+        "epoch 1/2 100%, 02:00<00:00, loss 2.000, 0.25 img/s"]
 
 
 @pytest.mark.parametrize("columns", [80, 40])

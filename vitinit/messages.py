@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from tqdm.auto import tqdm
 from tqdm.std import tqdm as console_tqdm
@@ -22,7 +22,7 @@ from tqdm.utils import ObjectWrapper
 LONGEST = 1000                  # most characters of a message, with everything that it quotes
 IN_BRIEF = 120                  # most characters quoted from the error of another library
 LOG_SECONDS = 30.0              # between two lines about progress where there is no terminal
-BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}, {rate_fmt}"
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}, {pace}"
 
 
 class OneLineError(ValueError):
@@ -116,13 +116,21 @@ class ProgressBar(tqdm):
         """
         notebook = tqdm.status_printer is not console_tqdm.status_printer
         terminal = notebook or bool(sys.stderr) and not sys.stderr.closed and sys.stderr.isatty()
-        self.terminal = terminal
+        self.terminal, self.scale = terminal, scale
         seconds = 0.1 if terminal else LOG_SECONDS
         super().__init__(items, desc=what, total=total, initial=initial, disable=not shown,
-                         unit=f" {unit}", unit_scale=scale if scale > 1 else False, leave=False,
+                         unit=unit, leave=False, dynamic_ncols=terminal, miniters=1,
+                         mininterval=seconds, delay=seconds,
                          file=LossyStream(sys.stderr) if terminal else LogStream(),
-                         dynamic_ncols=terminal, mininterval=seconds, delay=seconds, miniters=1,
                          bar_format=BAR if terminal else BAR.replace("|{bar}|", ","))
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What is shown: tqdm's values, and the rate in units, which a widget cannot scale."""
+        values = super().format_dict
+        rate = self.scale * (values["rate"] or
+                             (self.n - self.initial) / max(values["elapsed"], 1e-3))
+        return values | {"pace": f"{rate:,.{0 if rate >= 100 else 2}f} {self.unit}/s"}
 
 
 ProgressBar.set_lock(threading.RLock())              # tqdm's own is one of processes, in /dev/shm
