@@ -153,7 +153,7 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
         "augment.interpolation": "random", "augment.erase_probability": "0.5",
         "rand_augment.layers": "2", "rand_augment.interpolation": "random",
         "mix.group": "4", "mix.mixup_alpha": "0.8", "mix.cutmix_alpha": "1.0",
-        "mix.label_smoothing": "0.1",
+        "mix.label_smoothing": "0.1", "engine.amp": "off",
     }
 
     def arguments(out_dir: Path, *more: str, init: str = "mimetic", **changes: str) -> list[str]:
@@ -200,7 +200,8 @@ def written_run(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / name
         folder.mkdir()
         resolved = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", overrides(
-            init=init, seed=seed, sets=[f"schedule.epochs={epochs or len(tops)}", *sets]))
+            init=init, seed=seed, sets=[f"schedule.epochs={epochs or len(tops)}", "engine.amp=off",
+                                         *sets]))
         (folder / "recipe.toml").write_text(resolved.as_toml(), encoding="utf-8")
         (folder / "run.json").write_text(json.dumps([{
             "command": ["train.py", "--recipe", recipe], "git_commit": "c0ffee", "torch": "2.7",

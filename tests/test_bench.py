@@ -68,8 +68,9 @@ def test_saved_bytes_are_those_that_each_layer_needs_for_the_backward_pass(amp, 
         assert saved_bytes(model, torch.zeros(count, 3, 5, 7), amp) == count * expected + copy
 
 
-def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
+def test_memory_says_how_many_images_of_a_recipe_fit(capsys, monkeypatch):
     """Of 1 GiB all 50; .1 GiB leaves 42 MiB, less than 50 images need, and 10 divides 50 next."""
+    monkeypatch.setattr(training, "fastest_amp", lambda device: "off")   # for the recipe's "auto"
     for gib, fit in ((1, "50"), (0.1, "10")):
         (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib)
         assert row["MiB per image"] == "1.54" and row["global batch"] == "50"

@@ -110,6 +110,23 @@ def test_a_run_folder_gives_the_last_line_of_training(eval_program, straight, ca
         assert open_saved(folder / name).classes == ["blue", "green", "red"]
 
 
+def test_auto_is_decided_where_another_projects_checkpoint_is_evaluated(
+        eval_program, straight, tmp_path, image_tree, monkeypatch):
+    """And where a run's own recipe is asked for it; otherwise it states one."""
+    taken, evaluate = [], eval_program.evaluate
+    monkeypatch.setattr(eval_program, "evaluate", lambda *given, amp, **more: (
+        taken.append(amp), evaluate(*given, amp=amp, **more))[1])
+    monkeypatch.setattr("vitinit.runs.saved.fastest_amp", lambda device: "bf16")
+    torch.save(tiny_vit(3).state_dict(), tmp_path / "theirs.pth")
+    sizes = ["model.options.pool=class" if word == "engine.amp=off" else word
+             for word in as_recipe(3)[2:]]
+    run = str(straight(schedule__epochs="1"))
+    for arguments in (["--recipe", "photos", str(tmp_path / "theirs.pth"), *sizes, "--data-dir",
+                       str(image_tree)], [run, "--set", "engine.amp=auto"], [run]):
+        assert eval_program.main(arguments) == 0
+    assert taken == ["bf16", "bf16", "off"]
+
+
 PART = dict(schedule__epochs="1", data__held_out_per_class="4", data__subset_seed="3",
             data__mean="[0.485, 0.456, 0.406]", data__std="[0.229, 0.224, 0.225]",
             eval__crop_pct="0.875", eval__interpolation="bicubic")

@@ -59,8 +59,9 @@ def test_every_init_has_a_run_before_any_has_a_second_and_train_py_is_told_all(t
                                                                               tmp_path):
     """The arguments as train.py itself parses them; without --init it is the recipe's own."""
     runs = planned("--recipe", "quickstart", "--init", "default,impulse", "--seeds", "3,1",
-                   "--data-dir", "a folder", "--set", "optim.eps=1e-6", "--variant", "long",
-                   "schedule.epochs=11", "--variant", "plain", "--out-dir", tmp_path)
+                   "--data-dir", "a folder", "--set", "engine.amp=off", "--set", "optim.eps=1e-6",
+                   "--variant", "long", "schedule.epochs=11", "--variant", "plain",
+                   "--out-dir", tmp_path)
     assert [run.folder.relative_to(tmp_path).as_posix() for run in runs] == [
         f"quickstart-{init}-{variant}-s{seed}" for seed in (3, 1) for init in ("default", "impulse")
         for variant in ("long", "plain")]
@@ -68,10 +69,33 @@ def test_every_init_has_a_run_before_any_has_a_second_and_train_py_is_told_all(t
     assert vars(train_program.parse_arguments(runs[2].arguments)).items() >= dict(
         recipe="quickstart", init="impulse", seed=3, data_dir="a folder", resume="auto",
         dry_run=False, out_dir=tmp_path / "quickstart-impulse-long-s3",
-        set=["optim.eps=1e-6", "schedule.epochs=11"]).items()
-    run, = planned(*GOOD, "--out-dir", tmp_path)
-    assert run.folder == tmp_path / "quickstart-default-s0"
+        set=["engine.amp=off", "optim.eps=1e-6", "schedule.epochs=11"]).items()
+    run, = planned(*GOOD, "--out-dir", tmp_path, "--recipe", "cifar10_10k")
+    assert run.folder == tmp_path / "cifar10_10k-default-s0"
     assert run.arguments[::2] == ["--recipe", "--seed", "--out-dir", "--resume"]
+
+
+def test_the_precision_is_decided_once_for_all_runs(monkeypatch, tmp_path, written_run):
+    """A run that has begun keeps its own, and the others take it; a variant may name another."""
+    arguments = ["--recipe", "quickstart", "--init", "default,impulse", "--seeds", "0,1",
+                 "--set", "schedule.epochs=1", "--variant", "as-is", "--variant", "full",
+                 "engine.amp=off", "--out-dir", tmp_path]
+
+    def precisions(fastest: str) -> dict[str, list[str]]:
+        """Precision → the runs that are told to take it; "" → those that are told nothing."""
+        monkeypatch.setattr(sweep, "fastest_amp", lambda device: fastest)
+        told: dict[str, list[str]] = {}
+        for run in planned(*arguments):
+            words = [word for word in run.arguments if word.startswith("engine.amp=")]
+            told.setdefault(" ".join(words), []).append(run.folder.name)
+        return told
+    automatic, full = ([f"quickstart-{init}-{name}-s{seed}" for seed in (0, 1)
+                        for init in ("default", "impulse")] for name in ("as-is", "full"))
+    assert precisions("bf16") == {"engine.amp=bf16": automatic, "engine.amp=off": full}
+    written_run(automatic[1], [10.0], init="impulse", sets=("engine.amp=fp16",))
+    begun = automatic.pop(1)
+    assert precisions("bf16") == {"engine.amp=fp16": automatic, "engine.amp=off": full,
+                                  "": [begun]}
 
 
 def test_what_is_wrong_is_one_line_before_anything_starts(monkeypatch, tmp_path, capsys, started):
@@ -217,7 +241,8 @@ def programs(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "TRAIN", ["-c", "import os, signal, sys\nexec(sys.argv[1])\n"])
 
     def run(codes: dict[str, str], *environments: dict[str, str]) -> tuple[dict[str, str], int]:
-        runs = [sweep.PlannedRun(tmp_path / name, [code], "new", 3) for name, code in codes.items()]
+        runs = [sweep.PlannedRun(tmp_path / name, [code], "new", 3, "off")
+                for name, code in codes.items()]
         failures, stopped_by = sweep.do_runs(runs, 1, environments)
         return {folder.name: error for folder, error in failures.items()}, stopped_by
     return run

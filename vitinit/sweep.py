@@ -41,8 +41,8 @@ from .recipe.files import RecipeError, load_recipe, overrides
 from .runs.folder import RunFolder
 from .runs.records import read_run, read_runs
 from .runs.results import compare_runs
-from .runs.resume import DONE, require_same_recipe, task_in
-from .train.device import cores
+from .runs.resume import DONE, begun_amp, require_same_recipe, task_in
+from .train.device import cores, fastest_amp, this_device
 from .train.interruption import StopRequest
 
 TRAIN = ["-m", "vitinit.train"]        # the words that start a run
@@ -56,6 +56,7 @@ class PlannedRun(NamedTuple):
     arguments: list[str]        # of the training program
     state: str                  # how much of it is done already, in words
     epochs: int                 # in all
+    amp: str                    # engine.amp of its recipe
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -113,6 +114,12 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
     if count > 1:
         raise RecipeError(f"{count} runs would share the folder {folder}; expected another seed, "
                           "init or name of a variant for each")
+    # Runs that are compared have one precision: that of those that have begun, which keep theirs.
+    automatic = [run for run in runs if run.amp == "auto"]
+    amp = begun_amp(run.folder for run in automatic)
+    for run in automatic:
+        if not (run.folder / "recipe.toml").exists():
+            run.arguments.extend(["--set", f"engine.amp={amp or fastest_amp(this_device())}"])
     return runs
 
 
@@ -136,7 +143,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
     elif task_in(run, recipe) == DONE:    # its checkpoints may be deleted
         state = "done"
-    return PlannedRun(folder, arguments, state, epochs)
+    return PlannedRun(folder, arguments, state, epochs, recipe.engine.amp)
 
 
 def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, str]]:

@@ -127,7 +127,8 @@ def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, train_
     sets = ("schedule.epochs=1", "schedule.warmup_epochs=0", "data.on_device_gib=0",
             "data.workers=4", "rand_augment.layers=2", "model.options.embed_dim=768",
             "model.options.num_heads=12", "optim.global_batch=500",
-            "optim.max_batch_per_process=500", "mix.group=500")
+            "optim.max_batch_per_process=500", "mix.group=500",
+            "engine.amp=off")
     profiler, train_epochs = torch.profiler.profile(acc_events=True), train_program.train_epochs
 
     def profiled(*given) -> None:                    # without what is copied before: the model

@@ -248,7 +248,7 @@ def test_a_key_takes_values_of_its_kind_within_its_bounds():
             message = set_refusal(f"{key}={written}")
             assert message.startswith(f"{key} is ") and f", expected {words}" in message
     for written, words in {"bf6": "'bf6'; did you mean 'bf16'?",
-                           "[1]": "[1]; valid: bf16, fp16, off"}.items():
+                           "[1]": "[1]; valid: auto, bf16, fp16, off"}.items():
         assert set_refusal(f"engine.amp={written}") == f"engine.amp is {words}"
 
     table, checked = load_recipe(SHIPPED[0]).as_dict(), 0

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_run import TIMES, rows_of
+from same_run import TIMES, assert_same_run, rows_of
 
 import vitinit
 from vitinit.figures.subjects import of_runs
+from vitinit.runs import resume as choosing
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import resumed_run
+from vitinit.train.distributed import Processes
 
 ONE_EPOCH = dict(schedule__epochs="1")
+ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture
@@ -97,6 +100,44 @@ def test_what_belongs_to_the_machine_may_change_and_stays_changed(train_program,
         key, _, value = text.partition("=")
         section, _, name = key.partition(".")
         assert str(recipe[section][name]).lower() == value
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the precision that is fastest on this machine."""
+    return lambda amp: monkeypatch.setattr(choosing, "fastest_amp", lambda device: amp)
+
+
+@pytest.mark.parametrize("how", ["by the command", "by its folder"])
+def test_the_precision_of_auto_is_that_of_the_first_machine(how, machine, train_program, stopped,
+                                                            straight, refused):
+    """To the bit; recipe.toml and checkpoints state it."""
+    machine("bf16")
+    folder, arguments = stopped(engine__amp="auto", **ONE_EPOCH)
+    assert read_run(folder).keys["engine.amp"] == "bf16"
+    machine("off")
+    if how == "by its folder":
+        arguments = ["--resume", str(folder), "--set", "engine.amp=auto"]
+    refused(folder, [*arguments, "--set", "engine.amp=off"],
+            'engine.amp = "bf16" and not "off"')
+    assert train_program.main(arguments) == 0
+    assert_same_run(folder, straight(engine__amp="bf16", **ONE_EPOCH))
+
+
+@pytest.mark.parametrize("stated, taken", [("bf16", "bf16"), ("auto", "off"), ("[1]", "off")])
+def test_a_run_that_is_started_again_takes_the_precision_that_its_recipe_states(
+        stated, taken, machine, written_run, train_program):
+    """A person's copy of a recipe may state none."""
+    machine("off")
+    folder = written_run("run", [None])
+    (folder / "metrics.jsonl").unlink()
+    recipe = (folder / "recipe.toml").read_text()
+    written = stated if stated == "[1]" else f'"{stated}"'
+    (folder / "recipe.toml").write_text(recipe.replace('amp = "off"', f"amp = {written}"))
+    request = train_program.Run("quickstart", out_dir=folder, resume="auto",
+                                overrides={"schedule.epochs": 1}).request
+    _, choice = choosing.choose_run(request, ALONE, choosing.RunLock())
+    assert choice.recipe.engine.amp == taken
 
 
 def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_path):

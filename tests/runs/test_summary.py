@@ -9,8 +9,8 @@ import torch
 
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.summary import at_a_glance, cautions, faster_amp
-from vitinit.train import metrics
-from vitinit.train.device import MATRIX_RATES, matrix_rate
+from vitinit.train import device, metrics
+from vitinit.train.device import MATRIX_RATES, fastest_amp, matrix_rate
 from vitinit.train.distributed import Processes
 from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, metrics_row
 
@@ -33,7 +33,7 @@ def test_few_updates_from_scratch_are_a_warning():
 
 def test_the_faster_precision_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("vitinit.runs.summary.CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("vitinit.train.device.CPU_INFO", tmp_path / "cpuinfo")
     for computes, amp, words in ((True, "off", "engine.amp=bf16 is faster"), (True, "bf16", None),
                                  (False, "bf16", "engine.amp=off is faster"), (False, "off", None)):
         (tmp_path / "cpuinfo").write_text("flags: avx512f avx512_" + ["vnni", "bf16"][computes])
@@ -41,6 +41,20 @@ def test_the_faster_precision_is_named(monkeypatch, tmp_path):
         lines, of_gpu = (faster_amp(amp, torch.device(kind)) for kind in ("cpu", "cuda"))
         assert len(of_gpu) == (amp == "bf16" and not computes)
         assert words in lines[0] if words else lines == []
+
+
+def test_auto_is_the_precision_that_the_device_computes(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
+    assert fastest_amp(torch.device("cpu")) == "off"             # of a system that has no such file
+    for flags, amp in (("avx512_vnni", "off"), ("avx512_bf16 amx_bf16", "bf16")):
+        (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags}\n")
+        assert fastest_amp(torch.device("cpu")) == amp
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for major, amp in ((7, "fp16"), (8, "bf16"), (12, "bf16")):
+        monkeypatch.setattr(torch.cuda, "get_device_properties",
+                            lambda number: SimpleNamespace(major=major))
+        assert fastest_amp(torch.device("cuda")) == amp
 
 
 def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, small_run, tmp_path,

@@ -16,7 +16,7 @@ from forks import in_two_processes
 from vitinit.bench import training
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import load_recipe, parse_override
-from vitinit.runs import data, model as start
+from vitinit.runs import data, model as start, resume
 from vitinit.train import distributed
 from vitinit.train.device import OutOfMemory
 from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
@@ -97,8 +97,21 @@ def started(processes: Processes, folder: Path) -> dict:
             "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}
 
 
+def decided(processes: Processes, folder: Path) -> list[str]:
+    """Run in each of two processes: engine.amp of a new run. The other's CPU computes no bf16."""
+    resume.fastest_amp = lambda device: ("bf16", "fp16")[processes.rank]
+    taken = []
+    for changes in ([], [parse_override("engine.amp=off")]):
+        request = resume.Request("quickstart", changes, folder / "new", "auto")
+        _, choice = resume.choose_run(request, processes, resume.RunLock())
+        processes.require_equal(choice.recipe.keys)
+        taken.append(choice.recipe.engine.amp)
+    return taken
+
+
 def everything(folder: Path) -> list:
     with distributed.joined() as processes:
+        assert decided(processes, folder) == ["bf16", "off"]
         return [agreements(processes), what_is_agreed(processes), started(processes, folder)]
 
 

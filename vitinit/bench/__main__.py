@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
         return bench_all(args.out, device=device, photographs=args.data_dir, minutes=args.minutes)
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench == "memory":
-        print("\n" + row_table([memory_row(recipe_of(name, args.set), args.card_gib)
+        print("\n" + row_table([memory_row(recipe_of(name, args.set, device), args.card_gib)
                                 for name in args.recipe]))
     elif args.bench == "step":
-        for recipe in [recipe_of(name, args.set) for name in args.recipe]:
+        for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:
             batch = args.batch or recipe.optim.max_batch_per_process
             print("\n" + row_table(step_rows(recipe, device, batch)), flush=True)
     else:

@@ -20,8 +20,7 @@ import torchvision
 
 from ..messages import OneLineError
 from ..runs.folder import git_commit
-from ..runs.summary import CPU_INFO
-from ..train.device import cores, describe_device
+from ..train.device import CPU_INFO, cores, describe_device
 from .training import Row, row_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -111,9 +111,9 @@ def fed_rows(name: str, sets: list[str], device: torch.device, batch: int,
     had ready before the clock started are not counted. counts: numbers of loader processes.
     """
     rows, batches = [], in_batches(batch)
-    state, forward = set_up(recipe_of(name, [*sets, *batches]), device)
+    state, forward = set_up(recipe_of(name, [*sets, *batches], device), device)
     for workers in counts:
-        recipe = recipe_of(name, [*sets, *batches, f"data.workers={workers}"])
+        recipe = recipe_of(name, [*sets, *batches, f"data.workers={workers}"], device)
         steps, part = steps_of(recipe, device), synthetic_batch(recipe, batch, device)
         ahead, count = 2 * workers + 2, max(4, 2 * workers)
         given = [given_step(number, [part]) for number in range(count)]

@@ -17,7 +17,7 @@ from ..recipe.files import load_recipe, overrides
 from ..recipe.sections import Recipe
 from ..runs.model import initial_state, wrap_models
 from ..runs.results import table
-from ..train.device import keep_freed_memory
+from ..train.device import fastest_amp, keep_freed_memory
 from ..train.distributed import Processes
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
@@ -84,9 +84,10 @@ def cell(value: Any) -> str:
     return f"{value:,.0f}" if full else f"{value:.3g}"
 
 
-def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
+def recipe_of(name: str, sets: Sequence[str] = (), device: torch.device = torch.device("cpu")
+              ) -> Recipe:
     """The recipe `name` with init "default" and with changes such as "engine.compile=false"."""
-    return load_recipe(name, overrides(init="default", sets=sets))
+    return load_recipe(name, overrides(init="default", sets=sets)).with_amp(fastest_amp(device))
 
 
 def alone(device: torch.device) -> Processes:

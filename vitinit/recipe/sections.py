@@ -84,7 +84,7 @@ class EmaSection:                # the exponential moving average of the weights
 
 @dataclass(frozen=True)
 class EngineSection:
-    amp: Literal["off", "bf16", "fp16"]             # autocast; fp16 adds a GradScaler
+    amp: Literal["auto", "off", "bf16", "fp16"]     # autocast; auto: what is fastest at the start
     compile: bool                                   # torch.compile
     channels_last: bool                             # memory format of images and convolutions
     tf32: bool                                      # TensorFloat-32 matrix products on CUDA
@@ -136,6 +136,11 @@ class Recipe:
     def with_data(self, **values: Any) -> Recipe:
         """The recipe with other values of [data], such as the number of classes of the data set."""
         return replace(self, data=replace(self.data, **values))
+
+    def with_amp(self, amp: Any) -> Recipe:
+        """The recipe with this engine.amp, if its own is "auto"."""
+        auto = self.engine.amp == "auto"
+        return replace(self, engine=replace(self.engine, amp=amp)) if auto else self
 
     @property
     def keys(self) -> dict[str, Any]:

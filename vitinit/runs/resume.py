@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,9 @@ from ..messages import warn
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..train.checkpoint import CheckpointError
+from ..train.device import fastest_amp
 from ..train.distributed import Processes
+from ..train.engine import AMP_DTYPES
 from ..values import plain, to_toml
 from .folder import RunFolder
 
@@ -33,6 +35,8 @@ NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes 
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
 # among the data's facts says.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
+OPEN = {"data.num_classes": 0, "engine.amp": "auto"}     # of a run that goes on: as it has them
+AMPS = [*AMP_DTYPES]                    # in numbers, all processes take the largest, the main one's
 
 
 class Request(NamedTuple):
@@ -101,7 +105,7 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
     """The folder of the run to train, and the run; None if it is finished already. A dry run is a
     new one, and looks at no folder. Raises the same OneLineError on all processes.
     """
-    recipe, task = None, NEW
+    recipe, task, amp = None, NEW, 0
     with processes.together():
         if request.resume in (None, "auto"):
             recipe = load_recipe(request.recipe, request.changes)
@@ -117,13 +121,24 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
                 if folder.path.is_dir():
                     lock.take(folder.path)
                 task = task_in(folder, recipe)
-    task = processes.maximum(task)
+        if processes.is_main and task == NEW and recipe is not None and recipe.engine.amp == "auto":
+            begun = None if dry_run else begun_amp([folder.path])
+            amp = AMPS.index(begun or fastest_amp(processes.device))
+    task, amp = processes.maximum(task), processes.maximum(amp)
     if task == DONE:
         return folder, None
     if recipe is not None and task == NEW:
-        return folder, Choice(recipe, None, recipe.data.root)
+        return folder, Choice(recipe.with_amp(AMPS[amp]), None, recipe.data.root)
     with processes.together():
         return folder, resumed_run(request, folder, recipe)
+
+
+def begun_amp(folders: Iterable[Path]) -> str | None:
+    """engine.amp of the first run that has begun in one of these folders; None if none has."""
+    from .records import read_run  # only where no checkpoint says it
+    begun = (read_run(folder).keys.get("engine.amp") for folder in folders
+             if (folder / "recipe.toml").exists())
+    return next((amp for amp in begun if amp in AMPS), None)
 
 
 def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
@@ -173,6 +188,7 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
                               f"{stored.name}")
         recipe = from_dict(stored.as_dict(), source, request.changes)
     require_same_recipe(folder.path, stored.keys, recipe.keys)
+    recipe = recipe.with_amp(stored.engine.amp)
     written = recipe.data.root
     typed = any(change.key == "data.root" for change in request.changes)
     # A relative path of the run's was relative to elsewhere; one that is typed now is meant here.
@@ -199,8 +215,7 @@ def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str,
     """Raise RecipeError if the keys of a run's recipe differ from those that it is to go on with.
     run: its folder. A model's or init's name comes before its options.
     """
-    if not asked["data.num_classes"]:                # as many as the run's data set had
-        asked = dict(asked, **{"data.num_classes": began.get("data.num_classes")})
+    asked = {**asked, **{key: began.get(key) for key in OPEN if asked[key] == OPEN[key]}}
     require_same(run, *({key: value for key, value in keys.items() if key not in MAY_CHANGE}
                         for keys in (began, asked)))
 

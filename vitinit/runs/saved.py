@@ -15,6 +15,7 @@ from ..models.layers import Classifier
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
+from ..train.device import fastest_amp, this_device
 from ..train.transfer import load_exactly, start_from
 from ..values import Size, convert, show
 from . import foreign
@@ -141,6 +142,8 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     if not resolved.data.num_classes:
         raise RecipeError(f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
+    if resolved.engine.amp == "auto":                # which a run's recipe never states
+        resolved = resolved.with_amp(fastest_amp(this_device()))
     try:
         size = convert(resolved.data.image_size if image_size is None else image_size, Size)
     except TypeError as error:

