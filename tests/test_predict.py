@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refused import refused
 from small_models import built, seeded
 
 import vitinit
 from vitinit import predict as predict_module
-from vitinit.data.images import HEIF_REMEDY
+from vitinit.data import images
+from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.figures.plot import FigureError
 from vitinit.mixing import mixing_matrices
 from vitinit.runs.trained import Trained
@@ -101,6 +103,27 @@ def test_json_holds_every_image(folder, tmp_path, capsys):
         else:
             assert [(found["class"], found["probability"]) for found in one["classes"]] == [
                 (name, pytest.approx(share, rel=1e-5)) for name, share in trained.predict(path)]
+
+
+def test_no_file_and_too_little_memory_are_named_and_passed_over(folder, tmp_path, monkeypatch,
+                                                                 capsys):
+    def resize_small_ones(image, *arguments):
+        if image.shape[2] > 99:
+            raise MemoryError
+        return resize(image, *arguments)
+    resize = images.resize
+    monkeypatch.setattr(images, "resize", resize_small_ones)
+    os.mkfifo(tmp_path / "a.png")
+    large = Image.new("RGB", (101, 13))
+    large.save(tmp_path / "b.png")
+    assert predicted(RUN, tmp_path / "a.png", tmp_path / "b.png", folder / "red" / "03.png") == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{folder}/red/03.png  ") and out.endswith("2 of 3 could not be read\n")
+    assert err == (
+        f"vitinit.predict: {tmp_path}/a.png: is a pipe or a device, expected a file\n"
+        f"vitinit.predict: {tmp_path}/b.png: too little memory to read it (MemoryError)\n")
+    assert refused(DataError, vitinit.load(RUN).predict, large) == (
+        "an image: too little memory to read it (MemoryError)")
 
 
 def test_the_sheet_shows_images_with_their_guesses_in_an_even_selection(folder, tmp_path,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, family_run, rows_of
 
-from vitinit.data import sources
+from vitinit.data import images, sources
 from vitinit.init.mass import mass_on_images
 from vitinit.recipe.files import load_recipe
 from vitinit.runs import model
@@ -202,6 +203,20 @@ def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, str
     image.write_bytes(content)
     assert train_program.main(["--resume", str(broken)]) == 0
     assert_same_run(straight(), broken)
+
+
+@pytest.mark.parametrize("init, workers", [("deep_impulse", "0"), ("default", "0"),
+                                           ("default", "1")])
+def test_too_little_memory_for_an_image_names_its_file(train_program, small_run, image_tree,
+                                                       tmp_path, capsys, monkeypatch, init,
+                                                       workers):
+    """Whether the init, the training process or a worker meets it."""
+    monkeypatch.setattr(images, "resize", Mock(side_effect=RuntimeError("not enough memory: 9 GB")))
+    assert train_program.main(small_run(tmp_path / "run", init=init, data__workers=workers)) == 2
+    line, = capsys.readouterr().err.splitlines()
+    path, _, reason = line.removeprefix("train.py: ").partition(": ")
+    assert image_tree / "train" in Path(path).parents
+    assert reason.startswith("too little memory to read it (not enough memory: 9 GB)")
 
 
 def test_a_diverging_run_ends_and_leaves_the_last_good_checkpoint(

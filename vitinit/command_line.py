@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .files import FileError, require_no_input, require_replaceable
-from .messages import OneLineError, environment_rank, in_brief, nearest, one_line, say
+from .messages import (OneLineError, environment_rank, in_brief, nearest, one_line,
+                       ran_out_of_memory, say)
 from .recipe.files import RecipeError
-from .train.device import ran_out_of_memory
 from .train.distributed import LostProcess
 from .train.interruption import Interrupted
 from .values import Bounds, accepted_values, convert

@@ -164,12 +164,14 @@ def require_no_links(folder: Path) -> None:
 
 
 def read_bytes(path: Path, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:
-    """The contents of a file, or `default` if there is none; FileError over `limit` bytes."""
+    """A file's contents, or `default` if there is none; FileError over `limit`, and for a pipe."""
     with in_one_line(path, "read"):
         if default is not None and not path.exists():
             return default
         size = path.stat().st_size
-        if size > limit or not path.is_file():
+        if not path.is_file() and not path.is_dir():     # which the system itself refuses to read
+            raise FileError(f"{path}: is a pipe or a device, expected a file")
+        if size > limit:
             raise FileError(f"{path}: has {size:,} bytes, expected a file of at most {limit:,}")
         return path.read_bytes()
 

@@ -155,6 +155,13 @@ def shortened(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + rest
 
 
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether this is an error of CUDA's, torch's or Python's for running out of memory."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "not enough memory",
+                                          "out of memory", "ALLOC_FAILED"))
+
+
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """A context without Python's warnings for threads, which `warnings.catch_warnings` is not."""

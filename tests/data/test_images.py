@@ -11,11 +11,14 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from broken_files import SIZES, broken_files, encoded, noise, png_of_16_bits, valid_files
 from PIL import Image, ImageOps
 from refused import refused
@@ -128,6 +131,42 @@ def test_a_file_that_is_no_whole_image_is_refused_in_one_line(tmp_path, jpeg_dec
         assert f": cannot be read: {reason}" in refusal(tmp_path / name)
 
 
+def test_only_files_are_read_and_none_that_is_too_large_to_be_an_image(tmp_path):
+    """A pipe would wait for ever, and a device has no end. A caution reads such files no more."""
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path / "sparse.png").touch()
+    os.truncate(tmp_path / "sparse.png", 50_000_000_000)
+    paths = [tmp_path / f"{name}.png" for name in ("pipe", "zero", "sparse")]
+    signal.alarm(60)
+    try:
+        assert [refusal(path) for path in paths] == [
+            *(f"{path}: is a pipe or a device, expected a file" for path in paths[:2]),
+            f"{paths[2]}: has 50,000,000,000 bytes, expected a file of at most 1,073,741,824"]
+        assert dark_in_16_bits(map(str, paths)) == ""
+    finally:
+        signal.alarm(0)
+
+
+def test_too_little_memory_names_the_image(tmp_path, monkeypatch):
+    """Wherever it is missed: when the file is read, decoded or resized."""
+    path = tmp_path / "x.png"
+    path.write_bytes(FILES["rgb.png"])
+    view = partial(crop_and_flip, box=Box(2, 3, 5, 7), flip=False, size=(11, 13),
+                   interpolation="bilinear")
+    torchs = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to …")
+    for place, error, reason in (("read_bytes", MemoryError(), "MemoryError"),
+                                 ("from_pillow", MemoryError(), "MemoryError"),
+                                 ("resize", torchs, str(torchs))):
+        with monkeypatch.context() as patch:
+            patch.setattr(images, place, Mock(side_effect=error))
+            assert refused(DataError, decode_image, str(path), view) == (
+                f"{path}: too little memory to read it ({reason})")
+    monkeypatch.setattr(images, "resize", Mock(side_effect=RuntimeError("a mistake")))
+    with pytest.raises(RuntimeError, match="a mistake"):
+        decode_image(str(path), view)
+
+
 @pytest.mark.parametrize("interpolation", PILLOWS)
 def test_crop_and_flip_is_within_one_grey_level_of_pillows_steps(interpolation):
     """As measured on an AVX-512 processor; of all values, this share differs at all."""
@@ -182,6 +221,35 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
         ours = resize_and_centre_crop(image, size, crop_pct, interpolation)
         assert ours.shape == (3, *size) and (ours.int() - expected.int()).abs().max() <= 1
         assert torch.equal(ours, expected) or whole.shape != image.shape     # only cropped
+
+
+@pytest.mark.parametrize("interpolation", PILLOWS)
+def test_of_a_thin_image_only_the_centre_is_enlarged(interpolation, monkeypatch):
+    """To one grey level as if Pillow enlarged all of it. Others, up to 32 times as long as their
+    view by its width, go the way of before, to the bit."""
+    interpolate = Mock(side_effect=F.interpolate)
+    monkeypatch.setattr(F, "interpolate", interpolate)
+    values = np.random.default_rng(7).integers(0, 256, (65_500, 7, 3), np.uint8)
+    for height, width in ((31, 1), (217, 7), (37, 1), (1009, 7), (4999, 5), (65_500, 1)):
+        first = 32_700 if height == 65_500 else 0    # the view shows nothing of what is before
+        for axes in ((0, 1, 2), (1, 0, 2)):
+            image = values[:height, :width].transpose(axes)
+            centre = Image.fromarray(values[first:height - first, :width].transpose(axes).copy())
+            whole = [int(60 * side / width) for side in centre.size]     # 60: of 53 / 0.875
+            left, top = (round((side - 53) / 2) for side in whole)
+            rows = centre.resize((whole[0], centre.height), PILLOWS[interpolation])
+            expected = planes(rows.resize(whole, PILLOWS[interpolation]).crop(
+                (left, top, left + 53, top + 53))).astype(int)
+            ours = resize_and_centre_crop(torch.from_numpy(image).permute(2, 0, 1), (53, 53),
+                                          0.875, interpolation)
+            assert abs(ours.numpy() - expected).max() <= 1 + (height == 31 * width)
+            if height == 31 * width:
+                _, size = interpolate.call_args.args
+                assert size == (whole[1], whole[0])
+                assert torch.equal(ours, interpolate.side_effect(
+                    torch.from_numpy(image).permute(2, 0, 1)[None], size, mode=interpolation,
+                    antialias=True)[0, :, top:top + 53, left:left + 53])
+    assert interpolate.call_count == 4
 
 
 @pytest.mark.parametrize("kind, options, words", [

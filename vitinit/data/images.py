@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,13 +19,16 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from ..messages import OneLineError, in_brief, without_warnings
+from ..files import FileError, read_bytes
+from ..messages import OneLineError, in_brief, ran_out_of_memory, without_warnings
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
 except ImportError:                                  # deprecated since 0.29, to be removed
     decode_jpeg = None
 
+LARGEST_FILE = 2**30            # bytes: RGB of 16 bits of the most pixels that Pillow reads
+LONG = 32                       # an image so many times as long as its view is not enlarged whole
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's names
 HEIF_REMEDY = ("HEIC, HEIF and AVIF are not read: convert them, on macOS by sips -s format jpeg "
                "FILE --out FILE.jpg, elsewhere by heif-convert FILE FILE.jpg")
@@ -45,14 +50,29 @@ class Box(NamedTuple):
 NOWHERE = Box(0, 0, 0, 0)
 
 
-def decode_image(path: str, *, apply_exif_orientation: bool = True) -> Tensor:
-    """Read and decode an image file as `decode_bytes`. Raises DataError, which names the file."""
+@contextlib.contextmanager
+def room_for(name: str) -> Iterator[None]:
+    """A context in which too little memory is DataError, which calls the image `name`."""
     try:
-        with open(path, "rb") as file:
-            content = file.read()
-    except (OSError, ValueError) as error:           # ValueError: a zero byte in the name
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
-    return decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation)
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise DataError(f"{name}: too little memory to read it ({in_brief(error)})") from None
+
+
+def decode_image(path: str, view: Callable[[Tensor], Tensor] = lambda image: image, *,
+                 apply_exif_orientation: bool = True) -> Tensor:
+    """Read and decode an image file as `decode_bytes`, and return what `view` makes of it. Raises
+    DataError, which names the file, also where there is too little memory for either.
+    """
+    with room_for(path):
+        try:
+            content = read_bytes(Path(path), limit=LARGEST_FILE)
+        except ValueError as error:                  # a FileError, or of a zero byte in the name
+            raise DataError(error if isinstance(error, FileError) else
+                            f"{path}: cannot be read: {error}") from None
+        return view(decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation))
 
 
 def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
@@ -78,6 +98,8 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
                                               apply_exif_orientation=apply_exif_orientation)
                         return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
                 return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
+        except MemoryError:
+            raise
         except UnidentifiedImageError:
             reason = f"none of {', '.join(FORMATS)}" if content else "empty"
             if content[4:12] in (b"ftypheic", b"ftypmif1", b"ftypavif"):     # called .jpg
@@ -108,7 +130,7 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
 def dark_in_16_bits(paths: Iterable[str]) -> str:
     """A caution if some of these files have 16 bits and all of those are dark, or ""."""
     highest = []                                     # value of each file of 16 bits, white being 1
-    for path in paths:
+    for path in filter(os.path.isfile, paths):       # a pipe may wait for ever
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
         with (contextlib.suppress(Exception), without_warnings(),
               Image.open(path, formats=("PNG", "TIFF", "PPM")) as image):
@@ -151,7 +173,8 @@ def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float
     """The evaluation view: resize the image until it covers size / crop_pct, then crop the centre.
 
     For a square size this is Resize(floor(size / crop_pct)) of the shorter side, then
-    CenterCrop(size), as in timm and DeiT: with crop_pct = 0.875 to 256 pixels, then to 224.
+    CenterCrop(size), as in timm and DeiT: with crop_pct = 0.875 to 256 pixels, then to 224. Of a
+    LONG image only the centre is enlarged: one of 65,500×1 pixels would take 13 GB.
     """
     height, width = image.shape[1:]
     # 1e-9 because floor(224 / 0.875) must not become 255 through a rounding error.
@@ -160,5 +183,15 @@ def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float
         across = int(down * width / height)
     else:
         down = int(across * height / width)
-    image = resize(image, (down, across), interpolation)
-    return crop(image, Box(round((down - size[0]) / 2), round((across - size[1]) / 2), *size))
+    box = Box(round((down - size[0]) / 2), round((across - size[1]) / 2), *size)
+    if down * across <= max(height * width, LONG * size[0] * size[1] / crop_pct**2):
+        return crop(resize(image, (down, across), interpolation), box)
+    y, x = height / down, width / across             # pixels per pixel of the enlarged image
+    # Bicubic interpolation reads two pixels beside the box. Pillow's box is of short floats.
+    first, before = max(0, int(box.top * y) - 2), max(0, int(box.left * x) - 2)
+    piece = image[:, first:first + size[0] + 6, before:before + size[1] + 6].permute(1, 2, 0)
+    top, left, kernel = box.top * y - first, box.left * x - before, interpolation.upper()
+    rows = Image.fromarray(piece.numpy()).resize(            # first, as in torch
+        (size[1], len(piece)), Image.Resampling[kernel], (left, 0, left + size[1] * x, len(piece)))
+    return from_pillow(rows.resize(size[::-1], Image.Resampling[kernel],
+                                   (0, top, size[1], top + size[0] * y)))

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ class TrainViews(Dataset):
         augmentation, indices = self.augmentation, np.array([key.image for key in samples.keys])
         generators = keyed_generators(augmentation.seed, Stream.CROP_AND_FLIP, samples.keys)
         if self.source is not None:
-            images = default_collate([self.view(self.source.image(index), rng)
+            images = default_collate([self.source.image(index, partial(self.view, rng=rng))
                                       for index, rng in zip(indices.tolist(), generators)])
         else:
             views = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
@@ -80,7 +81,8 @@ class EvalViews(Dataset):
     def __init__(self, source: Source, *, rank: int, world_size: int, size: tuple[int, int],
                  crop_pct: float, interpolation: str) -> None:
         self.source, self.size = source, size
-        self.crop_pct, self.interpolation = crop_pct, interpolation
+        self.view = partial(resize_and_centre_crop, size=size, crop_pct=crop_pct,
+                            interpolation=interpolation)
         self.indices = range(rank, len(source), world_size)
         self.labels = source.labels[rank::world_size]                    # (n,) int64
 
@@ -88,9 +90,7 @@ class EvalViews(Dataset):
         return len(self.indices)
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        image = self.source.image(self.indices[position])
-        return (resize_and_centre_crop(image, self.size, self.crop_pct, self.interpolation),
-                int(self.labels[position]))
+        return self.source.image(self.indices[position], self.view), int(self.labels[position])
 
 
 class Loader(DataLoader):

@@ -1,8 +1,9 @@
 """Sources of images: in memory, or in files; and parts of them, drawn class by class.
 
-All sources of N images have `len`, `image(i)` → (3, H, W) uint8 (DataError if it cannot be
-decoded), `labels`, (N,) int64, the names `classes`, `left_out`, lines about what is left out of a
-folder, and `part(indices)`: only these images, in this order.
+All sources of N images have `len`, `image(i)` → (3, H, W) uint8 or `image(i, view)`, what `view`
+makes of it (DataError if memory is too little, or if it cannot be decoded), `labels`, (N,) int64,
+the names `classes`, `left_out`, lines about what is left out of a folder, and `part(indices)`: only
+these images, in this order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TypeGuard
@@ -39,8 +40,8 @@ class ImagesInMemory:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int) -> Tensor:
-        return self.images[index]
+    def image(self, index: int, view: Callable[[Tensor], Tensor] = lambda image: image) -> Tensor:
+        return view(self.images[index])
 
     def part(self, indices: np.ndarray) -> ImagesInMemory:
         return ImagesInMemory(self.images[indices], self.labels[indices], self.classes)
@@ -70,9 +71,9 @@ class ImageFiles:
         encoded = self.encoded.numpy()
         return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
 
-    def image(self, index: int) -> Tensor:
+    def image(self, index: int, *view: Callable[[Tensor], Tensor]) -> Tensor:
         path = os.fsdecode(self.encoded[index].numpy().tobytes().rstrip(b"\0"))
-        return decode_image(path, apply_exif_orientation=self.apply_exif_orientation)
+        return decode_image(path, *view, apply_exif_orientation=self.apply_exif_orientation)
 
     def part(self, indices: np.ndarray) -> ImageFiles:
         part = copy.copy(self)

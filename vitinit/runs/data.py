@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,7 +165,7 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     fewer. Which ones is keyed by the run's seed.
     """
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
-    return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
+    return as_input(torch.stack([source.image(int(index), partial(evaluation_view, recipe=recipe))
                                  for index in order[:count]]), recipe)
 
 

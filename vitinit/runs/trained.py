@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..data.datasets import imagenet_wnids
-from ..data.images import DataError, decode_bytes, decode_image, from_pillow
+from ..data.images import DataError, decode_bytes, decode_image, from_pillow, room_for
 from ..messages import in_brief, say
 from ..recipe.files import overrides as recipe_changes
 from ..recipe.sections import Recipe
@@ -75,7 +75,8 @@ class Trained:
 
     def view(self, image: ImageLike) -> Tensor:
         """Resize and centre-crop one image for the model → (3, *image_size) uint8, on the CPU."""
-        return evaluation_view(as_uint8(image), self.recipe, self.image_size)
+        with room_for(f"{image}" if isinstance(image, (str, os.PathLike)) else "an image"):
+            return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
         """Turn one image, or several, into input of the model, as `eval.py` does, but upright:

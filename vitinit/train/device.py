@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..messages import OneLineError
+from ..messages import OneLineError, ran_out_of_memory
 
 # Peak TFLOP/s of dense matrix products in bfloat16 with float32 accumulation, by the card's name in
 # CUDA; in float16 for V100 and T4, which have no bfloat16. From the manufacturers' data sheets and
@@ -110,10 +110,3 @@ def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
         raise OutOfMemory(
             f"process {rank} ran out of memory on {where}; lower {key}, for example --set "
             f"{key}={max(1, value // 2)} where it takes {value} images now") from None
-
-
-def ran_out_of_memory(error: Exception) -> bool:
-    """Whether this is an error of CUDA's, torch's or Python's for running out of memory."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        words in str(error) for words in ("can't allocate memory", "not enough memory",
-                                          "out of memory", "ALLOC_FAILED"))
