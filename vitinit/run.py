@@ -126,7 +126,8 @@ class Run:
         processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
                                                "the step to go on from": self.folder.step})
         with building(f"recipe {recipe.name}", "data"):
-            self.data = data = open_data(recipe, processes, dry_run=dry_run)
+            self.data = data = open_data(recipe, processes, dry_run=dry_run,
+                                         strided=choice.strided)
         classes = [*map(str, data.whole_set.classes)]
         self.recipe = recipe = recipe.with_data(num_classes=len(classes))
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
@@ -143,6 +144,7 @@ class Run:
                  "teacher": self.teacher.teacher.digest if self.teacher else "none"}
         if recipe.model.name.startswith("convmixer"):    # whose BatchNorm sees a micro-batch
             facts["images per micro-batch"] = data.plan.micro_batch_size
+        facts["strided pairs"] = data.plan.strided
         processes.require_equal(facts)
         if processes.is_main and not dry_run:
             facts |= file_sizes([data.train_set, data.val_set], recipe.run.seed)

@@ -70,6 +70,19 @@ def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):
                 ((2,), torch.uint8), ((2,), torch.int64), ((2,), torch.float64)]
 
 
+def test_an_image_is_decoded_once_for_all_its_views_in_a_micro_batch(folder, monkeypatch):
+    sampler = TrainSampler(len(folder), plan_batches(12, 12, 1, group=2), rank=0, seed=SEED,
+                           repeats=3)
+    samples = next(iter(sampler))                    # three views in a row of each of four images
+    views, decoded = TrainViews(folder, DRAWS), []
+    expected = torch.cat([views[samples._replace(keys=[key], groups=samples.groups[:1])].images
+                          for key in samples.keys])
+    monkeypatch.setattr(folder, "image", lambda index, read=folder.image: (
+        decoded.append(index), read(index))[1])
+    assert torch.equal(views[samples].images, expected)
+    assert decoded == [key.image for key in samples.keys if key.repeat == 0] and len(decoded) == 4
+
+
 @pytest.mark.parametrize("error", [
     MemoryError(), EOFError(), OSError(24, "Too many open files"),
     RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),

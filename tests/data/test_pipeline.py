@@ -29,7 +29,7 @@ from vitinit.data.sources import ImageFolder, ImagesInMemory
 from vitinit.keys import Stream, keyed_generator
 
 SIDE, COUNT, CLASSES, SEED, REPEATS = 7, 29, 5, 31, 3
-GLOBAL_BATCH, GROUP, EPOCHS = 24, 8, 4                       # one step per epoch, three groups
+GLOBAL_BATCH, GROUP, EPOCHS = 48, 8, 4                       # one step per epoch, six groups
 MEAN, STD, FILL = (0.5, 0.4, 0.3), (0.3, 0.2, 0.1), (17, 131, 251)
 DRAWS = Augmentation(SEED, (SIDE, SIDE),
                      replace(AUGMENT, **SHIFT, crop_padding=2, erase_probability=0.5),
@@ -56,9 +56,9 @@ def batches_of(plan, *, draws: Augmentation = DRAWS, rank: int = 0, repeats: int
 
 
 def all_steps(draws: Augmentation, world_size: int, max_batch: int, workers: int = 0,
-              resident: bool = False) -> list[tuple[Tensor, Tensor]]:
+              resident: bool = False, strided: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Images and targets of each step, of all processes, in the order of the global batch."""
-    plan = plan_batches(GLOBAL_BATCH, max_batch, world_size, group=GROUP)
+    plan = plan_batches(GLOBAL_BATCH, max_batch, world_size, group=GROUP, strided=strided)
     found = [(torch.full((GLOBAL_BATCH, 3, SIDE, SIDE), torch.nan),
               torch.full((GLOBAL_BATCH, CLASSES), torch.nan)) for _ in range(EPOCHS)]
     for rank in range(world_size):
@@ -101,7 +101,8 @@ def by_definition(draws: Augmentation) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("draws", [DRAWS, AFTER], ids=["erased", "mixed first"])
 def test_a_mixed_global_batch_is_bit_for_bit_the_same_however_it_is_distributed(draws):
     expected = by_definition(draws)
-    for how in ((1, 24), (1, 12, 2), (4, 5), (12, 2), (1, 24, 0, True), (2, 4, 1, True)):
+    for how in ((1, 48), (1, 16, 2), (2, 12), (3, 9), (8, 2), (2, 4, 1, True),
+                (3, 4, 0, False, True), (1, 24, 0, True, True)):
         for ours, theirs in zip(all_steps(draws, *how), expected, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 assert one.numpy().tobytes() == other.numpy().tobytes(), how
@@ -113,7 +114,7 @@ def test_a_mixed_global_batch_is_bit_for_bit_the_same_however_it_is_distributed(
 
 def test_a_step_comes_once_all_its_images_are_loaded():
     """So an image that cannot be read never leaves half a step."""
-    batches, prepared = batches_of(plan_batches(GLOBAL_BATCH, 4, 1, group=GROUP)), []
+    batches, prepared = batches_of(plan_batches(GLOBAL_BATCH, 8, 1, group=GROUP)), []
 
     def loaded() -> Iterator[int]:
         yield from range(5)                          # of six micro-batches

@@ -37,7 +37,8 @@ def plans(count: int = 60) -> Iterator[tuple[BatchPlan, int]]:
         group = int(rng.choice([1, 2, 4, 6, 10, 12, 60]))
         batch = math.lcm(group, min(group, 2) * world_size) * int(rng.integers(1, 5))
         max_batch = int(rng.integers(min(group, 2), batch + 3))
-        yield plan_batches(batch, max_batch, world_size, group=group), max_batch
+        yield plan_batches(batch, max_batch, world_size, group=group,
+                           strided=bool(rng.integers(2))), max_batch
 
 
 def test_micro_batches_are_the_largest_that_divide_into_pairs_and_each_image_is_in_one():
@@ -59,6 +60,21 @@ def test_partners_are_the_mirrored_images_of_a_group_and_opposite_each_other():
         partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
         for positions in sum(micro_batches(plan), []):
             assert plan.group == 1 or [partner[image] for image in positions] == positions[::-1]
+
+
+def test_pairs_of_a_micro_batch_are_neighbours_or_as_far_apart_as_can_be():
+    """Neighbours, as three views of an image are: 44 images are decoded for 128 views, not 128."""
+    for plan, _ in plans():
+        count = plan.global_batch // plan.micro_batch_size
+        pairs = np.arange(plan.global_batch // min(plan.group, 2))
+        in_turn = np.concatenate([                   # of the micro-batches 0, 1, 2, …
+            plan.positions(number % plan.world_size, number // plan.world_size)[
+                :len(pairs) // count] for number in range(count)])
+        assert in_turn.tolist() == (pairs.reshape(-1, count).T.ravel() if plan.strided else
+                                    pairs).tolist()
+    for strided, images in ((False, 44), (True, 128)):
+        plan = plan_batches(1024, 128, 8, group=64, strided=strided)
+        assert len(set((plan.positions(0, 0) // 3).tolist())) == images
 
 
 @pytest.mark.parametrize("global_batch, world_size, group, words", [

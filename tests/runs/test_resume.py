@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_run import TIMES, assert_same_run, rows_of
+from same_run import TIMES, assert_same_run, family_run, rows_of
 
 import vitinit
 from vitinit.figures.subjects import of_runs
@@ -70,6 +70,27 @@ def test_a_run_that_an_earlier_commit_stopped_ends_as_it_would_have_ended(
         for key in expected.keys() - set(TIMES):
             near = dict(abs=100 / 21) if key.endswith("top1") else dict(rel=1e-5)
             assert row[key] == expected[key] or row[key] == pytest.approx(expected[key], **near)
+
+
+def test_micro_batches_hold_the_pairs_that_they_held_as_the_run_began(
+        train_program, small_run, tmp_path, image_tree, monkeypatch, stop_before):
+    """Strided ones with BatchNorm, and in runs of commits that had no others and several of them,
+    which so go on to the bit; else neighbours."""
+    old, new, convmixer = (tmp_path / name for name in ("old", "new", "convmixer"))
+    shutil.copytree(Path(__file__).parent / "data" / "stopped_at_88e7f50", old)
+    in_three, plans = ["--set", "optim.max_batch_per_process=4"], []
+
+    def opened(*arguments, real=train_program.open_data, **options):
+        plans.append((data := real(*arguments, **options)).plan)
+        return data
+    monkeypatch.setattr(train_program, "open_data", opened)
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(1))
+    go_on = ["--resume", str(old), "--data-dir", str(image_tree), *in_three]
+    for arguments in (go_on, go_on, small_run(new), ["--resume", str(new)],
+                      [*family_run("cifar10_convmixer", image_tree, convmixer), "--dry-run"]):
+        train_program.main(arguments)
+    assert [(plan.strided, plan.accumulation) for plan in plans] == [
+        (True, 3), (True, 3), (False, 3), (False, 3), (True, 3)]
 
 
 def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, refused, capsys):

@@ -12,8 +12,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import groupby, islice
 from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
@@ -58,18 +59,20 @@ class TrainViews(Dataset):
         augmentation, indices = self.augmentation, np.array([key.image for key in samples.keys])
         generators = keyed_generators(augmentation.seed, Stream.CROP_AND_FLIP, samples.keys)
         if self.source is not None:
-            images = default_collate([self.source.image(index, partial(self.view, rng=rng))
-                                      for index, rng in zip(indices.tolist(), generators)])
+            images = default_collate([view for index, same in groupby(indices.tolist())
+                                      for view in self.source.image(index, partial(
+                                          self.views, rngs=islice(generators, len([*same]))))])
         else:
-            views = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
-            corners = [(box.top, box.left, flip) for box, flip, _ in views]
+            drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
+            corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
             images = torch.from_numpy(np.column_stack([indices, corners]))
         return Batch(images, torch.from_numpy(self.labels[indices]), augmentation.draws(samples))
 
-    def view(self, image: Tensor, rng: np.random.Generator) -> Tensor:
-        """The view of an image (3, h, w) by the draws of a generator, (3, H, W) uint8."""
-        box, flip, interpolation = draw_view(rng, self.augmentation.augment, *image.shape[1:])
-        return crop_and_flip(image, box, flip, self.augmentation.size, interpolation)
+    def views(self, image: Tensor, rngs: Iterable[np.random.Generator]) -> list[Tensor]:
+        """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
+        drawn = (draw_view(rng, self.augmentation.augment, *image.shape[1:]) for rng in rngs)
+        return [crop_and_flip(image, box, flip, self.augmentation.size, interpolation)
+                for box, flip, interpolation in drawn]
 
 
 class EvalViews(Dataset):

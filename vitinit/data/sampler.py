@@ -28,15 +28,20 @@ class BatchPlan:
 
     **Pairs.** Two images that are mixed with each other are always in the same micro-batch. Pair p
     is image p of the global batch and its partner; with group = 1 nothing is mixed, and it is the
-    image alone. Of C micro-batches over all processes micro-batch c holds the pairs c, c + C,
-    c + 2C, …, and process r of W has the micro-batches r, r + W, …. So the number of processes and
-    the size of micro-batches change neither which images are mixed nor how.
+    image alone. Of the micro-batches of all processes, of P pairs each, number c holds the
+    pairs from c · P on: neighbours, so that the views of an image meet and it is decoded once. Of
+    these process r of W has the numbers r, r + W, …. So the number of processes and the size of
+    micro-batches change neither which images are mixed nor how.
+
+    strided: instead number c of C holds the pairs c, c + C, c + 2C, …, which are of more images. So
+        for BatchNorm, whose statistics are those of a micro-batch, and in runs that began so.
     """
 
     global_batch: int
     world_size: int
     micro_batch_size: int
     group: int
+    strided: bool = False
 
     @property
     def per_process(self) -> int:
@@ -56,9 +61,9 @@ class BatchPlan:
 
         The partner of image i of the micro-batch is its image B − 1 − i.
         """
-        units = self.global_batch // min(self.group, 2)          # pairs, or single images
-        first = np.arange(micro_step * self.world_size + rank, units,
-                          self.world_size * self.accumulation)
+        pairs = np.arange(self.global_batch // min(self.group, 2))       # or single images
+        count, number = self.world_size * self.accumulation, micro_step * self.world_size + rank
+        first = pairs[number::count] if self.strided else np.split(pairs, count)[number]
         if self.group == 1:
             return first
         within, group = np.divmod(first, self.groups)            # image `within` of its group
@@ -81,7 +86,7 @@ class BatchPlan:
 
 
 def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int, *,
-                 group: int) -> BatchPlan:
+                 group: int, strided: bool = False) -> BatchPlan:
     """The plan with the largest micro-batches that divide evenly; ValueError if nothing divides."""
     unit = min(group, 2)                             # images that must be in the same micro-batch
     if group % unit:
@@ -98,7 +103,7 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
     per_process = global_batch // world_size
     micro_batch_size = next(size for size in range(min(max_batch_per_process, per_process), 0, -1)
                             if per_process % size == 0 and size % unit == 0)
-    return BatchPlan(global_batch, world_size, micro_batch_size, group)
+    return BatchPlan(global_batch, world_size, micro_batch_size, group, strided)
 
 
 class TrainSampler:

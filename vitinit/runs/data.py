@@ -114,8 +114,11 @@ def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], de
                              on_device_gib=data.on_device_gib, cache_gib=how.cache_gib)
 
 
-def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
-    """Open the data sets and make this process's batches. dry_run: neither download nor decode."""
+def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool,
+              strided: bool = False) -> Data:
+    """Open the data sets and make this process's batches. dry_run: neither download nor decode.
+    strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs.
+    """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     with processes.together():
@@ -129,7 +132,8 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
 
     with processes.together(), building(f"recipe {recipe.name}", "optim"):
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
-                            group=recipe.mix.group if recipe.mix.mixes else 1)
+                            group=recipe.mix.group if recipe.mix.mixes else 1,
+                            strided=strided or recipe.model.name.startswith("convmixer"))
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
                                repeats=augment.repeats)
 

@@ -45,7 +45,8 @@ LONGEST_LINES = 2**28           # most bytes of metrics.jsonl and steps.jsonl: t
 # What run.json says of a start that is read again; whatever else it says is only shown.
 RECORDED: dict[str, Any] = {
     "command": tuple[str, ...], "git_commit": str, "data": Mapping[str, Any], "data.root": str,
-    "data.files and labels": str, "data.training images": int, "arguments": Mapping[str, Any]}
+    "data.files and labels": str, "data.training images": int, "data.strided pairs": bool,
+    "arguments": Mapping[str, Any]}
 
 
 def image_digests(data: Any) -> tuple[str, str]:

@@ -60,6 +60,7 @@ class Choice(NamedTuple):
     recipe: Recipe
     saved: dict[str, Any] | None    # the checkpoint to go on from; None for a new run
     written_root: str           # data.root as it was written, which checkpoints keep
+    strided: bool = False       # which pairs share a micro-batch, see `data.sampler.BatchPlan`
 
 
 class RunLock(ExitStack):
@@ -194,7 +195,8 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     # A relative path of the run's was relative to elsewhere; one that is typed now is meant here.
     if written == stored.data.root and not (typed and request.resume != "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
-    return Choice(recipe, state, written)
+    # Before runs recorded it, pairs were strided.
+    return Choice(recipe, state, written, folder.data_of(-1).get("strided pairs", True))
 
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
