@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -23,9 +23,6 @@ from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, 
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
 BATCH = 50                      # images that are augmented together
-# Overrides that leave what a worker does (decoding, cropping, flipping) and normalising.
-PLAIN = ("rand_augment.layers=0", "augment.erase_probability=0", "mix.mixup_alpha=0",
-         "mix.cutmix_alpha=0")
 
 
 def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
@@ -60,7 +57,7 @@ def draw_photographs(folder: Path, count: int) -> list[Path]:
 def in_batches(batch: int) -> list[str]:
     """Overrides for steps of `batch` images in one micro-batch, at any learning rate."""
     return [f"optim.global_batch={batch}", f"optim.max_batch_per_process={batch}",
-            f"mix.group={batch}", "augment.repeats=1", "schedule.warmup_lr=0", "schedule.min_lr=0"]
+            f"mix.group={batch}", "schedule.warmup_lr=0", "schedule.min_lr=0"]
 
 
 def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
@@ -80,26 +77,23 @@ def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
 
 
 def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
-    """Images/s that one core and the device prepare as a recipe of `image_folder`'s set says."""
-    batches = [*in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"]
+    """Views/s that one core and the device prepare as a recipe of `image_folder`'s set says."""
+    recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
     paths = sorted((root / "train").rglob("*.*"))[:BATCH]
-    recipe = recipe_of(name, [*sets, *batches]).with_data(root=str(root))
     pipeline = torchvisions_pipeline(recipe.data.image_size)
     source = open_data(recipe, alone(device), dry_run=False).train_set
-
-    def prepared(*more: str) -> Callable[[], object]:
-        steps = steps_of(recipe_of(name, [*sets, *batches, *more]), device)
-        return lambda: [micro_batch.prepare() for micro_batch in next(steps)[1]]
+    steps = steps_of(recipe, device)
     seconds = interleave({
-        "decoding alone": lambda: [source.image(index) for index in range(BATCH)],
-        "+ crop, flip, normalise: a worker's part": prepared(*PLAIN),
-        "+ RandAugment, erase, mix: the whole": prepared(),
+        "decoding alone, each image once": lambda: [
+            source.image(index) for index in range(0, BATCH, recipe.augment.repeats)],
+        "+ crop, flip, draws: the loader": lambda: next(steps),
+        "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
         "torchvision's pipeline on Pillow": lambda: [
             pipeline(Image.open(path).convert("RGB")) for path in paths]}, clock_of(device))
-    decoding, pillow = seconds["decoding alone"], seconds["torchvision's pipeline on Pillow"]
+    _, _, whole, pillow = seconds.values()
     return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
-             "images/s": BATCH / median(times), "× as fast as torchvision's":
-             times_as_fast(times, pillow), "% of decoding": 100 * median(decoding) / median(times)}
+             "views/s": BATCH / median(times), "× as fast as torchvision's":
+             times_as_fast(times, pillow), "% of the whole": 100 * median(times) / median(whole)}
             for part, times in seconds.items()]
 
 
