@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,8 +61,8 @@ def room_for(name: str) -> Iterator[None]:
         raise DataError(f"{name}: too little memory to read it ({in_brief(error)})") from None
 
 
-def decode_image(path: str, view: Callable[[Tensor], Tensor] = lambda image: image, *,
-                 apply_exif_orientation: bool = True) -> Tensor:
+def decode_image(path: str, view: Callable[[Tensor], Any] = lambda image: image, *,
+                 apply_exif_orientation: bool = True) -> Any:
     """Read and decode an image file as `decode_bytes`, and return what `view` makes of it. Raises
     DataError, which names the file, also where there is too little memory for either.
     """
@@ -146,8 +146,11 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     """Resize (3, H, W) uint8 to (3, *size), "bilinear" or "bicubic", antialiased like Pillow."""
-    return image if tuple(image.shape[1:]) == size else F.interpolate(
-        image[None], size, mode=interpolation, antialias=True)[0]
+    if tuple(image.shape[1:]) == size:
+        return image
+    # As a batch of (H, W, 3) its strides are those of channels-last, and so are the result's.
+    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return F.interpolate(batch, size, mode=interpolation, antialias=True)[0]
 
 
 def crop(image: Tensor, box: Box) -> Tensor:

@@ -38,8 +38,8 @@ NO_ROOM = ("exited unexpectedly", "killed by signal", "allocate", "No space left
 class Batch(NamedTuple):
     """A training batch, with the draws of what the device still has to do."""
 
-    images: Tensor          # (B, 3, H, W) uint8, cropped and flipped; or (B, 4) int64, descriptions
-                            # of views that the device cuts out, see `TrainViews`
+    images: Tensor          # (B, 3, H, W) uint8, channels-last, cropped and flipped; or (B, 4)
+                            # int64, descriptions of views for the device, see `TrainViews`
     labels: Tensor          # (B,) int64
     draws: Tensor           # (B, …) float64, see `Augmentation.draws`
 
@@ -62,6 +62,7 @@ class TrainViews(Dataset):
             images = default_collate([view for index, same in groupby(indices.tolist())
                                       for view in self.source.image(index, partial(
                                           self.views, rngs=islice(generators, len([*same]))))])
+            images = images.permute(0, 3, 1, 2)
         else:
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
@@ -69,9 +70,11 @@ class TrainViews(Dataset):
         return Batch(images, torch.from_numpy(self.labels[indices]), augmentation.draws(samples))
 
     def views(self, image: Tensor, rngs: Iterable[np.random.Generator]) -> list[Tensor]:
-        """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
+        """The views of an image (3, h, w) by the draws of each generator, (H, W, 3) uint8: as they
+        lie in memory.
+        """
         drawn = (draw_view(rng, self.augmentation.augment, *image.shape[1:]) for rng in rngs)
-        return [crop_and_flip(image, box, flip, self.augmentation.size, interpolation)
+        return [crop_and_flip(image, box, flip, self.augmentation.size, interpolation).permute(1, 2, 0)
                 for box, flip, interpolation in drawn]
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class ImagesInMemory:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int, view: Callable[[Tensor], Tensor] = lambda image: image) -> Tensor:
+    def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
         return view(self.images[index])
 
     def part(self, indices: np.ndarray) -> ImagesInMemory:
@@ -71,7 +71,7 @@ class ImageFiles:
         encoded = self.encoded.numpy()
         return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
 
-    def image(self, index: int, *view: Callable[[Tensor], Tensor]) -> Tensor:
+    def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:
         path = os.fsdecode(self.encoded[index].numpy().tobytes().rstrip(b"\0"))
         return decode_image(path, *view, apply_exif_orientation=self.apply_exif_orientation)
 
