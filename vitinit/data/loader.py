@@ -73,9 +73,10 @@ class TrainViews(Dataset):
         """The views of an image (3, h, w) by the draws of each generator, (H, W, 3) uint8: as they
         lie in memory.
         """
-        drawn = (draw_view(rng, self.augmentation.augment, *image.shape[1:]) for rng in rngs)
-        return [crop_and_flip(image, box, flip, self.augmentation.size, interpolation).permute(1, 2, 0)
-                for box, flip, interpolation in drawn]
+        how, size = self.augmentation.augment, self.augmentation.size
+        views = (draw_view(rng, how, *image.shape[1:]) for rng in rngs)
+        return [crop_and_flip(image, box, flip, size, interpolation).permute(1, 2, 0)
+                for box, flip, interpolation in views]
 
 
 class EvalViews(Dataset):
