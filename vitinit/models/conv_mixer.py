@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, make_head, map_tokens, patch_grid, require_choice,
+from .layers import (Classifier, Features, Pair, make_head, map_tokens, patch_grid, require_choice,
                      require_image_size, run_blocks, to_pair)
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -75,10 +75,9 @@ class ConvMixer(Classifier):
 
     family = "conv_mixer"
 
-    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
-                 patch_size: int | tuple[int, int], embed_dim: int, depth: int, kernel_size: int,
-                 activation: Literal["gelu", "relu"] = "gelu", num_filters: int = 0,
-                 train_filters: bool = True) -> None:
+    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
+                 depth: int, kernel_size: int, activation: Literal["gelu", "relu"] = "gelu",
+                 num_filters: int = 0, train_filters: bool = True) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
         require_choice("activation", activation, tuple(ACTIVATIONS))

@@ -12,7 +12,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 Layer = TypeVar("Layer", bound=nn.Module)
+Pair = int | tuple[int, int]    # (height, width); one integer stands for both
 MOST_BLOCKS = 1000
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
 
 class Tokens(NamedTuple):
@@ -157,12 +159,11 @@ class PatchEmbed(nn.Module):
     grid. Raises ValueError if the patches do not tile the image.
     """
 
-    def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],
-                 embed_dim: int) -> None:
+    def __init__(self, image_size: Pair, patch_size: Pair, embed_dim: int) -> None:
         super().__init__()
-        self.image_size = image_size
-        self.grid = patch_grid(image_size, patch_size)
-        self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch_size, stride=patch_size)
+        self.image_size, patch = to_pair(image_size), to_pair(patch_size)
+        self.grid = patch_grid(self.image_size, patch)
+        self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch)
 
     def forward(self, images: Tensor) -> Tensor:
         require_image_size(images, self.image_size)

@@ -98,13 +98,12 @@ TIMM_CONV_MIXER = {"image_size": None} | only(num_filters=0, activation="gelu")
 # An activation is a class, which no plain value states; this function has ReLU.
 WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["convmixer_768_32"][1]))
 TIMM: dict[str, list[Counterpart]] = {
-    "vit": [
-        Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | only(distilled=False) | {
-            "fc_norm": "fc_norm", "num_registers": "reg_tokens",
-            "pool": [("class", {"class_token": True, "global_pool": "token"}),
-                     ("mean", {"class_token": False, "global_pool": "avg"})]}),
-        Counterpart("deit.VisionTransformerDistilled", TIMM_VIT | only(
-            distilled=True, num_registers=0, pool="class"))],
+    "vit": [Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | only(distilled=False) | {
+                "fc_norm": "fc_norm", "num_registers": "reg_tokens",
+                "pool": [("class", {"class_token": True, "global_pool": "token"}),
+                         ("mean", {"class_token": False, "global_pool": "avg"})]}),
+            Counterpart("deit.VisionTransformerDistilled", TIMM_VIT | only(
+                distilled=True, num_registers=0, pool="class"))],
     "swin": [Counterpart("swin_transformer.SwinTransformer", same(
         "patch_size", "embed_dim", "depths", "num_heads", "window_size", "mlp_ratio", "qkv_bias"
         ) | {"image_size": "img_size"})],
@@ -176,10 +175,9 @@ def counterpart(library: str, family: str, *, image_size: tuple[int, int], **opt
     the library has no such model.
     """
     module, table = LIBRARIES[library]
-    parameters = dict(inspect.signature(model_class(family)).parameters)
-    del parameters["num_classes"]
+    parameters = inspect.signature(model_class(family)).parameters
     defaults = {name: list(value) if isinstance(value := parameter.default, tuple) else value
-                for name, parameter in parameters.items()}
+                for name, parameter in parameters.items() if name != "num_classes"}
     options = defaults | options | {"image_size": list(image_size)}
     lacking: list[list[str]] = []                    # of each candidate, what it would need
     for candidate in table.get(family, ()):

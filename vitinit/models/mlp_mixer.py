@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, drop_path_rates,
-                     hidden_width, make_head, map_tokens, module_list, run_blocks, scales_by_block,
-                     to_pair)
+from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, add_branch, drop_path_rates,
+                     hidden_width, make_head, map_tokens, module_list, run_blocks, scales_by_block)
 
 NORM_EPS = 1e-6
 
@@ -48,16 +47,14 @@ class MlpMixer(Classifier):
 
     family = "mlp_mixer"
 
-    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
-                 patch_size: int | tuple[int, int], embed_dim: int, depth: int,
-                 tokens_ratio: float = 0.5, channels_ratio: float = 4.0,
+    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
+                 depth: int, tokens_ratio: float = 0.5, channels_ratio: float = 4.0,
                  drop_path: float = 0.0) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, tokens_ratio=tokens_ratio,
                          channels_ratio=channels_ratio)
         self.drop_path_rates = drop_path_rates(drop_path, depth, first=drop_path)
-        self.stem = PatchEmbed(image_size=to_pair(image_size), patch_size=to_pair(patch_size),
-                               embed_dim=embed_dim)
+        self.stem = PatchEmbed(image_size, patch_size, embed_dim)
         self.grid = self.stem.grid
         self.blocks = module_list(
             MixerBlock(self.grid[0] * self.grid[1], embed_dim,

@@ -18,8 +18,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attend, attention_weights
-from .layers import (Classifier, Features, Mlp, hidden_width, make_head, map_tokens, module_list,
-                     patch_grid, require_choice, require_image_size, run_blocks,
+from .layers import (Classifier, Features, Mlp, Pair, hidden_width, make_head, map_tokens,
+                     module_list, patch_grid, require_choice, require_image_size, run_blocks,
                      sincos_position_embedding, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
@@ -146,11 +146,10 @@ class SimpleViT(Classifier):
     family = "simple_vit"
     pos_embed: Tensor               # P, a buffer
 
-    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
-                 patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
-                 head_dim: int = 0, mlp_ratio: float = 1.0, reads: Reading = "content",
-                 alpha: float = 0.5, input_pos_embed: bool = True, values: bool = True,
-                 train_qk: bool = True, logit_scale: float = 0.0) -> None:
+    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
+                 depth: int, num_heads: int, head_dim: int = 0, mlp_ratio: float = 1.0,
+                 reads: Reading = "content", alpha: float = 0.5, input_pos_embed: bool = True,
+                 values: bool = True, train_qk: bool = True, logit_scale: float = 0.0) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
         require_choice("reads", reads, get_args(Reading))
@@ -173,9 +172,8 @@ class SimpleViT(Classifier):
             logit_scale=logit_scale), mlp_ratio=mlp_ratio) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim)
         self.head = make_head(embed_dim, num_classes)
-        for name, parameter in self.named_parameters():
-            if not train_qk and name.endswith((".query", ".key", ".qk.weight")):
-                parameter.requires_grad_(False)
+        for name, weight in self.named_parameters():
+            weight.requires_grad_(train_qk or not name.endswith((".query", ".key", ".qk.weight")))
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         require_image_size(images, self.image_size)

@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention, attend, attention_weights
-from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, block_numbers,
+from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, Tokens, add_branch, block_numbers,
                      drop_path_rates, hidden_width, make_head, map_tokens, module_list,
                      scales_by_block, to_pair)
 
@@ -162,9 +162,8 @@ class SwinStage(nn.Module):
 class SwinPatchEmbed(PatchEmbed):
     """Patch embedding as a feature map, with a LayerNorm: (B, 3, H, W) → (B, H/p, W/p, C)."""
 
-    def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],
-                 embed_dim: int) -> None:
-        super().__init__(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim)
+    def __init__(self, image_size: Pair, patch_size: Pair, embed_dim: int) -> None:
+        super().__init__(image_size, patch_size, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -184,9 +183,8 @@ class SwinTransformer(Classifier):
 
     family = "swin"
 
-    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
-                 patch_size: int | tuple[int, int], embed_dim: int, depths: tuple[int, ...],
-                 num_heads: tuple[int, ...], window_size: int | tuple[int, int] = 7,
+    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
+                 depths: tuple[int, ...], num_heads: tuple[int, ...], window_size: Pair = 7,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depths=depths, num_heads=num_heads,
@@ -195,8 +193,7 @@ class SwinTransformer(Classifier):
             raise ValueError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; "
                              "expected as many")
         self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
-        self.patch_embed = SwinPatchEmbed(image_size=to_pair(image_size),
-                                          patch_size=to_pair(patch_size), embed_dim=embed_dim)
+        self.patch_embed = SwinPatchEmbed(image_size, patch_size, embed_dim)
         self.grid = self.patch_embed.grid
         self.layers = module_list(SwinStage(
             embed_dim * 2**stage, grid=grid, depth=depths[stage], merge=stage > 0,

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch, drop_path_rates,
-                     hidden_width, make_head, module_list, require_choice, run_blocks,
-                     scales_by_block, sincos_position_embedding, to_pair)
-
-PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
+from .layers import (PREFIX_TOKENS, Classifier, Features, Mlp, Pair, PatchEmbed, Tokens, add_branch,
+                     drop_path_rates, hidden_width, make_head, module_list, require_choice,
+                     run_blocks, scales_by_block, sincos_position_embedding)
 
 
 class VitBlock(nn.Module):
@@ -67,10 +65,9 @@ class VisionTransformer(Classifier):
     norm: nn.Module
     fc_norm: nn.Module
 
-    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
-                 patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
-                 mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0,
-                 pool: Literal["class", "mean"] = "class",
+    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
+                 depth: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = True,
+                 drop_path: float = 0.0, pool: Literal["class", "mean"] = "class",
                  pos_embed: Literal["learned", "sincos", "none"] = "learned",
                  distilled: bool = False, num_registers: int = 0, fc_norm: bool = False,
                  norm_eps: float = 1e-6) -> None:
@@ -90,16 +87,11 @@ class VisionTransformer(Classifier):
         self.learns_positions = pos_embed == "learned"
         self.drop_path_rates = drop_path_rates(drop_path, depth)
         self.num_prefix_tokens = (pool == "class") + distilled + num_registers
-
-        self.patch_embed = PatchEmbed(image_size=to_pair(image_size),
-                                      patch_size=to_pair(patch_size), embed_dim=embed_dim)
+        self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim)
         self.grid = self.patch_embed.grid
-        if pool == "class":
-            self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        if distilled:
-            self.dist_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        if num_registers:
-            self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
+        for name, count in zip(PREFIX_TOKENS, (pool == "class", distilled, num_registers)):
+            if count:
+                self.register_parameter(name, nn.Parameter(torch.zeros(1, int(count), embed_dim)))
         positions = torch.zeros(1, self.num_prefix_tokens + self.grid[0] * self.grid[1], embed_dim)
         if pos_embed == "sincos":
             positions[0, self.num_prefix_tokens:] = sincos_position_embedding(self.grid, embed_dim)

@@ -156,8 +156,7 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
         if problem := fault(key, value):
             raise CheckpointError(f"{path}: {name} '{key}' is {problem}; expected a dense tensor "
                                   "of finite floating-point numbers of 16 to 64 bits")
-    _, names = without_prefix(tensors)
-    return dict(zip(names, tensors.values()))
+    return dict(zip(without_prefix(tensors)[1], tensors.values()))
 
 
 def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:

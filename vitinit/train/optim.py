@@ -42,9 +42,8 @@ class Optim:
     @property
     def peak_lr(self) -> float:
         """The peak learning rate; only here base_lr is scaled by the batch (arXiv 1706.02677)."""
-        if self.lr_scaling == "none":
-            return self.base_lr
-        return self.base_lr * self.global_batch / LINEAR_SCALING_BATCH
+        scaled = self.base_lr * self.global_batch / LINEAR_SCALING_BATCH
+        return scaled if self.lr_scaling == "linear" else self.base_lr
 
 
 @dataclass(frozen=True)
