@@ -31,7 +31,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ from .recipe.sections import Recipe
 from .runs.data import as_input
 from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config
-from .runs.records import portable, without_paths
+from .runs.records import without_folders, without_paths
 from .runs.trained import VIEW_KEYS, Trained, load
 from .train.checkpoint import CheckpointError, read_checkpoint_file, save_atomically
 
@@ -66,16 +65,12 @@ def metadata(trained: Trained) -> dict[str, Any]:
             "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
             "std": list(recipe.data.std), "crop_pct": recipe.eval.crop_pct,
             "interpolation": recipe.eval.interpolation, "model": recipe.model.name,
-            "recipe": without_folders(recipe).as_toml()}
+            "recipe": for_others(recipe).as_toml()}
 
 
-def without_folders(recipe: Recipe) -> Recipe:
+def for_others(recipe: Recipe) -> Recipe:
     """The recipe with the last parts of its absolute paths: nobody else has the folders above."""
-    data, init, distill = recipe.data, recipe.init, recipe.distill
-    return replace(recipe, data=replace(data, root=portable(data.root)),
-                   init=replace(init, checkpoint=portable(init.checkpoint)),
-                   distill=replace(distill, teacher=portable(distill.teacher),
-                                   weights=portable(distill.weights)))
+    return from_dict(without_folders(recipe.as_dict()), recipe.name)
 
 
 def taken_by(library: str, trained: Trained) -> tuple[str, dict[str, Any], Names]:
@@ -207,14 +202,14 @@ def export_run(trained: Trained, out: Path) -> str:
     state |= {"model": {name: value.half() if value.is_floating_point() else value
                         for name, value in trained.model.state_dict().items()},
               "ema": None, "classes": stored.get("classes") if invented else list(trained.classes),
-              "recipe": without_folders(recipe).as_dict()}
+              "recipe": for_others(recipe).as_dict()}
     with new_folder(out):
         folder = RunFolder(out)
         if of_run and source.starts():               # a damaged run.json is an error of one line
             write_text_atomically(without_paths(read_bytes(source.info)).decode(), folder.info)
         if of_run and source.metrics.path.exists():
             write_text_atomically(read_bytes(source.metrics.path).decode(), folder.metrics.path)
-        write_text_atomically(without_folders(recipe).as_toml(), folder.recipe)
+        write_text_atomically(for_others(recipe).as_toml(), folder.recipe)
         save_atomically(state, folder.last)
         return require_same_logits(load(out).model, trained.model,
                                    as_input(noise(trained), trained.recipe), NEAR_IN_HALF,

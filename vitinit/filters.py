@@ -14,11 +14,14 @@ in row n // width and column n % width.
 from __future__ import annotations
 
 from itertools import product
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-Offset = tuple[int, int]
+Offset = tuple[int, int]                # rows down and columns right
+Grid = tuple[int, int]                  # rows and columns of tokens
+Order = Literal["ordered", "random"]    # in which offsets are assigned to heads; see `head_offsets`
 
 # The order in which the released code assigns the cells of a 3×3 kernel to heads: centre, up,
 # right, left, down, then the corners (structured-initialization, vision_transformer.py).
@@ -27,8 +30,6 @@ RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
 
 def kernel_offsets(kernel_size: int) -> list[Offset]:
     """The offset of every cell of a kernel, row-major: [(-1, -1), (-1, 0), …] for 3×3."""
-    if kernel_size < 1:
-        raise ValueError(f"kernel_size is {kernel_size}, expected at least 1")
     side = range(-((kernel_size - 1) // 2), kernel_size // 2 + 1)
     return list(product(side, side))
 
@@ -44,7 +45,7 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # a stable sort
 
 
-def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: torch.Generator,
+def head_offsets(num_heads: int, cells: list[Offset], offsets: Order, generator: Generator,
                  *, first: int = 0) -> list[Offset]:
     """The offset of each head of one block, or of each filter.
 
@@ -56,7 +57,7 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: t
     return [cells[head % len(cells)] for head in range(first, first + num_heads)]
 
 
-def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
+def offsets_on_grid(kernel_size: int, grid: Grid) -> list[Offset]:
     """`ordered_offsets`, or ValueError if one of them leads off the grid from every token."""
     largest = 2 * min(grid) - 1
     if kernel_size > largest:
@@ -71,8 +72,7 @@ def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
     return torch.eye(kernel_size**2)[cell].view(kernel_size, kernel_size)
 
 
-def neighbours(offset: Offset, grid: tuple[int, int], *, circular: bool = False
-               ) -> tuple[Tensor, Tensor]:
+def neighbours(offset: Offset, grid: Grid, *, circular: bool = False) -> tuple[Tensor, Tensor]:
     """The tokens whose neighbour at `offset` is on the grid, and these neighbours: two (n,) int64.
 
     circular: wrap around at the borders instead, so that all tokens have one.
@@ -86,14 +86,14 @@ def neighbours(offset: Offset, grid: tuple[int, int], *, circular: bool = False
     return inside.flatten().nonzero()[:, 0], (rows * width + columns)[inside]
 
 
-def shift_matrix(offset: Offset, grid: tuple[int, int]) -> Tensor:
+def shift_matrix(offset: Offset, grid: Grid) -> Tensor:
     """The (N, N) matrix of the impulse at `offset`: 1 at each token's neighbour, 0 elsewhere."""
     matrix = torch.zeros(grid[0] * grid[1], grid[0] * grid[1])
     matrix[neighbours(offset, grid)] = 1.0
     return matrix
 
 
-def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
+def convolution_matrix(kernel: Tensor, grid: Grid, *, circular: bool = False) -> Tensor:
     """The (N, N) matrix M for which M @ x.flatten() is conv2d(x, kernel) with padding "same".
 
     kernel: (f_down, f_right). circular: wrap around at the borders instead of padding with zeros.

@@ -16,7 +16,7 @@ share of an attention matrix lies on the token that an impulse filter would pick
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from .filters import Offset, convolution_matrix, kernel_offsets, neighbours
+from .filters import Grid, Offset, convolution_matrix, kernel_offsets, neighbours
 from .models.attention import Attention
 from .models.conv_mixer import DepthwiseConv
-from .models.layers import Classifier, Mlp
+from .models.layers import Classifier, Mlp, block_numbers
 from .models.mlp_mixer import MixerBlock
 from .models.simple_vit import SimpleAttention, SimpleBlock
 from .models.swin import SwinBlock
@@ -70,13 +70,14 @@ def run(model: nn.Module, images: Tensor, *,
             table[name] = buffer if buffer is None or value is None else buffer.copy_(value)
 
 
-def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] | None = None,
+def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Sequence[int] | None = None,
                     heads: Sequence[int] | None = None,
                     summarise: Callable[[Tensor], Tensor] | None = None) -> dict[int, Tensor]:
     """The matrices with which the model mixes the tokens of `images`, by block.
 
     images: (B, 3, H, W), normalised as for the model.
-    blocks: their numbers, through a Swin's stages; all by default. `block_grids` has their grids.
+    blocks: their numbers, through a Swin's stages, negative ones from the last; all by default.
+        `block_grids` has their grids.
     heads: their numbers; all by default. Of a Mixer or ConvMixer, channels: all take gigabytes.
     summarise: what is kept of a block's matrices, so that those of all blocks need no memory.
 
@@ -84,11 +85,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
     `run`. Raises ValueError for a model of another family or a block that the model does not have.
     """
     by_block = mixers(model)
-    wanted = range(len(by_block)) if blocks is None else list(blocks)
-    for block in wanted:
-        if not 0 <= block < len(by_block):
-            raise ValueError(f"block {block} is asked for, but the model has blocks 0…"
-                             f"{len(by_block) - 1}")
+    wanted = block_numbers(range(len(by_block)) if blocks is None else blocks, len(by_block))
     columns: Heads = slice(None) if heads is None else list(heads)
     matrices: dict[int, Tensor] = {}
 
@@ -101,7 +98,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
 
 def mean_shares(model: nn.Module, images: Tensor,
                 readers: Sequence[tuple[nn.Module, Callable[[tuple, Tensor], Tensor]]],
-                grids: Sequence[tuple[int, int]]) -> list[Tensor]:
+                grids: Sequence[Grid]) -> list[Tensor]:
     """By block, the `shares_of_patches` on its grid, (h, N, N), averaged over images and windows.
 
     readers: by block, a module and a function of its inputs and its output that gives attention
@@ -122,7 +119,7 @@ class Mixer(NamedTuple):
     """What mixes the tokens in one block."""
 
     module: nn.Module
-    grid: tuple[int, int]       # of the patch tokens that it mixes
+    grid: Grid       # of the patch tokens that it mixes
     read: Callable[..., Tensor]          # (heads, *inputs) → (B, len(heads), N, N)
 
 
@@ -144,7 +141,7 @@ def mixers(model: nn.Module) -> list[Mixer]:
     return by_block
 
 
-def block_grids(model: nn.Module) -> list[tuple[int, int]]:
+def block_grids(model: nn.Module) -> list[Grid]:
     """The grid of patch tokens that each block mixes."""
     return [mixer.grid for mixer in mixers(model)]
 
@@ -182,19 +179,19 @@ def _read_depthwise(layer: DepthwiseConv, channels: Heads, x: Tensor) -> Tensor:
     return torch.stack(matrices).expand(len(x), -1, -1, -1)              # the same for all images
 
 
-def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+def among_patches(weights: Tensor, grid: Grid) -> Tensor:
     """(..., N, N) → (..., cells, cells): without prefix tokens, in float32 or higher precision."""
     cells = grid[0] * grid[1]
     return weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
 
 
-def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+def shares_of_patches(weights: Tensor, grid: Grid) -> Tensor:
     """`among_patches`, each row divided by its sum; a row that is all on prefix tokens is 0."""
     patches = among_patches(weights, grid)
     return patches / patches.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int]) -> Tensor:
+def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: Grid) -> Tensor:
     """The share of each head's attention on its target token, (h,): 1 is a perfect shift.
 
     weights: (..., h, N, N), of which `shares_of_patches` are taken. offsets: one (down, right) per
@@ -205,7 +202,7 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
                         for shares, offset in by_head])
 
 
-def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
+def mean_kernel(weights: Tensor, grid: Grid, radius: int) -> Tensor:
     """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1), as a convolution kernel.
 
     weights: (..., N, N), of which `shares_of_patches` are taken. Entry [radius + down, radius +
@@ -214,7 +211,7 @@ def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     return by_offset(shares_of_patches(weights, grid), grid, radius)
 
 
-def by_offset(patches: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
+def by_offset(patches: Tensor, grid: Grid, radius: int) -> Tensor:
     """`mean_kernel` of matrices among the patches, (..., cells, cells), as they are."""
     kernel = []
     for offset in kernel_offsets(2 * radius + 1):

@@ -49,6 +49,7 @@ Size = tuple[AtLeastOne, AtLeastOne]            # (height, width); one integer s
 Proportion = Annotated[float, Bounds(minimum=0.0, maximum=1.0)]      # such as a probability
 Fraction = Annotated[float, Bounds(above=0.0, maximum=1.0)]          # such as a part of an area
 NonNegative = Annotated[float, Bounds(minimum=0.0)]
+ProperFraction = Annotated[float, Bounds(above=0.0, below=1.0)]      # such as a share of attention
 BelowOne = Annotated[float, Bounds(minimum=0.0, below=1.0)]          # such as a decay per step
 PositiveNumber = Annotated[float, Bounds(above=0.0, below=LARGEST)]
 
@@ -113,7 +114,7 @@ def convert(value: Any, kind: Any) -> Any:
                 return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
     elif origin is Mapping and isinstance(value, Mapping):
         return ReadOnly(value)
-    elif kind is float and type(value) in (int, float):
+    elif kind is float and isinstance(value, (int, float)) and type(value) is not bool:
         with suppress(OverflowError):                # an integer beyond all floats
             if math.isfinite(value):
                 return float(value)

@@ -41,24 +41,24 @@ WRITTEN: list[tuple[str, str, dict, str]] = [
 FIXED = dict(pos_embed="sincos", embed_dim=48)       # positions that do not train
 # What each kind of mistake is told: family, other sizes, init, options, message.
 MISTAKES: list[tuple[str, dict, str, dict, str]] = [
-    ("vit", {}, "impulse", dict(base="zeros"), "base is 'zeros', expected one of default, tor"),
-    ("vit", {}, "impulse", dict(kernel_size=0), "kernel_size is 0, expected at least 1"),
+    ("vit", {}, "impulse", dict(base="zeros"), "base is 'zeros'; valid: default, lecun, torch"),
+    ("vit", {}, "impulse", dict(kernel_size=0), "kernel_size is 0, expected an integer ≥ 1"),
     ("vit", {}, "impulse", dict(kernel_size=10), "is 10, but beyond 9 its outer offsets have no"),
     ("vit", {}, "impulse", dict(rank=-1), "rank is -1"),
     ("vit", FIXED, "impulse", {}, r"numerical rank is \d+ for 35 tokens.*uniform.*learned"),
     ("vit", FIXED, "deep_impulse", {}, "a fixed position embedding"),
     ("vit", dict(num_heads=18), "deep_impulse", {}, "head_dim 3, embed_dim 54"),
-    ("vit", {}, "deep_impulse", dict(target_mass=(0.5, 1.0)), "expected 0 < mass < 1"),
-    ("vit", {}, "deep_impulse", dict(constant_variance=1.0), "is 1.0; expected 0 ≤ it < 1"),
+    ("vit", {}, "deep_impulse", dict(target_mass=(0.5, 1.0)), "a list of 2, each a number > 0"),
+    ("vit", {}, "deep_impulse", dict(constant_variance=1.0), "is 1.0, expected a number ≥ 0"),
     ("vit", FIXED, "impulse_gd", {}, 'set pool = "mean"'),       # its class token has no position
-    ("swin", {}, "impulse", dict(target_mass=0.0), "is 0.0, expected 0 < target_mass < 1"),
+    ("vit", {}, "deep_impulse", dict(value_alpha=-0.4), "alpha is -0.4, expected a number ≥ 0"),
+    ("swin", {}, "impulse", dict(target_mass=0.0), "is 0.0, expected a number > 0 and < 1"),
     ("swin", {}, "impulse", dict(kernel_size=11), "is 11, but beyond 9 its .* on the 5×7 grid"),
     ("mixer", {}, "mimetic", {}, "for a MlpMixer; it has: default, torch, lecun, impulse"),
-    ("mixer", {}, "impulse", dict(gain=0), "gain is 0 and linear_bias 4.0; expected a gain other"),
+    ("mixer", {}, "impulse", dict(linear_bias=0), "linear_bias is 0, expected a number > 0"),
     ("mixer", dict(embed_dim=68), "impulse", {}, "as tokens, 35, and it has 34; raise token"),
     ("conv_mixer", {}, "impulse", dict(kernel_size=4), "is 4, expected at most the model's 3"),
-    ("conv_mixer", {}, "impulse", dict(gain=-0.0), "gain is 0, so that no filter picks a n"),
-    ("conv_mixer", {}, "filters", dict(cells=10), "expected 1 ≤ cells ≤ 9"),
+    ("conv_mixer", {}, "filters", dict(cells=10), "expected at most the 9 of the model's kernel"),
     ("simple_vit, content", dict(input_pos_embed=False), "impulse", {},
      "queries do not see; set input_pos_embed = true, alpha < 1, or"),
     ("simple_vit, position", dict(head_dim=3), "impulse", {},
@@ -71,7 +71,6 @@ AFTER_THE_DRAW: list[tuple[str, dict, str, dict, str]] = [   # seen in the weigh
     ("vit", {}, "impulse", dict(value_beta=1e308), r"init 'impulse' with value_beta=1e\+308 "),
     ("vit", {}, "impulse", dict(qk_norm=1e-300), "nearly uniform attention in all heads"),
     ("vit", {}, "deep_impulse", dict(value_beta=1e308), "value_beta=1e.308 .*block 1 reads"),
-    ("vit", {}, "deep_impulse", dict(value_alpha=-0.4), "factor of the noise Z is -0.4, expected"),
 ]
 
 

@@ -249,8 +249,9 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     name, own, _ = FAMILIES[family]
     family, table = MODELS[name]
     fine = table | own | dict(num_classes=7, image_size=(12, 20))
-    for option, parameter in inspect.signature(model_class(family)).parameters.items():
-        kind = parameter.annotation
+    signature = inspect.signature(model_class(family), eval_str=True)
+    for option, parameter in signature.parameters.items():
+        kind = inspect.formatannotation(parameter.annotation)
         for extreme in FRACTIONS if kind == "float" else EXTREMES if "int" in kind else ():
             value = (extreme, 4) if "tuple" in kind else extreme
             try:

@@ -13,20 +13,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..data.images import decode_image
+from ..filters import Grid
 from ..init.mass import Mass, has_targets, mass_on_images
-from ..mixing import block_grids, mean_kernel, mixing_matrices
+from ..mixing import among_patches, block_grids, mean_kernel, mixing_matrices
 from ..models.attention import attention_weights
 from ..models.simple_vit import SimpleViT
 from ..models.swin import SwinTransformer
 from ..runs.data import as_input, evaluation_view
 from .plot import FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pyplot, save
-from .subjects import VITS, Subject, Vit, indices, photographs, unfit
+from .subjects import VITS, Subject, Vit, fitting, indices, photographs
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
 KINDS = {
@@ -72,9 +74,8 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
               blocks: Sequence[int], heads: Sequence[int] | None) -> None:
     """Draw a row per kind, model and block; a kind has one colour scale. heads: None for all."""
     rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
-    for subject in subjects:
-        if not isinstance(model := subject.model, VITS):
-            raise unfit(subject, "maps", VITS)
+    for subject in fitting(subjects, "maps"):
+        model = cast(Vit, subject.model)
         for block in indices("block", blocks, len(model.blocks)):
             for kind in kinds:
                 unit, down, across, diverging = KINDS[kind]
@@ -96,14 +97,12 @@ def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None,
     The mean is over `count` images (`photographs`) and all query tokens. heads: None for all.
     """
     rows = []
-    for subject in subjects:
-        if not isinstance(model := subject.model, VITS):
-            raise unfit(subject, "kernels", VITS)
+    for subject in fitting(subjects, "kernels"):
         images = photographs(folder, count, subject.recipe)
-        numbers = indices("block", blocks, len(model.blocks))
-        for block, weights in mixing_matrices(model, images, blocks=numbers).items():
+        numbers = indices("block", blocks, len(block_grids(subject.model)))
+        for block, weights in mixing_matrices(subject.model, images, blocks=numbers).items():
             weights = weights[:, indices("head", heads, weights.shape[1])]       # (B, h, N, N)
-            kernel = mean_kernel(weights, model.grid, RADIUS).mean(0)
+            kernel = mean_kernel(weights, subject.model.grid, RADIUS).mean(0)
             rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
                             "patches down", "patches right", diverging=False, centred=True))
     draw_grid(out, rows, heads,
@@ -125,9 +124,7 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     others; blocks without such heads are left out. folder, count: see `photographs`.
     """
     by_recipe: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
-    for subject in subjects:
-        if not isinstance(subject.model, VITS):
-            raise unfit(subject, "mass", VITS)
+    for subject in fitting(subjects, "mass"):
         subject = subject._replace(state=subject.state.removeprefix(f"{subject.recipe.name}, "))
         mass = mass_of(subject, folder, count)
         for part in PARTS:
@@ -161,18 +158,18 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     save(figure, out, f"Attention on the heads' targets by depth, mean over {count} images")
 
 
-def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
+def heat_maps(weights: Tensor, grid: Grid, query: tuple[int, int]) -> Tensor:
     """The attention of the patch token at `query` on every patch token, (h, rows, columns).
 
     weights: (h, N, N), attention of one image with prefix tokens (class token, registers) first,
     which are left out, so a map may sum to less than 1. grid: rows and columns of patches. query:
     row and column, counted from 0. Raises FigureError if `query` is outside the grid.
     """
-    cells, (row, column) = grid[0] * grid[1], query
+    row, column = query
     if not (0 <= row < grid[0] and 0 <= column < grid[1]):
         raise FigureError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of "
                           "patches")
-    return weights[:, -cells:, -cells:][:, row * grid[1] + column].unflatten(-1, grid)
+    return among_patches(weights, grid)[:, row * grid[1] + column].unflatten(-1, grid)
 
 
 def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
@@ -185,9 +182,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     empty, the patch in the middle.
     """
     rows = []
-    for subject in subjects:
-        if not isinstance(subject.model, kinds := (*VITS, SwinTransformer)):
-            raise unfit(subject, "attention", kinds)
+    for subject in fitting(subjects, "attention", (*VITS, SwinTransformer)):
         grids = block_grids(subject.model)
         blocks = indices("block", blocks, len(grids))
         image = evaluation_view(decode_image(str(photograph)), subject.recipe)      # (3, H, W)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..data.images import decode_image
+from ..filters import Grid
 from ..init.mass import has_targets, mass_on_images
 from ..messages import one_line
 from ..mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
@@ -37,8 +38,7 @@ MOST = 4_700_000                # letters of them in a page, which is then of at
 LEVELS = (254, 62, 14)          # how finely weights are told apart: even, so that 0 has a level
 
 
-def block_view(weights: Tensor, grid: tuple[int, int], signed: bool
-               ) -> tuple[np.ndarray, dict[str, Any]]:
+def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, dict[str, Any]]:
     """One block on one image: the levels of its weights, and what the page shows beside them.
 
     weights: (h, P + N, P + N), with the P prefix tokens first. The levels, (h, P + N, N), rise from

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -109,11 +109,15 @@ def described(path: Path) -> str:
     return f"epoch {int(number)}" if number.isdigit() else path.name
 
 
-def unfit(subject: Subject, figure: str, kinds: tuple[type[Classifier], ...]) -> FigureError:
-    """The error for a model that is none of the kinds that the figure is defined for."""
-    return FigureError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
-                       f"figure '{figure}' is defined for "
-                       f"{' and '.join(kind.__name__ for kind in kinds)}")
+def fitting(subjects: Iterable[Subject], figure: str,
+            kinds: tuple[type[Classifier], ...] = VITS) -> Iterator[Subject]:
+    """The subjects, whose models are to be of these kinds; FigureError, by the figure's name."""
+    for subject in subjects:
+        if not isinstance(subject.model, kinds):
+            raise FigureError(f"recipe {subject.recipe.name} makes a "
+                              f"{type(subject.model).__name__}; figure '{figure}' is defined for "
+                              f"{' and '.join(kind.__name__ for kind in kinds)}")
+        yield subject
 
 
 def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count: int) -> list[int]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 import torch
-from torch import nn
+from torch import Generator, nn
 
 from ..messages import in_brief, nearest
 from ..models import FAMILIES
+from ..values import convert
 
 __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
            "init_weights", "mimetic_", "reads_images"]
@@ -86,7 +87,7 @@ def reads_images(name: str, family: str) -> bool:
     return "images" in inspect.signature(init_function(name, family)).parameters
 
 
-def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
+def init_weights(model: nn.Module, name: str, *, generator: Generator,
                  images: torch.Tensor | None = None, **options: Any) -> None:
     """Initialise all weights of `model` in place by the init `name`.
 
@@ -113,9 +114,8 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
     apply(function, model, model, options, name=name, generator=generator, **read)
 
 
-def apply(function: Callable[..., None], model: nn.Module, target: Any,
-          options: Mapping[str, Any], *, name: str, generator: torch.Generator,
-          **given: Any) -> None:
+def apply(function: Callable[..., None], model: nn.Module, target: Any, options: Mapping[str, Any],
+          *, name: str, generator: Generator, **given: Any) -> None:
     """Let an init write to `target`, a model or its layout; raises as `init_weights`."""
     signature = inspect.signature(function, eval_str=True)
     try:
@@ -125,9 +125,12 @@ def apply(function: Callable[..., None], model: nn.Module, target: Any,
         raise TypeError(f"init '{name}' {error}; it has: {', '.join(known) or 'no options'}"
                         ) from None
     for key, parameter in signature.parameters.items():
-        words = get_args(parameter.annotation)
-        if get_origin(parameter.annotation) is Literal and options.get(key, words[0]) not in words:
-            raise ValueError(f"{key} is {options[key]!r}, expected one of {', '.join(words)}")
+        kind = parameter.annotation
+        try:
+            if key in options and get_origin(kind) in (Annotated, Literal, tuple):
+                convert(options[key], kind)          # which is within bounds, or one of some words
+        except TypeError as error:
+            raise ValueError(f"{key} is {error}") from None
     if generator.device.type != "cpu":
         raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
                          "torch.Generator()")

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ..models import FAMILIES
 from . import family_of, init_function
@@ -25,7 +25,7 @@ SAME = {"class_token": "cls_token", "class_embedding": "cls_token",          # i
 Base = Literal["default", "torch", "lecun"]
 
 
-def draw_base(model: nn.Module, base: Base | None, generator: torch.Generator) -> None:
+def draw_base(model: nn.Module, base: Base | None, generator: Generator) -> None:
     """Draw every parameter by a baseline, of other libraries as for a ViT; None draws nothing."""
     if base is not None:
         family = family_of(model) if family_of(model) in FAMILIES else "vit"
@@ -58,8 +58,7 @@ def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
 
 
 @torch.no_grad()
-def truncated_normal_(tensor: Tensor, *, std: float, cut: float,
-                      generator: torch.Generator) -> None:
+def truncated_normal_(tensor: Tensor, *, std: float, cut: float, generator: Generator) -> None:
     """Fill a tensor with a normal of mean 0 truncated at ± `cut`: values beyond are drawn again.
 
     std: of the normal before the truncation. nn.init.trunc_normal_ of torch 2.15 does the same, but
@@ -75,7 +74,7 @@ def truncated_normal_(tensor: Tensor, *, std: float, cut: float,
 
 
 @torch.no_grad()
-def default(model: nn.Module, *, generator: torch.Generator) -> None:
+def default(model: nn.Module, *, generator: Generator) -> None:
     """Draw the weights of a ViT as DeiT (arXiv 2012.12877), of a Swin as its paper (2103.14030).
 
     | tensor                                      | value                                       |
@@ -100,7 +99,7 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
+def mixer_default(model: nn.Module, *, generator: Generator) -> None:
     """Draw the weights of an MLP-Mixer as its authors' code (arXiv 2105.01601) and timm do.
 
     | tensor                                      | value                                       |
@@ -125,7 +124,7 @@ def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
+def torch_default(model: nn.Module, *, generator: Generator) -> None:
     """Draw all weights as PyTorch's own layers do, the baseline of the released code of arXiv
     2505.19985, which builds timm's ViT with weight_init="skip".
 
@@ -151,7 +150,7 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def lecun(model: nn.Module, *, generator: torch.Generator) -> None:
+def lecun(model: nn.Module, *, generator: Generator) -> None:
     """Draw all weights so that each layer keeps the variance of its inputs.
 
     | tensor                                      | value                                       |
@@ -171,7 +170,7 @@ def lecun(model: nn.Module, *, generator: torch.Generator) -> None:
                 bias.zero_()
 
 
-def uniform_by_fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> None:
+def uniform_by_fan_in(weight: Tensor, bias: Tensor | None, generator: Generator) -> None:
     """U(±1/√fan_in) for weight and bias, which PyTorch's reset_parameters amounts to."""
     bound = 1.0 / math.sqrt(weight[0].numel())
     weight.uniform_(-bound, bound, generator=generator)
@@ -180,7 +179,7 @@ def uniform_by_fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Gene
 
 
 @torch.no_grad()
-def whitened(model: nn.Module, *, generator: torch.Generator, base: Base = "default",
+def whitened(model: nn.Module, *, generator: Generator, base: Base = "default",
              images: Tensor | None = None) -> None:
     """Let the patch embedding, a convolution, whiten patches, so that no component drowns others.
 
@@ -201,7 +200,7 @@ def whitened(model: nn.Module, *, generator: torch.Generator, base: Base = "defa
     whiten_patches(model, images, generator)
 
 
-def whiten_patches(model: nn.Module, images: Tensor | None, generator: torch.Generator) -> None:
+def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator) -> None:
     """Write the weight of the model's first convolution, (D, C, p, q), the patch embedding.
 
     It becomes R (M + floor)^(−1/2), where M is the mean of the products of a patch's components

@@ -23,15 +23,16 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ..filters import head_offsets, logit_for, offsets_on_grid
 from ..mixing import run
+from ..values import AtLeastOne, BelowOne, NonNegative, ProperFraction
 from .baseline import Base, draw_base, whiten_patches
 from .layout import layout_of
 from .mimetic import write_values
 from .stream import ResidualStream, noise_images, stream_of
-from .views import Block, VitLayout
+from .views import Block, Layout
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
 PHASE = math.pi * (3.0 - math.sqrt(5.0))    # the golden angle, so that no token is at all peaks
@@ -40,7 +41,7 @@ MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn whe
 LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
 
 
-def waves_of(vit: VitLayout) -> tuple[Tensor, Tensor]:
+def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
     """The frequencies of the K waves, (K, 2) in radians per row and column, and all cells, (N, 2).
 
     A head reads two channels per wave: K is 4, or less for a head_dim below 8. Raises ValueError.
@@ -60,9 +61,6 @@ def logits_of(target_mass: tuple[float, float], shape: Tensor, depth: int) -> li
 
     shape: (N,), the logits in units of ℓ, with the target at cell 0. Raises ValueError.
     """
-    if not (isinstance(target_mass, (list, tuple)) and all(0 < mass < 1 for mass in target_mass)):
-        raise ValueError(f"target_mass is {target_mass}; expected 0 < mass < 1 in the first block "
-                         "and in the last")
     floor = min(LEAST_MASS / len(shape), 0.999)
     first, last = (logit_for(max(mass, floor), shape, target=0) for mass in target_mass)
     if first is None or last is None:
@@ -71,7 +69,7 @@ def logits_of(target_mass: tuple[float, float], shape: Tensor, depth: int) -> li
     return torch.linspace(first, last, depth).tolist()
 
 
-def write_positions(vit: VitLayout, stream: ResidualStream, waves: Tensor, cells: Tensor,
+def write_positions(vit: Layout, stream: ResidualStream, waves: Tensor, cells: Tensor,
                     first: int) -> None:
     """Write the code into pos_embed, and zero what else writes to the channels before `first`."""
     angles = cells @ waves.T + PHASE * torch.arange(len(waves))          # (N, K)
@@ -86,7 +84,7 @@ def write_positions(vit: VitLayout, stream: ResidualStream, waves: Tensor, cells
         token[..., :first] = 0.0
 
 
-def write_constants(vit: VitLayout, x: Tensor, share: float, first: int) -> None:
+def write_constants(vit: Layout, x: Tensor, share: float, first: int) -> None:
     """Write ±size into the two channels before `first` of all tokens: in x, (n, P + N, D), and in
     what makes it up. share: of the variance of the patches' tokens that the constants then have.
     """
@@ -119,14 +117,14 @@ def write_turns(block: Block, turn: Tensor, logit: float, y: Tensor) -> None:
     block.k[:, :code, :code] = gain * torch.eye(code)
 
 
-def scale(vit: VitLayout, first: int, norm: nn.LayerNorm, x: Tensor) -> None:
+def scale(vit: Layout, first: int, norm: nn.LayerNorm, x: Tensor) -> None:
     """Let a norm make the variance of all channels of x but the constants 1, and these 0."""
     others = torch.cat([x[..., :first - 2], x[..., first:]], dim=-1)
     norm.weight.fill_(math.sqrt(variance(patches(vit, x)) / variance(patches(vit, others))))
     norm.weight[first - 2:first] = 0.0               # else they would be large inputs of all layers
 
 
-def patches(vit: VitLayout, x: Tensor) -> Tensor:
+def patches(vit: Layout, x: Tensor) -> Tensor:
     """(n, P + N, D) without the prefix tokens; pooled features, (n, D), as they are."""
     return x[:, -vit.grid[0] * vit.grid[1]:] if x.ndim == 3 else x
 
@@ -137,10 +135,11 @@ def variance(tokens: Tensor) -> float:
 
 
 @torch.no_grad()
-def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "lecun",
-                 kernel_size: int = 3, target_mass: tuple[float, float] = (0.66, 0.025),
-                 value_init: Literal["mimetic", "base"] = "mimetic",
-                 value_alpha: float = 0.4, value_beta: float = 0.4, constant_variance: float = 0.95,
+def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base = "lecun",
+                 kernel_size: AtLeastOne = 3,
+                 target_mass: tuple[ProperFraction, ProperFraction] = (0.66, 0.025),
+                 value_init: Literal["mimetic", "base"] = "mimetic", value_alpha: NonNegative = 0.4,
+                 value_beta: float = 0.4, constant_variance: BelowOne = 0.95,
                  patch_init: Literal["whitened", "base"] = "base",
                  images: Tensor | None = None) -> None:
     """Let every head of every block of a ViT attend to one neighbour, as a convolution does.
@@ -167,10 +166,8 @@ def deep_impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, ba
         the blocks write at one size: Muon needs .5 (recipes/what_an_init_is_worth.md).
     patch_init: "whitened": the other channels start as `whitened` writes them. images: as there.
     """
-    if not 0.0 <= constant_variance < 1.0:
-        raise ValueError(f"constant_variance is {constant_variance}; expected 0 ≤ it < 1")
     vit = layout_of(model)
-    assert isinstance(vit, VitLayout)
+    assert isinstance(vit, Layout)
     stream, (waves, cells) = stream_of(vit), waves_of(vit)
     offsets = offsets_on_grid(kernel_size, vit.grid)
     logits = logits_of(target_mass, (cells @ waves.T).cos().mean(1).double(), len(vit.blocks))

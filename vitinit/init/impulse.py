@@ -31,22 +31,24 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from ..filters import head_offsets, offsets_on_grid, shift_matrix
+from ..filters import Order, head_offsets, offsets_on_grid, shift_matrix
+from ..models.attention import attention_weights
+from ..values import AtLeastOne, Count, NonNegative, ProperFraction
 from .baseline import Base, draw_base, truncated_normal_
 from .layout import layout_of
 from .mimetic import write_values
-from .views import SwinLayout, VitLayout
+from .views import Layout, SwinLayout
 
 
 @torch.no_grad()
-def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "default",
-            kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
-            pos_embed_scale: float = 18.0, qk_norm: float = 7.0, rank: int = 0,
-            impulse_scale: float = 1000.0, noise_scale: float = 3.0, noise_std: float = 0.6,
+def impulse(model: nn.Module | Layout, *, generator: Generator, base: Base = "default",
+            kernel_size: AtLeastOne = 3, offsets: Order = "ordered", pos_embed_scale: float = 18.0,
+            qk_norm: float = 7.0, rank: Count = 0, impulse_scale: float = 1000.0,
+            noise_scale: float = 3.0, noise_std: NonNegative = 0.6,
             value_init: Literal["mimetic", "base"] = "mimetic",
-            value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
+            value_alpha: NonNegative = 0.4, value_beta: float = 0.4) -> None:
     """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.
 
     Algorithm 1 of arXiv 2505.19985. P: the position embedding. Options: see the module's docstring.
@@ -64,11 +66,9 @@ def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: B
     few independent directions, for options out of range, and if all maps come out nearly uniform.
     """
     vit = layout_of(model)
-    assert isinstance(vit, VitLayout)
+    assert isinstance(vit, Layout)
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
-    if not (rank >= 0 and noise_std >= 0):
-        raise ValueError(f"rank is {rank} and noise_std {noise_std}; expected both to be ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
 
@@ -94,8 +94,7 @@ def impulse(model: nn.Module | VitLayout, *, generator: torch.Generator, base: B
         block.q.copy_(query)
         block.k.copy_(key)
         if number == 0:
-            logits = positions @ query.mT @ (positions @ key.mT).mT
-            _refuse_uniform((logits * head_dim ** -0.5).softmax(-1), impulses)
+            _refuse_uniform(attention_weights(positions @ query.mT, positions @ key.mT), impulses)
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator)
 
@@ -165,10 +164,9 @@ def _refuse(positions: Tensor, what: str) -> None:
 
 
 @torch.no_grad()
-def impulse_swin(model: nn.Module | SwinLayout, *, generator: torch.Generator,
-                 base: Base = "default", kernel_size: int = 3,
-                 offsets: Literal["ordered", "random"] = "ordered",
-                 target_mass: float = 0.9) -> None:
+def impulse_swin(model: nn.Module | SwinLayout, *, generator: Generator,
+                 base: Base = "default", kernel_size: AtLeastOne = 3, offsets: Order = "ordered",
+                 target_mass: ProperFraction = 0.9) -> None:
     """Make every head attend to one neighbour within the window (arXiv 2505.19985, §5).
 
     The paper gives neither magnitudes nor code; these are ours.
@@ -186,8 +184,6 @@ def impulse_swin(model: nn.Module | SwinLayout, *, generator: torch.Generator,
 
     kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel beyond every window.
     """
-    if not 0.0 < target_mass < 1.0:
-        raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
     swin = layout_of(model)
     assert isinstance(swin, SwinLayout)
     cells = offsets_on_grid(kernel_size, min(swin.grids, key=min))   # checks it, before any draw
@@ -204,7 +200,7 @@ def impulse_swin(model: nn.Module | SwinLayout, *, generator: torch.Generator,
 
 
 @torch.no_grad()
-def norm_matched(model: nn.Module | VitLayout, *, generator: torch.Generator,
+def norm_matched(model: nn.Module | Layout, *, generator: Generator,
                  base: Base = "default") -> None:
     """A control for `impulse`: draw the base, and scale what `impulse` would write to its norms.
 
@@ -222,7 +218,7 @@ def norm_matched(model: nn.Module | VitLayout, *, generator: torch.Generator,
     base: also of `impulse`, whose options are the defaults otherwise; raises ValueError as it does.
     """
     vit = layout_of(model)
-    assert isinstance(vit, VitLayout)
+    assert isinstance(vit, Layout)
     before = copy.deepcopy(vit.model.state_dict())
     impulse(vit, generator=generator, base=base)
     norms = [norm for _, norm in written(vit)]
@@ -232,7 +228,7 @@ def norm_matched(model: nn.Module | VitLayout, *, generator: torch.Generator,
         tensor.mul_(norm / drawn)
 
 
-def written(vit: VitLayout) -> list[tuple[Tensor, Tensor]]:
+def written(vit: Layout) -> list[tuple[Tensor, Tensor]]:
     """What `impulse` writes, each with its norms: of Q, K and V, (h, d, D), one per head."""
     whole = [vit.pos_embed, *(block.proj for block in vit.blocks)]
     by_head = [tensor for block in vit.blocks for tensor in (block.q, block.k, block.v)]

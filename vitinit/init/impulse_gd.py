@@ -9,23 +9,24 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from ..filters import head_offsets, offsets_on_grid, shift_matrix
+from ..filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.simple_vit import SimpleViT
+from ..values import AtLeastOne, Count, PositiveNumber
 from .baseline import Base, draw_base
 from .layout import layout_of
-from .views import VitLayout
+from .views import Layout
 
 PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
 
 
 @torch.no_grad()
-def impulse_gd(model: nn.Module | VitLayout, *, generator: torch.Generator, base: Base = "default",
-               kernel_size: int = 3, offsets: Literal["ordered", "random"] = "random",
-               pseudo_input: PseudoInput = "pos_embed",
-               share_blocks: bool = True, steps: int = 1000, step_size: float = 1e-4,
-               renorm_every: int = 100) -> None:
+def impulse_gd(model: nn.Module | Layout, *, generator: Generator, base: Base = "default",
+               kernel_size: AtLeastOne = 3, offsets: Order = "random",
+               pseudo_input: PseudoInput = "pos_embed", share_blocks: bool = True,
+               steps: AtLeastOne = 1000, step_size: PositiveNumber = 1e-4,
+               renorm_every: Count = 100) -> None:
     """Optimise Q and K until softmax(σ X̃ Q Kᵀ X̃ᵀ) is near the impulse maps of all heads.
 
     By Adam; σ is the model's factor on the logits. The papers: arXiv 2401.12511, then 2404.01139.
@@ -52,31 +53,29 @@ def impulse_gd(model: nn.Module | VitLayout, *, generator: torch.Generator, base
     magnitude; this package's README.md in commit 09cb91f has a table. Raises ValueError for options
     out of range, and for a fixed position embedding in a model with a class token.
     """
-    vit = model if isinstance(model, SimpleViT) else layout_of(model)
-    assert isinstance(vit, (SimpleViT, VitLayout))
-    if isinstance(vit, VitLayout) and vit.tokens and not vit.learned:
-        raise ValueError("init 'impulse_gd' solves on fixed positions of patches, and the class "
-                         "token, which has none, would draw the attention; set pool = \"mean\"")
-    if steps < 1 or not step_size > 0 or renorm_every < 0:
-        raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every "
-                         f"{renorm_every}; expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
-    cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
-    draw_base(vit if isinstance(vit, SimpleViT) else vit.model, base, generator)
-
     # Of each block Q and K, (h, C, d), as views; (h, N, d) where they are free.
-    if isinstance(vit, SimpleViT):
-        positions, norm_eps = vit.pos_embed, None                        # (N, C)
-        free, scale = vit.blocks[0].attn.reads == "free", vit.blocks[0].attn.logit_scale
-        pairs = [block.attn.factors for block in vit.blocks]
+    if isinstance(model, SimpleViT):
+        positions, grid, norm_eps = model.pos_embed, model.grid, None    # (N, C)
+        free, scale = model.blocks[0].attn.reads == "free", model.blocks[0].attn.logit_scale
+        pairs = [block.attn.factors for block in model.blocks]
     else:
-        positions, norm_eps = vit.positions, vit.blocks[0].norm.eps
+        vit = layout_of(model)
+        assert isinstance(vit, Layout)
+        if vit.tokens and not vit.learned:
+            raise ValueError("init 'impulse_gd' solves on fixed positions of patches, and the "
+                             "class token, which has none, would draw the attention; set pool = "
+                             '"mean"')
+        model, positions, grid = vit.model, vit.positions, vit.grid
+        norm_eps = vit.blocks[0].norm.eps
         free, scale = False, vit.blocks[0].q.shape[1] ** -0.5
         pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]
+    cells = offsets_on_grid(kernel_size, grid)           # checks kernel_size, before any draw
+    draw_base(model, base, generator)
     solution = None
     for query, key in pairs:
         if solution is None or not share_blocks:
             targets = head_offsets(len(query), cells, offsets, generator)
-            maps = torch.stack([shift_matrix(cell, vit.grid) for cell in targets])   # (h, N, N)
+            maps = torch.stack([shift_matrix(cell, grid) for cell in targets])   # (h, N, N)
             tokens = None if free else draw_pseudo_input(positions, pseudo_input, norm_eps,
                                                          generator)
             solution = solve(maps.to(positions.dtype), tokens, rank=query.shape[2],
@@ -87,7 +86,7 @@ def impulse_gd(model: nn.Module | VitLayout, *, generator: torch.Generator, base
 
 
 def draw_pseudo_input(positions: Tensor, kind: PseudoInput, norm_eps: float | None,
-                      generator: torch.Generator) -> Tensor:
+                      generator: Generator) -> Tensor:
     """X̃, (N, C): the tokens on which Q and K are solved; norm_eps: of their LayerNorm, if any."""
     noise = torch.zeros_like(positions)
     if "uniform" in kind:
@@ -99,7 +98,7 @@ def draw_pseudo_input(positions: Tensor, kind: PseudoInput, norm_eps: float | No
 
 
 def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,
-          step_size: float, renorm_every: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+          step_size: float, renorm_every: int, generator: Generator) -> tuple[Tensor, Tensor]:
     """Optimise Q and K, each (h, rank, C): softmax(logit_scale · X̃ Qᵀ K X̃ᵀ) ≈ maps, (h, N, N).
 
     tokens: X̃, (N, C), or None for the identity: Q and K, (h, rank, N), give the logits directly.

@@ -13,14 +13,15 @@ inverting the sin-cos embedding fails: its numerical rank is about 25 for any nu
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from ..filters import Offset, head_offsets, logit_for, offsets_on_grid
+from ..filters import Offset, Order, head_offsets, logit_for, offsets_on_grid
 from ..models.layers import sincos_frequencies
 from ..models.simple_vit import SimpleViT
+from ..values import AtLeastOne, ProperFraction
 from .baseline import Base, draw_base
 
 
@@ -38,9 +39,9 @@ class Axis(NamedTuple):
 
 
 @torch.no_grad()
-def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Base = "default",
-                       kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
-                       target_mass: float = 0.9) -> None:
+def impulse_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "default",
+                       kernel_size: AtLeastOne = 3, offsets: Order = "ordered",
+                       target_mass: ProperFraction = 0.9) -> None:
     """Make softmax(σ Q Kᵀ) near an impulse convolution, on the position embedding alone.
 
     | tensor (every block)                    | value                                            |
@@ -66,8 +67,6 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
     closed form is ours, sharper and much faster. Raises ValueError for a model whose queries do not
     read the position embedding, or which cannot reach target_mass, and for options out of range.
     """
-    if not 0.0 < target_mass < 1.0:
-        raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
     first = model.blocks[0].attn
     free = first.reads == "free"
     # The factor on P in what queries read if patches have no content (at least); 1 if free.
@@ -125,19 +124,15 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
 
 def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> list[Tensor]:
     """Q's and K's weights, (C, 2p of rows + 2p of columns), that make pairs of the embedding."""
-    weights = []
-    # The quarters of the embedding: sin and cos of the column, sin and cos of the row.
-    for axis, shift, (sine, cosine) in zip(axes, offset, ((2, 3), (0, 1))):
-        count = len(axis.frequencies)
-        query, key = (torch.zeros(2 * count, 4, dim // 4, dtype=torch.float64) for _ in range(2))
-        root = math.sqrt(axis.logit / count)
+    # What reads the quarters of the embedding: sin and cos of the column, sin and cos of the row.
+    of_columns, of_rows = torch.eye(dim, dtype=torch.float64).unflatten(1, (2, 2, -1)).unbind(1)
+    query, key = list[Tensor](), list[Tensor]()
+    for axis, shift, quarters in zip(axes, offset, (of_rows, of_columns)):
+        sine, cosine = quarters[..., :len(axis.frequencies)].unbind(1)   # (C, p)
+        root = math.sqrt(axis.logit / len(axis.frequencies))
         turn = axis.frequencies * shift                                  # angles, (p,)
-        wave = torch.arange(count)
-        sine_row, cosine_row = wave, wave + count
-        key[sine_row, sine, wave] = key[cosine_row, cosine, wave] = root
         # sin(ω(n + δ)) = cos ωδ · sin ωn + sin ωδ · cos ωn, and likewise the cosine.
-        query[sine_row, sine, wave] = query[cosine_row, cosine, wave] = root * turn.cos()
-        query[sine_row, cosine, wave] = root * turn.sin()
-        query[cosine_row, sine, wave] = -root * turn.sin()
-        weights.append((query.flatten(1).mT, key.flatten(1).mT))
-    return [torch.cat(of_axes, dim=1) for of_axes in zip(*weights)]
+        query += [root * (sine * turn.cos() + cosine * turn.sin()),
+                  root * (cosine * turn.cos() - sine * turn.sin())]
+        key += [root * sine, root * cosine]
+    return [torch.cat(query, dim=1), torch.cat(key, dim=1)]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ..messages import in_brief, one_line
 from . import BASES, apply, init_function
@@ -24,12 +24,12 @@ from .layout import layout_of
 from .mass import Description, Report, measured, patterns, with_defaults
 from .probe import probe
 from .stream import noise_images
-from .views import Layout, SwinLayout, VitLayout
+from .views import Attentions, Layout, SwinLayout
 
-Describing = Callable[[nn.Module], Layout | SwinLayout]
+Describing = Callable[[nn.Module], Attentions]
 
 
-def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str | None = None,
+def init_(model: nn.Module, name: str, *, generator: Generator, base: str | None = None,
           images: Tensor | None = None, layout: Describing = layout_of, **options: Any) -> Report:
     """Initialise a ViT or a Swin of any library in place by the init `name`.
 
@@ -50,7 +50,7 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     options = write(vit, name, generator, base, images, options)
     count = 0 if images is None else len(images)
     if images is None and name == "deep_impulse":
-        images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
+        images = noise_images(vit, NOISE_IMAGES, Generator().manual_seed(0))
     targets, mass, mass_on_images = measured(vit, name, options, images)
     written, notes = write_back(model, vit.model)
     description = recognised(model, vit)
@@ -60,17 +60,17 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
                   uniform=1.0 / (description.grid[0] * description.grid[1]))
 
 
-def impulse_(model: nn.Module, *, generator: torch.Generator, **options: Any) -> Report:
+def impulse_(model: nn.Module, *, generator: Generator, **options: Any) -> Report:
     """Let each head start by attending to one neighbour: see `init_`, `impulse`, `impulse_swin`."""
     return init_(model, "impulse", generator=generator, **options)
 
 
-def mimetic_(model: nn.Module, *, generator: torch.Generator, **options: Any) -> Report:
+def mimetic_(model: nn.Module, *, generator: Generator, **options: Any) -> Report:
     """Let the attention of a ViT start like that of trained ones: see `init_`, `mimetic`."""
     return init_(model, "mimetic", generator=generator, **options)
 
 
-def deep_impulse_(model: nn.Module, *, generator: torch.Generator, **options: Any) -> Report:
+def deep_impulse_(model: nn.Module, *, generator: Generator, **options: Any) -> Report:
     """As `impulse_`, but so that it reaches every block: see `init_`, `deep_impulse`."""
     return init_(model, "deep_impulse", generator=generator, **options)
 
@@ -86,8 +86,8 @@ def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describi
         vit = probed(model, layout, images)
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
-    rng = torch.Generator().manual_seed(0)
-    if images is None and vit.image_shape and isinstance(vit, VitLayout):
+    rng = Generator().manual_seed(0)
+    if images is None and vit.image_shape and isinstance(vit, Layout):
         images = noise_images(vit, 1, rng)
     for init in ("impulse", "mimetic", "deep_impulse"):
         try:
@@ -110,7 +110,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(inside[0]) if alone else model
 
 
-def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> VitLayout | SwinLayout:
+def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> Attentions:
     """The layout of a copy, to which inits may write; ValueError, in one line, if none does fit."""
     if images is not None and (images.ndim != 4 or not len(images)):
         raise ValueError(f"images are {tuple(images.shape)}; expected (n, C, H, W)")
@@ -148,7 +148,7 @@ def copied(model: nn.Module) -> nn.Module:
     return work.to("cpu", torch.float64 if wide else torch.float32)
 
 
-def require_views(layout: Layout | SwinLayout, model: nn.Module) -> None:
+def require_views(layout: Attentions, model: nn.Module) -> None:
     """Raise ValueError, with the reason, for a layout whose tensors are not the model's."""
     storages = {tensor.untyped_storage().data_ptr() for _, tensor in tensors(model)}
     views = [view for part in (layout, *layout.blocks) for view in vars(part).values()]
@@ -163,7 +163,7 @@ def require_views(layout: Layout | SwinLayout, model: nn.Module) -> None:
             block.bias_row((0, 0))                   # raises if the table is of another kind
 
 
-def recognised(model: nn.Module, vit: VitLayout | SwinLayout) -> Description:
+def recognised(model: nn.Module, vit: Attentions) -> Description:
     """The sizes of a layout, and what was checked."""
     heads, head_dim, _ = vit.blocks[0].q.shape
     return Description(model=type(model).__name__, blocks=len(vit.blocks), heads=heads,
@@ -171,7 +171,7 @@ def recognised(model: nn.Module, vit: VitLayout | SwinLayout) -> Description:
                        prefix_tokens=vit.prefix, checked=vit.checked)
 
 
-def write(vit: VitLayout | SwinLayout, name: str, generator: torch.Generator, base: str | None,
+def write(vit: Attentions, name: str, generator: Generator, base: str | None,
           images: Tensor | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
     function, given = init_function(name, vit.family), dict[str, Any]()
@@ -190,8 +190,7 @@ def write(vit: VitLayout | SwinLayout, name: str, generator: torch.Generator, ba
     return complete
 
 
-def prepare(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
-            generator: torch.Generator) -> None:
+def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
     if isinstance(vit, SwinLayout) and name == "impulse":    # which writes the relative bias alone
         return
@@ -200,7 +199,7 @@ def prepare(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
         for bias in (block.q_bias, block.k_bias, *of_values):
             if bias is not None:
                 bias.zero_()
-    if name in ("impulse", "norm_matched") and isinstance(vit, VitLayout) and vit.learned:
+    if name in ("impulse", "norm_matched") and isinstance(vit, Layout) and vit.learned:
         vit.pos_embed.normal_(std=EMBED_STD, generator=generator)
 
 

@@ -24,8 +24,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from ..filters import Grid
+from ..models.layers import PREFIX_TOKENS
 from .baseline import SAME
-from .views import Block, Layout, SwinLayout, VitLayout, WindowBlock
+from .views import Attentions, Block, Layout, SwinLayout, WindowBlock
 
 LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
     ("qkv", "proj"),
@@ -36,16 +38,15 @@ LAYERS = (                      # the layers of Q, K and V, one where they are p
     ("to_qkv", "to_out.0"))
 HEADS = ("num_heads", "num_attention_heads", "heads")
 NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
-PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 
 
-def layout_of(model: nn.Module | Layout | SwinLayout) -> Layout | SwinLayout:
+def layout_of(model: nn.Module | Attentions) -> Attentions:
     """The attentions and positions of a model of this package or of another library, by attributes.
 
-    It is a VitLayout where the model states its grid, as all of ours do. A layout is returned as it
-    is. Raises ValueError without blocks of one attention each, windows or one position embedding.
+    A layout is returned as it is. Raises ValueError without blocks of one attention each, windows
+    or one position embedding.
     """
-    if isinstance(model, (Layout, SwinLayout)):
+    if isinstance(model, Attentions):
         return model
     modules, paths = dict(model.named_modules()), block_paths(model)
     blocks = [block_of(modules[attention], norm_before(attention, block, modules))
@@ -76,9 +77,8 @@ def layout_of(model: nn.Module | Layout | SwinLayout) -> Layout | SwinLayout:
     squares = rows.square().sum(1)
     waves = torch.isclose(squares[squares > 0], squares.new_tensor(dim / 2), rtol=1e-3).all()
     learned = isinstance(positions[0], nn.Parameter) and (positions[0].requires_grad or not waves)
-    layout = Layout(model, tuple(blocks), rows, _grid(modules.values(), len(rows)), bool(learned),
-                    tuple(tokens))
-    return layout if layout.grid is None else VitLayout(**vars(layout))
+    return Layout(model, tuple(blocks), rows, _grid(modules.values(), len(rows)), bool(learned),
+                  tuple(tokens))
 
 
 def norm_before(attention: str, block: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -195,19 +195,19 @@ def _layers(attention: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _grid(modules: Iterable[nn.Module], rows: int) -> tuple[int, int] | None:
-    """The grid that a model states, for so many rows of the position embedding."""
+def _grid(modules: Iterable[nn.Module], rows: int) -> Grid:
+    """The grid that a model states, for so many rows of the position embedding; else (0, 0)."""
     for module in modules:
         grid = stated(module, "grid_size", "grid")
         image, patch = stated(module, "image_size"), stated(module, "patch_size")
         if grid is None and image and patch:
             grid = image[0] // patch[0], image[1] // patch[1]
         if grid is not None:
-            return grid if grid[0] * grid[1] <= rows else None
-    return None
+            return grid if grid[0] * grid[1] <= rows else (0, 0)
+    return 0, 0
 
 
-def stated(module: nn.Module, *names: str) -> tuple[int, int] | None:
+def stated(module: nn.Module, *names: str) -> Grid | None:
     """Down and across, the first attribute of these names that is one number for both, or two."""
     for value in (getattr(module, name, None) for name in names):
         sides = (value, value) if isinstance(value, int) else value

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from ..filters import Offset, head_offsets, ordered_offsets
+from ..filters import Grid, Offset, head_offsets, ordered_offsets
 from ..mixing import block_grids, mean_shares, target_mass
 from ..models.attention import Attention
 from ..models.simple_vit import SimpleAttention
 from . import family_of, init_function
-from .views import SwinLayout, VitLayout
+from .views import Attentions, Layout, SwinLayout
 
 Targets = tuple[tuple[Offset, ...], ...]         # (down, right), by block and head
 Masses = tuple[tuple[float, ...], ...]           # by block and head
@@ -51,8 +51,7 @@ class Mass(NamedTuple):
                 f"{' / '.join(shown)} heads")
 
 
-def has_targets(model: nn.Module | VitLayout | SwinLayout, name: str,
-                options: Mapping[str, Any]) -> bool:
+def has_targets(model: nn.Module | Attentions, name: str, options: Mapping[str, Any]) -> bool:
     """Whether the init `name` with these options aims heads of this model at targets.
 
     Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
@@ -84,7 +83,7 @@ def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, A
 
 
 def masses_on(targets: list[list[list[Offset]]], shares: list[Tensor],
-              grids: Sequence[tuple[int, int]]) -> tuple[Targets, Masses]:
+              grids: Sequence[Grid]) -> tuple[Targets, Masses]:
     """The target of each head of each block, that with the largest mass, and the mass on it.
 
     targets: see `targets_of`. shares: by block, attention among the patches of its grid, (h, N, N).
@@ -125,7 +124,7 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
 
 
 @torch.no_grad()
-def measured(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
+def measured(vit: Attentions, name: str, options: Mapping[str, Any],
              images: Tensor | None) -> tuple[Targets, Masses, Masses]:
     """The targets of a model of any library, and the masses on them; empty where there are none.
 
@@ -137,8 +136,9 @@ def measured(vit: VitLayout | SwinLayout, name: str, options: Mapping[str, Any],
         return (), (), ()
     aimed = targets_of(name, options, [len(block.q) for block in vit.blocks])
     if isinstance(vit, SwinLayout):
-        maps = [block.bias_table[block.bias_rows].softmax(1).movedim(2, 0) for block in vit.blocks]
+        maps = [block.bias.softmax(-1) for block in vit.blocks]
         return *masses_on(aimed, maps, vit.grids), ()
+    assert isinstance(vit, Layout)
     y = vit.entry(vit.positions[None])
     targets, masses = masses_on(
         aimed, [block.mixing_weights(block.norm(y))[0] for block in vit.blocks], vit.grids)
@@ -168,7 +168,7 @@ class Description:
     blocks: int = 0
     heads: int = 0              # in the first block
     head_dim: int = 0
-    grid: tuple[int, int] = (0, 0)               # patch tokens down and across; of a Swin's window
+    grid: Grid = (0, 0)               # patch tokens down and across; of a Swin's window
     in_windows: bool = False    # whether the model is a Swin
     prefix_tokens: int = 0
     checked: str = ""           # what was seen in forward passes, and on which images

@@ -9,20 +9,21 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ..models.simple_vit import SimpleViT
+from ..values import NonNegative
 from .baseline import Base, draw_base
 from .layout import layout_of
-from .views import Block, SwinLayout, VitLayout
+from .views import Attentions, Block
 
 
 @torch.no_grad()
-def mimetic(model: nn.Module | VitLayout | SwinLayout, *, generator: torch.Generator,
+def mimetic(model: nn.Module | Attentions, *, generator: Generator,
             base: Base = "default", qk_init: Literal["mimetic", "base"] = "mimetic",
-            qk_alpha: float = 0.7, qk_beta: float = 0.7,
+            qk_alpha: NonNegative = 0.7, qk_beta: float = 0.7,
             value_init: Literal["mimetic", "untransposed", "base"] = "mimetic",
-            value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
+            value_alpha: NonNegative = 0.4, value_beta: float = 0.4) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head and V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
 
     | tensor (every block)            | value                                                    |
@@ -53,8 +54,8 @@ def mimetic(model: nn.Module | VitLayout | SwinLayout, *, generator: torch.Gener
 
 
 @torch.no_grad()
-def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Base = "default",
-                       qk_alpha: float = 0.7 / 3**0.5, qk_beta: float = 0.7) -> None:
+def mimetic_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "default",
+                       qk_alpha: NonNegative = 0.7 / 3**0.5, qk_beta: float = 0.7) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.
 
     | tensor (every block)            | value                                                    |
@@ -71,7 +72,7 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Ba
 
 
 def write_queries_keys(query: Tensor, key: Tensor, alpha: float, beta: float,
-                       generator: torch.Generator) -> None:
+                       generator: Generator) -> None:
     """Write factors of αZ + βI into views of Q and K, (h, n, d); zero beyond the rank, n."""
     _, size, width = query.shape
     for views in zip(query, key):
@@ -80,7 +81,7 @@ def write_queries_keys(query: Tensor, key: Tensor, alpha: float, beta: float,
             view.copy_(F.pad(factor, (0, max(width - size, 0))))
 
 
-def write_values(block: Block, alpha: float, beta: float, generator: torch.Generator, *,
+def write_values(block: Block, alpha: float, beta: float, generator: Generator, *,
                  first: int = 0, transposed: bool = True) -> None:
     """Write V and proj of one attention layer: balanced factors of αZ − βI.
 
@@ -112,10 +113,8 @@ def write_values(block: Block, alpha: float, beta: float, generator: torch.Gener
 
 
 def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
-                   generator: torch.Generator) -> Tensor:
-    """(D, D): alpha · Z + beta · I, Z uniform of variance 1/D; ValueError for alpha < 0 or NaN."""
-    if not alpha >= 0:
-        raise ValueError(f"the factor of the noise Z is {alpha}, expected a number ≥ 0")
+                   generator: Generator) -> Tensor:
+    """(D, D): alpha · Z + beta · I, Z uniform of variance 1/D."""
     bound = alpha * (3.0 / dim) ** 0.5               # U(-b, b) has variance b² / 3
     matrix = torch.empty(dim, dim, dtype=like.dtype).uniform_(-bound, bound, generator=generator)
     matrix.diagonal().add_(beta)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from ..filters import head_offsets, impulse_kernel, offsets_on_grid, ordered_offsets, shift_matrix
+from ..filters import (Order, head_offsets, impulse_kernel, offsets_on_grid, ordered_offsets,
+                       shift_matrix)
 from ..models.conv_mixer import ConvMixer
 from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
+from ..values import AtLeastOne, Count, PositiveNumber
 from .baseline import Base, draw_base
 
 ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of variance 1 / (3 k²)
 
 
 @torch.no_grad()
-def impulse_mixer(model: MlpMixer, *, generator: torch.Generator, base: Base = "default",
-                  kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
-                  gain: float = 1.0, linear_bias: float = 4.0) -> None:
+def impulse_mixer(model: MlpMixer, *, generator: Generator, base: Base = "default",
+                  kernel_size: AtLeastOne = 3, offsets: Order = "ordered", gain: float = 1.0,
+                  linear_bias: PositiveNumber = 4.0) -> None:
     """Make the token MLP of each block a shift by one offset, the same for all channels.
 
     | tensor (every block)     | N tokens, hidden ≥ 2N            | N ≤ hidden < 2N               |
@@ -42,9 +44,6 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator, base: Base = "
     arXiv 2505.19985 reports results for Mixer without a construction; this one is ours. Raises
     ValueError for options out of range and for fewer hidden units than tokens.
     """
-    if gain == 0 or not linear_bias > 0:             # GELU is nearly linear only well above 0
-        raise ValueError(f"gain is {gain} and linear_bias {linear_bias}; expected a gain other "
-                         "than 0, at which no token is shifted, and linear_bias > 0")
     tokens = model.grid[0] * model.grid[1]
     hidden = model.blocks[0].mlp_tokens.fc1.out_features
     if hidden < tokens:
@@ -74,8 +73,8 @@ def write_linear_map(mlp: Mlp, matrix: Tensor, *, gain: float, linear_bias: floa
 
 
 @torch.no_grad()
-def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Base = "default",
-                       kernel_size: int = 0, offsets: Literal["ordered", "random"] = "ordered",
+def impulse_conv_mixer(model: ConvMixer, *, generator: Generator, base: Base = "default",
+                       kernel_size: Count = 0, offsets: Order = "ordered",
                        gain: float = 1.0) -> None:
     """Make every depthwise filter an impulse, which picks one neighbour (arXiv 2401.12511, §3).
 
@@ -90,10 +89,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     gain: the value of the impulse. The paper's code uses √⅓, the norm of PyTorch's draw.
     Raises ValueError for options out of range.
     """
-    if gain == 0:
-        raise ValueError("gain is 0, so that no filter picks a neighbour; expected another number")
     size = model.kernel_size
-    if not 0 <= kernel_size <= size:
+    if kernel_size > size:
         raise ValueError(f"kernel_size is {kernel_size}, expected at most the model's {size}, or 0 "
                          "for that")
     cells = ordered_offsets(kernel_size or size)
@@ -107,9 +104,9 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
 
 
 @torch.no_grad()
-def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Base = "default",
+def filters_conv_mixer(model: ConvMixer, *, generator: Generator, base: Base = "default",
                        kind: Literal["random", "box", "gaussian"] = "random",
-                       cells: int = 2, sigma: float = 1.0) -> None:
+                       cells: AtLeastOne = 2, sigma: PositiveNumber = 1.0) -> None:
     """Draw depthwise filters of one kind, at the scale of the paper's code: Σ w² = ⅓ on average.
 
     | tensor (every block)       | value                                                        |
@@ -130,9 +127,8 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
     With `train_filters = false` the model keeps them. Raises ValueError for values out of range.
     """
     size = model.kernel_size
-    if not 1 <= cells <= size**2 or not sigma > 0:
-        raise ValueError(f"cells is {cells} and sigma {sigma}; expected 1 ≤ cells ≤ {size**2}, the "
-                         "cells of the model's kernel, and sigma > 0")
+    if cells > size**2:
+        raise ValueError(f"cells is {cells}, expected at most the {size**2} of the model's kernel")
     draw_base(model, base, generator)
     draw = {"random": lambda: (2.0 * torch.rand(size, size, generator=generator) - 1.0) / size,
             "box": lambda: scattered_box(size, cells, generator=generator),
@@ -145,14 +141,14 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Ba
         weight.copy_(kernels[:, None])
 
 
-def scattered_box(size: int, cells: int, *, generator: torch.Generator) -> Tensor:
+def scattered_box(size: int, cells: int, *, generator: Generator) -> Tensor:
     """(size, size): `cells` cells, chosen at random, with equal values and Σ w² = ⅓ in total."""
     kernel = torch.zeros(size**2)
     kernel[torch.randperm(size**2, generator=generator)[:cells]] = (ENERGY / cells) ** 0.5
     return kernel.view(size, size)
 
 
-def placed_gaussian(size: int, sigma: float, *, generator: torch.Generator) -> Tensor:
+def placed_gaussian(size: int, sigma: float, *, generator: Generator) -> Tensor:
     """(size, size): a Gaussian with peak value 1 around a random cell."""
     centre = torch.randint(size, (2,), generator=generator)
     axes = (torch.arange(size) - centre[:, None]).square()               # (2, size)

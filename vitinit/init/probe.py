@@ -8,7 +8,7 @@ order of tokens, positions, and the formula of attention, as the page your_own_c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,19 +16,18 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
+from ..filters import Grid
 from ..messages import in_brief
 from ..mixing import run
 from .stream import image_shape_of, noise_images
-from .views import Block, Layout, SwinLayout, VitLayout, WindowBlock
+from .views import Attentions, Block, Layout, WindowBlock
 
 FEW = 2                 # images on which the formula is checked
 OTHERWISE = 1e-3        # by which what is computed may differ from what is expected, relatively
 MOST_PREFIX_TOKENS = 32
 AT_ONCE = 16            # images that pass through the patch embedding together
-
-Changes = Callable[[Tensor], Tensor]    # (m, N) patches that change → (m, T), by how much tokens do
 
 
 class _Reached(Exception):
@@ -36,8 +35,7 @@ class _Reached(Exception):
 
 
 @torch.no_grad()
-def probe(layout: Layout | SwinLayout, images: Tensor | None, *, by_hand: bool = False
-          ) -> VitLayout | SwinLayout:
+def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -> Attentions:
     """See how the model of a layout works: the layout, with what was seen.
 
     images: (n, C, H, W), normalised, or None for white noise of the size that the model states.
@@ -45,13 +43,13 @@ def probe(layout: Layout | SwinLayout, images: Tensor | None, *, by_hand: bool =
         known, and its attentions where it does not name their modules.
     Raises ValueError for a model that is not what its layout says, or of unknown size of images.
     """
-    rng, where = torch.Generator().manual_seed(0), "white noise"
+    rng, where = Generator().manual_seed(0), "white noise"
     if images is not None:
         where = f"{min(FEW, len(images))} images"
-    elif by_hand and isinstance(layout, Layout) and layout.grid and not image_shape_of(layout):
-        return VitLayout(**vars(layout) | dict(
-            prefix=len(layout.pos_embed) - layout.grid[0] * layout.grid[1],
-            checked="nothing was checked, as the Layout states no image_shape"))
+    elif by_hand and isinstance(layout, Layout) and all(layout.grid) and (
+            not image_shape_of(layout)):
+        return replace(layout, prefix=len(layout.pos_embed) - len(layout.positions),
+                       checked="nothing was checked, as the Layout states no image_shape")
     else:
         images = noise_images(layout, FEW, rng)
     images = images[:FEW].detach().to(layout.blocks[0].q)
@@ -61,9 +59,8 @@ def probe(layout: Layout | SwinLayout, images: Tensor | None, *, by_hand: bool =
     channels, height, width = images.shape[1:]
     layout, what = replace(layout, image_shape=(channels, height, width)), "grid, order"
     if isinstance(layout, Layout):
-        layout = VitLayout(**vars(layout) | dict(
-            grid=grid, prefix=count - grid[0] * grid[1],
-            sequence_first=x.ndim == 3 and len(x) != len(images)))
+        layout = replace(layout, grid=grid, prefix=count - grid[0] * grid[1],
+                         sequence_first=x.ndim == 3 and len(x) != len(images))
         layout = replace(layout, entry=entry_of(layout, images[:1], rng))
         what += ", positions"
     attentions = [block.attention for block in layout.blocks if block.attention is not None]
@@ -88,7 +85,7 @@ def passed(model: nn.Module, images: Tensor, **hooks: Any) -> None:
 # Which token is which patch -------------------------------------------------------------------
 
 
-def entering(layout: Layout | SwinLayout, images: Tensor) -> dict[nn.LayerNorm, Tensor]:
+def entering(layout: Attentions, images: Tensor) -> dict[nn.LayerNorm, Tensor]:
     """What the first block's norm reads, and all LayerNorms before it, in the order of calls."""
     first, attention = layout.blocks[0].norm, layout.blocks[0].attention
     read: dict[nn.LayerNorm, Tensor] = {}
@@ -113,93 +110,65 @@ def by_image(x: Tensor, count: int) -> Tensor:
     return (x if len(x) == count else x.transpose(0, 1)).flatten(1, -2)
 
 
-def grid_of(layout: Layout | SwinLayout, image: Tensor, count: int, rng: torch.Generator
-            ) -> tuple[int, int]:
+def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Grid:
     """The grid whose patches of an image, (C, H, W), are the last tokens of `count`, row by row.
 
-    That is the grid that the model states, or one that divides the image. Where a patch changes
-    one token alone, few images show it. Otherwise (a stem of several convolutions) one image per
-    patch does: what changes a token must move with its row and column. Raises ValueError.
+    That is the grid that the model states, or one that divides the image. Rows of patches change in
+    turn, then columns. What changes a token must, on average, move down with its row and to the
+    right with its column, and change no other token. Raises ValueError.
     """
     height, width = image.shape[1:]
-    least, most, stated = count, count, None         # tokens of patches, and their grid
+    least, most, stated = count, count, (0, 0)       # tokens of patches, and their grid
     if isinstance(layout, Layout):
         most, stated = min(count, len(layout.pos_embed)), layout.grid
         least = most - MOST_PREFIX_TOKENS
-    grids = [grid for grid in ([stated] if stated else sorted(
-        product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
-        key=lambda grid: abs(height / grid[0] - width / grid[1])))       # square patches first
-        if least <= grid[0] * grid[1] <= most and not (height % grid[0] or width % grid[1])]
-    for grid in grids:
+    for grid in [stated] if all(stated) else sorted(
+            product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
+            key=lambda grid: abs(height / grid[0] - width / grid[1])):   # square patches first
         cells = grid[0] * grid[1]
-        tokens = tokens_of_patches(cells, partial(changed, layout, image, rng, grid))
-        if tokens is None:
+        if not least <= cells <= most or height % grid[0] or width % grid[1]:
             continue
-        if torch.equal(tokens, torch.arange(count - cells, count)):
-            return grid
-        raise ValueError(
-            "tokens of no patch follow those of the patches; expected before them, as a class "
-            "token is" if torch.equal(tokens, tokens[0] + torch.arange(cells)) else
-            "the tokens of the patches are not in the order of rows")
-    for grid in grids:
-        if move_with_patches(grid, partial(changed, layout, image, rng, grid)):
+        for axis, side in enumerate(grid):
+            strips = torch.eye(side).bool().repeat_interleave(image.shape[1 + axis] // side, dim=1)
+            change = changes(layout, image, strips.unflatten(1, (1, -1, 1) if axis == 0 else
+                                                             (1, 1, -1)), rng)
+            share = change[:, -cells:] / change[:, -cells:].sum(0)       # (strips, N)
+            place = (torch.arange(side).to(share) @ share).unflatten(0, grid)
+            if not (place.diff(dim=axis) > 0).all() or (
+                    change[:, :-cells] > OTHERWISE * change.max()).any():
+                break
+        else:
             return grid
     raise ValueError(f"in images of {height}×{width}, no grid of patches is seen in which each has "
-                     "a token of its own, row by row (the model states "
-                     f"{'×'.join(map(str, stated or ['no']))} grid); give images= of the size that "
-                     "it takes")
+                     "a token of its own, in the order of rows, and no tokens follow those of the "
+                     f"patches{f' (the model states {stated[0]}×{stated[1]})' * all(stated)}; "
+                     "give images= of the size that it takes")
 
 
-def changed(layout: Layout | SwinLayout, image: Tensor, rng: torch.Generator,
-            grid: tuple[int, int], cells: Tensor) -> Tensor:
-    """How much each token of the first block changes, (m, T), with these patches, (m, N)."""
-    other = torch.randn(image.shape, generator=rng).to(image)
-    masks = cells.unflatten(1, grid)                 # (m, rows, columns)
-    for axis in (1, 2):
-        masks = masks.repeat_interleave(image.shape[axis] // grid[axis - 1], axis)
-    images = torch.where(masks[:, None], other, image)                   # (m, C, H, W)
-    x = entering(layout, torch.cat([image[None], images]))[layout.blocks[0].norm]
-    x = by_image(x, 1 + len(cells))
-    return (x[1:] - x[:1]).norm(dim=-1)
+def changes(layout: Attentions, image: Tensor, masks: Tensor, rng: Generator) -> Tensor:
+    """How much each token of the first block changes, (m, T), with the pixels of (m, 1, H, W)."""
+    other, change = torch.randn(image.shape, generator=rng).to(image), list[Tensor]()
+    for part in masks.split(AT_ONCE):
+        images = torch.cat([image[None], torch.where(part, other, image)])
+        x = by_image(entering(layout, images)[layout.blocks[0].norm], len(images))
+        change.append((x[1:] - x[:1]).norm(dim=-1))
+    return torch.cat(change)
 
 
-def tokens_of_patches(cells: int, changes: Changes) -> Tensor | None:
-    """The token of each patch, (N,), if it has one of its own: patches change by binary codes."""
-    bits, codes = torch.arange(cells.bit_length())[:, None], torch.arange(1, cells + 1)
-    change = changes((codes >> bits) % 2 == 1)       # (bits, T)
-    patches = ((change > OTHERWISE * change.max()).long() << bits).sum(0)    # (T,), 0 of no patch
-    ordered, tokens = patches.sort(stable=True)
-    return tokens[-cells:] if torch.equal(ordered[ordered > 0], codes) else None
-
-
-def move_with_patches(grid: tuple[int, int], changes: Changes) -> bool:
-    """Whether the patches that change the last N tokens lie, on average, as these on the grid."""
-    cells = torch.cartesian_prod(*map(torch.arange, grid)).float()       # (N, 2)
-    change = torch.cat(list(map(changes, torch.eye(len(cells)).bool().split(AT_ONCE))))
-    share = change[:, -len(cells):] / change[:, -len(cells):].sum(0)     # (patches, tokens)
-    rows, columns = (share.mT @ cells.to(share)).T.unflatten(1, grid)
-    return bool((rows.diff(dim=0) > 0).all() and (columns.diff(dim=1) > 0).all())
-
-
-def entry_of(vit: VitLayout, image: Tensor, rng: torch.Generator) -> nn.Module:
+def entry_of(vit: Layout, image: Tensor, rng: Generator) -> nn.Module:
     """The norm that reads the sum of patches and positions, if the first block reads its output.
 
     The identity if the first block reads the sum. Raises ValueError if the rows of the position
     embedding are not added to the tokens of the patches, row by row and as they are.
     """
-    first, cells, rows = vit.blocks[0].norm, len(vit.positions), len(vit.pos_embed)
-    as_it_was = vit.pos_embed.clone()
+    first, cells = vit.blocks[0].norm, len(vit.positions)
+    as_it_was, step = vit.pos_embed.clone(), torch.randn(vit.pos_embed.shape, generator=rng)
     before = {norm: by_image(x, 1)[0] for norm, x in entering(vit, image).items() if x.ndim == 3}
-    delta, number = torch.randn(vit.pos_embed.shape[1], generator=rng), torch.arange(1, rows + 1)
-    norms = [norm for norm, x in before.items()      # those that may read the sum
-             if len(x) >= cells and x.shape[1] == len(delta)]
-    for bit in range(rows.bit_length()):
-        step = ((number >> bit) % 2)[:, None] * delta.to(vit.pos_embed)  # (rows, D)
-        vit.pos_embed.add_(step)
-        after = entering(vit, image)
-        vit.pos_embed.copy_(as_it_was)
-        norms = [norm for norm in norms if close(
-            by_image(after[norm], 1)[0, -cells:] - before[norm][-cells:], step[-cells:])]
+    vit.pos_embed.add_(step)
+    after = entering(vit, image)
+    vit.pos_embed.copy_(as_it_was)
+    norms = [norm for norm, x in before.items()      # which read the sum
+             if close(by_image(after[norm], 1)[0, -cells:] - x[-cells:], step[-cells:].to(x))]
     if first in norms:
         return nn.Identity()
     for norm in norms:
@@ -218,8 +187,8 @@ def close(value: Tensor, expected: Tensor) -> bool:
 # What the attention computes ------------------------------------------------------------------
 
 
-def require_formula(layout: VitLayout | SwinLayout, attentions: Sequence[nn.Module], images: Tensor,
-                    grid: tuple[int, int], rng: torch.Generator) -> None:
+def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images: Tensor,
+                    grid: Grid, rng: Generator) -> None:
     """Draw the weights of each attention at random, for a while, and compare it with its formula.
 
     attentions: of the blocks. Raises ValueError if one does not read the output of its norm, or
@@ -236,7 +205,7 @@ def require_formula(layout: VitLayout | SwinLayout, attentions: Sequence[nn.Modu
         weight.copy_(draw * weight[0].numel()**-0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
-        read[norm] = y if isinstance(layout, SwinLayout) else layout.batch_first(y)
+        read[norm] = layout.batch_first(y)
 
     def compare(attention: nn.Module, block: Block, _: tuple, output: Any) -> None:
         output, y = output[0] if isinstance(output, tuple) else output, read.get(block.norm)
@@ -265,7 +234,7 @@ def require_formula(layout: VitLayout | SwinLayout, attentions: Sequence[nn.Modu
                          "or parallel blocks, another scale)")
 
 
-def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: tuple[int, int]
+def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: Grid
                    ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a Swin's attention makes of its norm's output y, and what the formula does, by shift.
 

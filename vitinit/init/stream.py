@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from .layout import block_paths, stated
-from .views import Layout, SwinLayout
+from .views import Attentions, Layout, SwinLayout
 
 
 def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
@@ -59,7 +59,7 @@ def stream_of(vit: Layout) -> ResidualStream:
                           of_blocks, tuple(norm for norm in norms if norm not in inside))
 
 
-def image_shape_of(layout: Layout | SwinLayout) -> tuple[int, int, int] | None:
+def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
     """(channels, height, width) of the images, as far as the model states their size.
 
     That is an attribute, or follows from the grid and the size of its patches. Where a Swin, which
@@ -73,11 +73,11 @@ def image_shape_of(layout: Layout | SwinLayout) -> tuple[int, int, int] | None:
     patch = next(filter(None, (stated(module, "patch_size") for module in modules)), None)
     if patch is None and convolution is not None and convolution in embedding:
         patch = convolution.stride[0], convolution.stride[1]
-    grid, merged = layout.grid if isinstance(layout, Layout) else layout.grids[-1], 1
+    grid, merged = layout.grids[-1], 1
     if isinstance(layout, SwinLayout):               # channels double by stage, as tokens merge
         merged = blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
     size = next(filter(None, (stated(module, "image_size", "img_size") for module in modules)),
-                patch and grid and (merged * grid[0] * patch[0], merged * grid[1] * patch[1]))
+                patch and all(grid) and (merged * grid[0] * patch[0], merged * grid[1] * patch[1]))
     if size and convolution is not None:
         return convolution.in_channels, *size
     if size and patch and embedding and isinstance(embedding[0], nn.Linear):
@@ -85,7 +85,7 @@ def image_shape_of(layout: Layout | SwinLayout) -> tuple[int, int, int] | None:
     return None
 
 
-def noise_images(layout: Layout | SwinLayout, count: int, generator: torch.Generator) -> Tensor:
+def noise_images(layout: Attentions, count: int, generator: Generator) -> Tensor:
     """White noise like the model's images, (count, C, H, W); ValueError if it states no size."""
     if (shape := image_shape_of(layout)) is None:
         raise ValueError("the size of its images is not seen in the model; give images=, or "

@@ -6,11 +6,13 @@ Shapes: D channels of the residual stream, h heads, d channels per head, N patch
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..filters import Offset, neighbours
+from ..filters import Grid, Offset, neighbours
+from ..models.attention import attention_weights
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,15 @@ class Block:
     norm: nn.LayerNorm          # before the attention
     attention: nn.Module | None = None           # the whole, by which the formula can be checked
 
-    def logits(self, y: Tensor) -> Tensor:
-        """Q Kᵀ / √d of the norm's output y, (n, T, D): (n, h, T, T)."""
-        query, key = projected(y, self.q, self.q_bias), projected(y, self.k, self.k_bias)
-        return query @ key.mT * self.q.shape[1] ** -0.5
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to the logits, (h, T, T)."""
+        return None
 
     def mixing_weights(self, y: Tensor) -> Tensor:
-        """The softmax of `logits`: (n, h, T, T)."""
-        return self.logits(y).softmax(-1)
+        """softmax(Q Kᵀ / √d + bias) of the norm's output y, (n, T, D): (n, h, T, T)."""
+        return attention_weights(projected(y, self.q, self.q_bias),
+                                 projected(y, self.k, self.k_bias), self.bias)
 
     def output(self, y: Tensor) -> Tensor:
         """What the attention makes of the norm's output: (n, T, D) → (n, T, D)."""
@@ -50,9 +53,9 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowBlock(Block):
-    """The attention of a Swin's block: within windows, with bias_table[bias_rows] in the logits."""
+    """The attention of a Swin's block, within windows: of y whole windows, row by row."""
 
-    window: tuple[int, int]     # tokens down and across
+    window: Grid                # tokens down and across
     bias_table: Tensor          # (relative positions, h)
     bias_rows: Tensor           # (n, n), by query and key
 
@@ -64,9 +67,9 @@ class WindowBlock(Block):
                              f"{offset}, expected one")
         return int(rows)
 
-    def logits(self, y: Tensor) -> Tensor:
-        """As of any block, and the bias, (h, n, n); y is of whole windows, row by row."""
-        return super().logits(y) + self.bias_table[self.bias_rows].movedim(2, 0)
+    @property
+    def bias(self) -> Tensor:
+        return self.bias_table[self.bias_rows].movedim(2, 0)
 
 
 def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,6 +87,17 @@ class Attentions:
     image_shape: tuple[int, int, int] | None = None      # (channels, height, width), where known
     prefix: int = 0             # tokens before those of the patches
     checked: str = ""           # in words, what was checked
+    sequence_first: bool = False         # whether the blocks read (T, n, D) in place of (n, T, D)
+    family: ClassVar[str]       # whose inits write to it
+
+    @property
+    def grids(self) -> list[Grid]:
+        """The grid of the tokens that each block mixes; in a Swin, of its window."""
+        raise NotImplementedError
+
+    def batch_first(self, x: Tensor) -> Tensor:
+        """What a block reads as (n, T, D), a view."""
+        return x.transpose(0, 1) if self.sequence_first and x.ndim == 3 else x
 
 
 @dataclass(frozen=True)
@@ -91,33 +105,21 @@ class Layout(Attentions):
     """Where a ViT keeps what inits write, as its attributes or a user state it."""
 
     pos_embed: Tensor           # (rows, D), a view: of prefix tokens, then of the N patches by row
-    grid: tuple[int, int] | None         # patch tokens down and across; None if it is not stated
+    grid: Grid = (0, 0)         # patch tokens down and across; (0, 0): only a probe can see them
     learned: bool = True        # whether pos_embed is a parameter, and no frozen sines and cosines
     tokens: tuple[Tensor, ...] = ()      # the prefix tokens, (…, D)
-
-
-@dataclass(frozen=True)
-class VitLayout(Layout):
-    """A `Layout` whose grid is known: it was stated, or a probe has seen it."""
-
-    grid: tuple[int, int]
-    sequence_first: bool = False         # whether the blocks read (T, n, D) in place of (n, T, D)
+    _: KW_ONLY
     entry: nn.Module = nn.Identity()     # between the sum with positions and the first block: CLIP
-    family = "vit"              # whose inits write to it
+    family = "vit"
 
     @property
-    def grids(self) -> list[tuple[int, int]]:
-        """The grid of the tokens that each block mixes."""
+    def grids(self) -> list[Grid]:
         return [self.grid] * len(self.blocks)
 
     @property
     def positions(self) -> Tensor:
         """The position embedding of the patch tokens, (N, D), a view."""
         return self.pos_embed[-self.grid[0] * self.grid[1]:]
-
-    def batch_first(self, x: Tensor) -> Tensor:
-        """What a block reads as (n, T, D), a view."""
-        return x.transpose(0, 1) if self.sequence_first and x.ndim == 3 else x
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,5 @@ class SwinLayout(Attentions):
     family = "swin"
 
     @property
-    def grids(self) -> list[tuple[int, int]]:
-        """The window of each block."""
+    def grids(self) -> list[Grid]:
         return [block.window for block in self.blocks]

@@ -54,24 +54,27 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
+    def by_head(self, packed: Tensor) -> Tensor:
+        """What is packed, (3·C, …), as a view of queries, keys and values: (3, h, d, …)."""
+        return packed.unflatten(0, (3, self.num_heads, self.head_dim))
+
     @property
     def q_weight(self) -> Tensor:
         """The queries of head i are x @ q_weight[i].T, plus their bias."""
-        return self.qkv.weight.unflatten(0, (3, self.num_heads, self.head_dim))[0]
+        return self.by_head(self.qkv.weight)[0]
 
     @property
     def k_weight(self) -> Tensor:
-        return self.qkv.weight.unflatten(0, (3, self.num_heads, self.head_dim))[1]
+        return self.by_head(self.qkv.weight)[1]
 
     @property
     def v_weight(self) -> Tensor:
-        return self.qkv.weight.unflatten(0, (3, self.num_heads, self.head_dim))[2]
+        return self.by_head(self.qkv.weight)[2]
 
     @property
     def q_bias(self) -> Tensor | None:
         """(h, d), or None without qkv_bias"""
-        bias = self.qkv.bias
-        return None if bias is None else bias.unflatten(0, (3, self.num_heads, self.head_dim))[0]
+        return None if self.qkv.bias is None else self.by_head(self.qkv.bias)[0]
 
     @property
     def proj_weight(self) -> Tensor:

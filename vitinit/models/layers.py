@@ -12,7 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 Layer = TypeVar("Layer", bound=nn.Module)
-Pair = int | tuple[int, int]    # (height, width); one integer stands for both
+Sides = tuple[int, int]         # height and width, or rows and columns
+Pair = int | Sides              # one integer stands for both
 MOST_BLOCKS = 1000
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
@@ -46,7 +47,7 @@ class Classifier(nn.Module):
 
     family: str                     # the name of its file, one of `vitinit.models.FAMILIES`
     head: nn.Module                 # the identity in a model without classes
-    grid: tuple[int, int]           # patches down and across
+    grid: Sides           # patches down and across
     features: Callable[..., Features]
     num_prefix_tokens = 0           # class, distillation and register tokens
     learns_positions = False        # whether there is a position embedding that is a parameter
@@ -67,6 +68,11 @@ class Classifier(nn.Module):
             if name.startswith("depth") and sum(parts) > MOST_BLOCKS:
                 raise ValueError(f"{name} is {value}, expected at most {MOST_BLOCKS} blocks")
         self.num_classes = num_classes
+
+    def tokens(self, x: Tensor) -> Tokens:
+        """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""
+        return Tokens(x[:, self.num_prefix_tokens:].unflatten(1, self.grid),
+                      x[:, :self.num_prefix_tokens])
 
     def classify(self, features: Features) -> Tensor:
         """The logits, (B, num_classes), from the pooled features."""
@@ -113,7 +119,7 @@ def make_head(dim: int, num_classes: int) -> nn.Module:
     return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
 
 
-def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
+def to_pair(value: int | Sequence[int]) -> Sides:
     """(height, width); a single integer is used for both."""
     height, width = (value, value) if isinstance(value, int) else value
     return index(height), index(width)               # raises TypeError for a fraction
@@ -133,7 +139,7 @@ def hidden_width(dim: int, ratio: float, name: str) -> int:
     return int(dim * ratio)
 
 
-def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
+def patch_grid(image_size: Sides, patch_size: Sides) -> Sides:
     """The patches down and across. Raises ValueError if they do not tile the image."""
     if any(size % patch for size, patch in zip(image_size, patch_size)):
         raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image "
@@ -142,7 +148,7 @@ def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tupl
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
 
-def require_image_size(images: Tensor, size: tuple[int, int]) -> None:
+def require_image_size(images: Tensor, size: Sides) -> None:
     """Raise ValueError unless images is (B, 3, *size); compiled models contain no check."""
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
@@ -156,18 +162,20 @@ class PatchEmbed(nn.Module):
     """Cut the image into patches and project each linearly (ViT, arXiv 2010.11929, §3.1).
 
     (B, 3, H, W) → (B, N, C), token n from row n // grid_width and column n % grid_width of the
-    grid. Raises ValueError if the patches do not tile the image.
+    grid. norm: whether a LayerNorm follows. Raises ValueError if the patches do not tile the image.
     """
 
-    def __init__(self, image_size: Pair, patch_size: Pair, embed_dim: int) -> None:
+    def __init__(self, image_size: Pair, patch_size: Pair, embed_dim: int, *,
+                 norm: bool = False) -> None:
         super().__init__()
         self.image_size, patch = to_pair(image_size), to_pair(patch_size)
         self.grid = patch_grid(self.image_size, patch)
         self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch)
+        self.norm = nn.LayerNorm(embed_dim) if norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
         require_image_size(images, self.image_size)
-        return rearrange(self.proj(images), "b c h w -> b (h w) c")
+        return self.norm(rearrange(self.proj(images), "b c h w -> b (h w) c"))
 
 
 class Mlp(nn.Module):
@@ -212,12 +220,12 @@ def add_branch(x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
     return x + branch * scale.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
 
 
-def sincos_frequencies(dim: int, temperature: float = 1e4) -> Tensor:
-    """(dim / 4,) radians per token, geometric from 1 down to nearly 1 / temperature; float64."""
-    return temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+def sincos_frequencies(dim: int) -> Tensor:
+    """(dim / 4,) radians per token, geometric from 1 down to nearly 1e-4; float64."""
+    return 1e4 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
 
 
-def sincos_position_embedding(grid: tuple[int, int], dim: int, temperature: float = 1e4) -> Tensor:
+def sincos_position_embedding(grid: Sides, dim: int) -> Tensor:
     """Fixed 2-D sin-cos position embedding (MoCo v3, arXiv 2104.02057, §4): (grid cells, dim).
 
     A quarter of the channels each holds sine and cosine of the column, sine and cosine of the row,
@@ -226,5 +234,5 @@ def sincos_position_embedding(grid: tuple[int, int], dim: int, temperature: floa
     if dim % 4:
         raise ValueError(f"sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")
     cells = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1]))     # (N, 2)
-    rows, columns = (cells[..., None] * sincos_frequencies(dim, temperature)).unbind(1)
+    rows, columns = (cells[..., None] * sincos_frequencies(dim)).unbind(1)
     return torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1).float()

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from . import FAMILIES, MODELS, model_class
 from .convert import (TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN, TRANSFORMERS_VIT,
                       WITH_TEACHER, Names)
-from .layers import hidden_width, to_pair
+from .layers import Sides, hidden_width, to_pair
 from .swin import stage_grids
 
 Options = Mapping[str, Any]
-# How a library states an option of ours: as its argument of this name; by the arguments of each
-# value that it can have; by arguments that follow from all our options, or else, in words, by what
-# it needs instead; or not at all, as it makes no difference or another option states it, too.
-Statement = str | list[tuple[Any, Options]] | Callable[[Options], Options | str] | None
+# How a library states an option of ours: as its argument of this name; by arguments that follow
+# from all our options, or else, in words, by what it needs instead; or not at all, as it makes no
+# difference or another option states it, too.
+Statement = str | Callable[[Options], Options | str] | None
 
 
 class Counterpart(NamedTuple):
@@ -35,15 +35,8 @@ class Counterpart(NamedTuple):
     def state(self, options: Options, defaults: Options) -> tuple[dict[str, Any], list[str]]:
         """Its arguments for a model of ours, and what would have to be otherwise in that model."""
         arguments, needs = dict(self.constants), []
-        for option, value in options.items():
-            way = {**UNSTATED, **self.stated}.get(option, [(defaults[option], {})])
-            if isinstance(way, list):
-                stated = next((stated for choice, stated in way if value in (choice, [choice] * 2)),
-                              f"{option} = {' or '.join(str(choice) for choice, _ in way)}")
-            elif isinstance(way, str):
-                stated = {way: value}
-            else:
-                stated = way(options) if way else {}
+        for option, way in {**only(**defaults), **UNSTATED, **self.stated}.items():
+            stated = way(options) if callable(way) else {way: options[option]} if way else {}
             if isinstance(stated, str):
                 needs.append(stated)
             else:
@@ -58,7 +51,9 @@ def same(*names: str) -> dict[str, Statement]:
 
 def only(**values: Any) -> dict[str, Statement]:
     """Options of which the library has one value, which it does not state."""
-    return {option: [(value, {})] for option, value in values.items()}
+    def statement(option: str, value: Any) -> Callable[[Options], Options | str]:
+        return lambda o: {} if o[option] in (value, [value] * 2) else f"{option} = {value}"
+    return {option: statement(option, value) for option, value in values.items()}
 
 
 def square(name: str) -> Callable[[Options], Options | str]:
@@ -84,9 +79,7 @@ def mlp_width(key: str) -> Callable[[Options], Options]:
 
 
 # For all: what training alone reads, and what is seen in a tensor that every library has.
-UNSTATED: dict[str, Statement] = {
-    "drop_path": None, "train_filters": None,
-    "pos_embed": [(value, {}) for value in ("learned", "sincos", "none")]}
+UNSTATED: dict[str, Statement] = dict.fromkeys(("drop_path", "train_filters", "pos_embed"))
 SIDES: dict[str, Statement] = {name: square(name) for name in ("image_size", "patch_size")}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
 
@@ -100,8 +93,8 @@ WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["con
 TIMM: dict[str, list[Counterpart]] = {
     "vit": [Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | only(distilled=False) | {
                 "fc_norm": "fc_norm", "num_registers": "reg_tokens",
-                "pool": [("class", {"class_token": True, "global_pool": "token"}),
-                         ("mean", {"class_token": False, "global_pool": "avg"})]}),
+                "pool": lambda o: {"class_token": o["pool"] == "class", "global_pool": (
+                    "token" if o["pool"] == "class" else "avg")}}),
             Counterpart("deit.VisionTransformerDistilled", TIMM_VIT | only(
                 distilled=True, num_registers=0, pool="class"))],
     "swin": [Counterpart("swin_transformer.SwinTransformer", same(
@@ -166,7 +159,7 @@ LIBRARIES = {"timm": ("timm.models", TIMM), "torchvision": ("torchvision.models"
              "timm.create_model": ("timm", TIMM_FUNCTIONS)}
 
 
-def counterpart(library: str, family: str, *, image_size: tuple[int, int], **options: Any
+def counterpart(library: str, family: str, *, image_size: Sides, **options: Any
                 ) -> tuple[str, dict[str, Any], Names]:
     """The class or function of a library that takes the weights of a model built with `options`.
 

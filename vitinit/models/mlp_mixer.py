@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, add_branch, drop_path_rates,
-                     hidden_width, make_head, map_tokens, module_list, run_blocks, scales_by_block)
+                     hidden_width, make_head, module_list, run_blocks, scales_by_block)
 
 NORM_EPS = 1e-6
 
@@ -70,5 +70,4 @@ class MlpMixer(Classifier):
         x, after = run_blocks(self.blocks, self.stem(images), blocks,    # each (B, N, C)
                               scales_by_block(drop_path, len(self.blocks)))
         x = self.norm(x)
-        return Features(tuple(map_tokens(part.unflatten(1, self.grid)) for part in after),
-                        map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))
+        return Features(tuple(map(self.tokens, after)), self.tokens(x), x.mean(dim=1))

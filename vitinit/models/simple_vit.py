@@ -18,8 +18,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attend, attention_weights
-from .layers import (Classifier, Features, Mlp, Pair, hidden_width, make_head, map_tokens,
-                     module_list, patch_grid, require_choice, require_image_size, run_blocks,
+from .layers import (Classifier, Features, Mlp, Pair, Sides, hidden_width, make_head, module_list,
+                     patch_grid, require_choice, require_image_size, run_blocks,
                      sincos_position_embedding, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
@@ -28,7 +28,7 @@ Reading = Literal["content", "mixed", "position", "free"]
 class SimplePatchEmbed(nn.Module):
     """Patches as vectors, normalised, projected and normalised again: (B, 3, H, W) → (B, N, C)."""
 
-    def __init__(self, *, patch_size: tuple[int, int], embed_dim: int) -> None:
+    def __init__(self, *, patch_size: Sides, embed_dim: int) -> None:
         super().__init__()
         self.patch_size = patch_size
         pixels = 3 * patch_size[0] * patch_size[1]
@@ -182,5 +182,4 @@ class SimpleViT(Classifier):
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
         x, after = run_blocks(self.blocks, x, blocks, [self.pos_embed] * len(self.blocks))
         x = self.norm(x)
-        return Features(tuple(map_tokens(part.unflatten(1, self.grid)) for part in after),
-                        map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))
+        return Features(tuple(map(self.tokens, after)), self.tokens(x), x.mean(dim=1))

@@ -20,9 +20,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention, attend, attention_weights
-from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, Tokens, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, map_tokens, module_list,
-                     scales_by_block, to_pair)
+from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, Sides, Tokens, add_branch,
+                     block_numbers, drop_path_rates, hidden_width, make_head, map_tokens,
+                     module_list, scales_by_block, to_pair)
 
 MASKED = -100.0                 # added to the logits of tokens that only the shift made neighbours
 
@@ -38,8 +38,7 @@ class WindowAttention(Attention):
 
     relative_position_index: Tensor
 
-    def __init__(self, dim: int, *, num_heads: int, window: tuple[int, int],
-                 qkv_bias: bool) -> None:
+    def __init__(self, dim: int, *, num_heads: int, window: Sides, qkv_bias: bool) -> None:
         super().__init__(dim, num_heads=num_heads, qkv_bias=qkv_bias)
         height, width = window
         self.window = window
@@ -82,8 +81,7 @@ class WindowAttention(Attention):
         return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", h=self.num_heads))
 
 
-def shift_mask(grid: tuple[int, int], window: tuple[int, int],
-               shift: tuple[int, int]) -> Tensor | None:
+def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Tensor | None:
     """(M, w², w²): MASKED where only the shift made tokens neighbours (§3.2), else 0; or None."""
     if not any(shift):
         return None
@@ -103,7 +101,7 @@ class SwinBlock(nn.Module):
         second block, but not along a side where one spans the whole grid.
     """
 
-    def __init__(self, dim: int, *, grid: tuple[int, int], num_heads: int, window: tuple[int, int],
+    def __init__(self, dim: int, *, grid: Sides, num_heads: int, window: Sides,
                  shifted: bool, mlp_ratio: float, qkv_bias: bool) -> None:
         super().__init__()
         self.grid, self.window = grid, window
@@ -150,24 +148,13 @@ class PatchMerging(nn.Module):
 class SwinStage(nn.Module):
     """The parts that `SwinTransformer.features` calls: merging, but in stage 1, and the blocks."""
 
-    def __init__(self, dim: int, *, grid: tuple[int, int], depth: int, merge: bool, num_heads: int,
-                 window: tuple[int, int], mlp_ratio: float, qkv_bias: bool) -> None:
+    def __init__(self, dim: int, *, grid: Sides, depth: int, merge: bool, num_heads: int,
+                 window: Sides, mlp_ratio: float, qkv_bias: bool) -> None:
         super().__init__()
         self.downsample = PatchMerging(dim // 2) if merge else nn.Identity()
         self.blocks = module_list(
             SwinBlock(dim, grid=grid, num_heads=num_heads, window=window, shifted=index % 2 == 1,
                       mlp_ratio=mlp_ratio, qkv_bias=qkv_bias) for index in range(depth))
-
-
-class SwinPatchEmbed(PatchEmbed):
-    """Patch embedding as a feature map, with a LayerNorm: (B, 3, H, W) → (B, H/p, W/p, C)."""
-
-    def __init__(self, image_size: Pair, patch_size: Pair, embed_dim: int) -> None:
-        super().__init__(image_size, patch_size, embed_dim)
-        self.norm = nn.LayerNorm(embed_dim)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.norm(rearrange(super().forward(images), "n (h w) c -> n h w c", h=self.grid[0]))
 
 
 class SwinTransformer(Classifier):
@@ -193,7 +180,7 @@ class SwinTransformer(Classifier):
             raise ValueError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; "
                              "expected as many")
         self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
-        self.patch_embed = SwinPatchEmbed(image_size, patch_size, embed_dim)
+        self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim, norm=True)
         self.grid = self.patch_embed.grid
         self.layers = module_list(SwinStage(
             embed_dim * 2**stage, grid=grid, depth=depths[stage], merge=stage > 0,
@@ -211,7 +198,7 @@ class SwinTransformer(Classifier):
         wanted = block_numbers(blocks, depth)
         after: dict[int, Tokens] = {}
         scales = scales_by_block(drop_path, depth)
-        x = self.patch_embed(images)                                     # (B, H, W, C)
+        x = self.patch_embed(images).unflatten(1, self.grid)             # (B, H, W, C)
         for stage in self.layers:
             x = stage.downsample(x)
             for block in stage.blocks:
@@ -224,7 +211,7 @@ class SwinTransformer(Classifier):
                         x.mean(dim=(1, 2)))
 
 
-def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:
+def stage_grids(grid: Sides, stages: int) -> list[Sides]:
     """The grid of each stage, halved by each merge; raises ValueError if it is odd before one."""
     grids = [grid]
     for stage in range(1, stages):
@@ -237,7 +224,7 @@ def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:
     return grids
 
 
-def window_on(grid: tuple[int, int], window: Sequence[int], stage: int) -> tuple[int, int]:
+def window_on(grid: Sides, window: Sequence[int], stage: int) -> Sides:
     """The window of a stage, cut to its grid; raises ValueError if it does not tile the grid."""
     height, width = (min(w, side) for w, side in zip(window, grid))
     if grid[0] % height or grid[1] % width:

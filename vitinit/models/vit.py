@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (PREFIX_TOKENS, Classifier, Features, Mlp, Pair, PatchEmbed, Tokens, add_branch,
+from .layers import (PREFIX_TOKENS, Classifier, Features, Mlp, Pair, PatchEmbed, add_branch,
                      drop_path_rates, hidden_width, make_head, module_list, require_choice,
                      run_blocks, scales_by_block, sincos_position_embedding)
 
@@ -122,11 +122,6 @@ class VisionTransformer(Classifier):
                               scales_by_block(drop_path, len(self.blocks)))
         x = self.norm(x)
         return Features(tuple(map(self.tokens, after)), self.tokens(x), self.pooled(x))
-
-    def tokens(self, x: Tensor) -> Tokens:
-        """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""
-        return Tokens(x[:, self.num_prefix_tokens:].unflatten(1, self.grid),
-                      x[:, :self.num_prefix_tokens])
 
     def pooled(self, x: Tensor) -> Tensor:
         """(B, N, C) → (B, C), the class token or the patches' mean; (B, 2·C) if distilled."""

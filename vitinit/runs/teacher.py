@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from zipfile import is_zipfile
@@ -37,10 +38,7 @@ class TeacherError(OneLineError):
 class Opened(NamedTuple):
     """A model that was opened, before it is compared with the student."""
 
-    model: nn.Module
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    size: tuple[int, int] | None        # (height, width) of its images; None: any
+    teacher: Teacher
     classes: Sequence[str] | None       # of its logits; None: unknown
     outputs: int                        # number of its logits
 
@@ -72,17 +70,17 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
         trained = load(name, weights=cast(Weights, weights or "model"))
         trained.require_classifier()
         data = trained.recipe.data
-        opened = Opened(trained.model, data.mean, data.std, trained.image_size, trained.classes,
-                        len(trained.classes))
-    digest = weights_digest(opened.model.state_dict())
-    columns, order = columns_for(name, opened, classes)
-    in_order = columns == list(range(opened.outputs))
-    model = opened.model if in_order else SomeLogits(opened.model, columns)
+        opened = Opened(Teacher(trained.model, data.mean, data.std, trained.image_size),
+                        trained.classes, len(trained.classes))
+    model, (columns, order) = opened.teacher.model, columns_for(name, opened, classes)
+    digest = weights_digest(model.state_dict())
+    if columns != list(range(opened.outputs)):
+        model = SomeLogits(model, columns)
     model.requires_grad_(False).to(device)
     if recipe.engine.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    return Teacher(model, opened.mean, opened.std, opened.size, digest,
-                   f"{name}, {opened.outputs} classes {order}")
+    return replace(opened.teacher, model=model, digest=digest,
+                   name=f"{name}, {opened.outputs} classes {order}")
 
 
 def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device
@@ -116,7 +114,7 @@ def of_torchvision(name: str, weights: str) -> Opened:
     model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **extra).eval()
     load_exactly(model, tensors, path)
     size = (model.image_size,) * 2 if hasattr(model, "image_size") else None     # vit_b_16 and such
-    return Opened(model, IMAGENET_MEAN, IMAGENET_STD, size,
+    return Opened(Teacher(model, IMAGENET_MEAN, IMAGENET_STD, size),
                   imagenet_wnids() if outputs == 1000 else None, outputs)
 
 
@@ -155,7 +153,7 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
             f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
             "number of them, to logits (B, K), such as vitinit.export writes without --normalise "
             f"({in_brief(error)})") from None
-    return Opened(model, mean, std, (height, width), classes, shapes[0][1])
+    return Opened(Teacher(model, mean, std, (height, width)), classes, shapes[0][1])
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:

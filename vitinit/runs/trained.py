@@ -132,9 +132,8 @@ class Trained:
 
 
 def load(path: str | os.PathLike, *, weights: Weights = "model",
-         image_size: int | tuple[int, int] | None = None,
-         device: str | torch.device | None = None, recipe: str | None = None,
-         overrides: Mapping[str, Any] | Sequence[str] = ()) -> Trained:
+         image_size: int | tuple[int, int] | None = None, device: str | torch.device | None = None,
+         recipe: str | None = None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Trained:
     """Load a trained model with its class names and preprocessing.
 
     Args:

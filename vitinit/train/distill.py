@@ -25,8 +25,8 @@ class Teacher:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     size: tuple[int, int] | None    # (height, width) of its images; None: any
-    digest: str                 # of its weights
-    name: str                   # in words, with how its classes were matched
+    digest: str = ""            # of its weights
+    name: str = ""              # in words, with how its classes were matched
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, distill: Distill) -> Tensor:

@@ -20,6 +20,9 @@ from .checkpoint import CheckpointError
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
+Grid = tuple[int, int]          # rows and columns of patches
+Tensors = Mapping[str, Tensor]  # a state dict
+
 # Tensors that no forward pass reads: the mask token and the decoder of masked pre-training (DINOv2,
 # iBOT, MAE), DINO's projections, and buffers of older Swin checkpoints that follow from the sizes.
 UNREAD = re.compile(r"^(mask_token$|decoder_|(dino_|ibot_)?head\.(mlp|last_layer)\.)"
@@ -43,8 +46,8 @@ class Transfer:
 
 
 @torch.no_grad()
-def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str,
-               grid: tuple[int, int] | None, rows: Sequence[int | None] | None = None) -> Transfer:
+def start_from(model: nn.Module, tensors: Tensors, path: Path | str, grid: Grid | None,
+               rows: Sequence[int | None] | None = None) -> Transfer:
     """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
     Position embeddings for another grid are resized with torch's antialiased bicubic interpolation,
@@ -68,20 +71,15 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
     fits, or if any other tensor has another shape or is on one side only.
     """
     target = model.state_dict()
-    tensors = unread_tokens_as_registers(target, tensors)
+    tensors, change = as_in(model, tensors, grid, path)
     heads = _classifiers(target, tensors, rows)
     new_head = not any(name.startswith("head.") for name in heads)
     loaded: dict[str, Tensor] = {}
-    resized, dropped, surplus = list[str](), list[str](), list[str]()
+    dropped, surplus = list[str](), list[str]()
     for name, value in tensors.items():
-        if name == "pos_embed" and name in target:
-            if not model.learns_positions:
-                dropped.append("pos_embed (the model's are fixed)")
-                continue
-            value, change = _fit_pos_embed(target, tensors, cast(tuple[int, int], model.grid), grid,
-                                           path)
-            resized += [f"pos_embed {change}"] * bool(change)
-        if name not in target:
+        if name == "pos_embed" and name in target and not model.learns_positions:
+            dropped.append("pos_embed (the model's are fixed)")
+        elif name not in target:
             # With fc_norm the classifier read the patches alone, and the class token acted through
             # attention only: without it the function would change for a model that pools alike.
             may_lack = name in PREFIX_TOKENS[:2] and "fc_norm.weight" not in tensors
@@ -100,40 +98,38 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
         or name.endswith("num_batches_tracked") or _may_differ(name, tensors, new_head))]
     _require_fit(target, path, missing=missing, surplus=surplus, loaded=loaded)
     model.load_state_dict(target | loaded)
-    return Transfer([name for name in loaded if not (resized and name == "pos_embed")], resized,
-                    dropped, kept)
+    return Transfer([name for name in loaded if not (change and name == "pos_embed")],
+                    [f"pos_embed {change}"] * bool(change), dropped, kept)
 
 
 @torch.no_grad()
-def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+def load_exactly(model: nn.Module, tensors: Tensors, path: Path) -> None:
     """Copy `tensors` into `model`, built for their image size, so that it is the trained function.
 
     Tokens without a position get one of zero. Raises CheckpointError, listing what does not fit.
     """
     target = model.state_dict()
-    tensors = {name: value for name, value in unread_tokens_as_registers(target, tensors).items()
+    tensors, _ = as_in(model, tensors, getattr(model, "grid", None), path)
+    tensors = {name: value for name, value in tensors.items()
                if name in target or not UNREAD.search(name)}
     missing = sorted(target.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - target.keys())
     if missing and not surplus and missing == [n for n in sorted(target) if n.startswith("head")]:
         raise CheckpointError(f"{path}: holds no classifier ({shortened(missing)}), so that there "
                               "is nothing to evaluate; init.checkpoint fine-tunes it")
-    if "pos_embed" in target.keys() & tensors.keys() and (
-            tensors["pos_embed"].shape != target["pos_embed"].shape and model.learns_positions):
-        grid = cast(tuple[int, int], model.grid)
-        tensors["pos_embed"], _ = _fit_pos_embed(target, tensors, grid, grid, path)
     _require_fit(target, path, missing=missing, surplus=surplus, loaded=tensors)
     model.load_state_dict(tensors)
 
 
-def unread_tokens_as_registers(target: Mapping[str, Tensor],
-                               tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make tokens of the checkpoint that the model does not read into registers, if it has as many.
+def as_in(model: nn.Module, tensors: Tensors, grid: Grid | None, path: Path | str
+          ) -> tuple[dict[str, Tensor], str]:
+    """The checkpoint's tensors with the tokens and the positions of the model, and how these were
+    resized, or "". Tokens that the model does not read become registers, if it has as many.
 
     The class token of a model that averages over the patches (fine-tuned MAE, timm's `avg` pooling)
     is read by attention alone, as registers are; likewise a distillation token without its head.
     """
-    tensors = dict(tensors)
+    target, tensors, change = model.state_dict(), dict(tensors), ""
     unread = [name for name in PREFIX_TOKENS[:2] if name in tensors and name not in target]
     registers = [tensors[name] for name in (*unread, "reg_token") if name in tensors]
     shapes = {(*token.shape[:1], *token.shape[2:]) for token in registers}
@@ -142,12 +138,15 @@ def unread_tokens_as_registers(target: Mapping[str, Tensor],
         tensors["reg_token"] = torch.cat(registers, dim=1)
         for name in unread:
             del tensors[name]
-    return tensors
+    if "pos_embed" in target.keys() & tensors.keys() and model.learns_positions and (
+            (grid, tensors["pos_embed"].shape) != (model.grid, target["pos_embed"].shape)):
+        tensors["pos_embed"], change = _fit_pos_embed(target, tensors, cast(Grid, model.grid), grid,
+                                                      path)
+    return tensors, change
 
 
-def _fit_pos_embed(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
-                   wanted: tuple[int, int], grid: tuple[int, int] | None, path: Path | str
-                   ) -> tuple[Tensor, str]:
+def _fit_pos_embed(target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid | None,
+                   path: Path | str) -> tuple[Tensor, str]:
     """The checkpoint's position embeddings for the model's tokens, (1, N, D), and the words for
     `Transfer.resized`, or "" if they were not.
 
@@ -179,9 +178,8 @@ def _fit_pos_embed(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
             f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}")
 
 
-def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, int],
-                      grid: tuple[int, int] | None, path: Path | str
-                      ) -> tuple[tuple[int, int], int]:
+def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: Grid, grid: Grid | None,
+                      path: Path | str) -> tuple[Grid, int]:
     """The grid of the patches among `count` position embeddings, and the number before the patches.
 
     saved: the checkpoint's tokens before the patches. Either each has an embedding, or all but the
@@ -205,8 +203,8 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
                           f"no {shape} grid; it cannot be resized")
 
 
-def _classifiers(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
-                 rows: Sequence[int | None] | None) -> dict[str, Tensor]:
+def _classifiers(target: Tensors, tensors: Tensors, rows: Sequence[int | None] | None
+                 ) -> dict[str, Tensor]:
     """The classifiers that a model gets, but for those of another width or without any row."""
     heads = {name: value for name, value in tensors.items() if name in target and value.ndim
              and name.startswith("head") and value.shape[1:] == target[name].shape[1:]}
@@ -218,15 +216,15 @@ def _classifiers(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
             for name, value in heads.items() if taken and max(taken) < len(value)}
 
 
-def _may_differ(name: str, others: Mapping[str, Tensor], new_head: bool) -> bool:
+def _may_differ(name: str, others: Tensors, new_head: bool) -> bool:
     """Whether the other side may lack this tensor: of a head, or of the norm before a new one."""
     layer, _, part = name.partition(".")
     other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
     return name.startswith("head") or new_head and f"{other}.{part}" in others
 
 
-def _require_fit(target: Mapping[str, Tensor], path: Path | str, *, missing: list[str],
-                 surplus: list[str], loaded: Mapping[str, Tensor]) -> None:
+def _require_fit(target: Tensors, path: Path | str, *, missing: list[str], surplus: list[str],
+                 loaded: Tensors) -> None:
     """Raise CheckpointError, listing names, for tensors on one side only and for other shapes."""
     shapes = [f"{name} {tuple(value.shape)} where the model has {tuple(target[name].shape)}"
               for name, value in loaded.items()
