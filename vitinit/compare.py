@@ -14,8 +14,6 @@ each finished one. Such a file stands for all its runs wherever a run's folder i
 pattern after its name chooses some of them (zsh needs it in quotes).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -22,8 +22,6 @@ Each is compared with the model before the command ends; programs and runs on im
 of which a program keeps as an example.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

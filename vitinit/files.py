@@ -7,8 +7,6 @@ and digits; the types of what it says are checked where it is used.
 This module imports nothing of the package but messages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

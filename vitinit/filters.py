@@ -11,8 +11,6 @@ y[p] = x[p + δ]. Its matrix is a shift, and the K² shifts of a K×K kernel spa
 in row n // width and column n % width.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Literal
 

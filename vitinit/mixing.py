@@ -14,8 +14,6 @@ All models of this package alternate channel mixing with spatial mixing X ← M 
 share of an attention matrix lies on the token that an impulse filter would pick.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ such a type, as int, tuple[float, float] or Literal["a", "b"], perhaps Annotated
 `Bounds`, a string by the Literal of its words where a table has them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -18,8 +18,6 @@ Maps use cividis, viridis, or a scale from blue through white at 0 to red. Colou
 tell these colours apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator

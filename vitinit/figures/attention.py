@@ -8,8 +8,6 @@ target, by depth: on the token at the head's offset, which a convolution with th
 filter would pick. `attention` shows what a query token of a photograph attends to.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path

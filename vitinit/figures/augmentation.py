@@ -1,7 +1,5 @@
 """The figures `operations` and `batch`: what augmentation does to photographs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -10,8 +10,6 @@ is its template (see `write_page`); it is filled with
 Of a Mixer, which has no heads, it shows the mean over channels, whose weights have both signs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path

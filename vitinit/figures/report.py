@@ -1,7 +1,5 @@
 """The page `report`: one HTML file about one run or several; report.html is its template."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

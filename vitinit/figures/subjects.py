@@ -1,7 +1,5 @@
 """The models that figures show, `fresh` from recipes or `of_runs`, and images as their inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple

@@ -12,8 +12,6 @@ that cancel in the product. Models that must start equal should therefore share 
 seed; in train.py the first process sends its weights to all others.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping

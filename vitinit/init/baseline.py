@@ -1,7 +1,5 @@
 """The baselines, which draw every parameter of a model, and `whitened`, which whitens patches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Literal

@@ -15,8 +15,6 @@ proj and the MLPs write over the position embedding, and LayerNorm divides it by
 All sizes are measured: images pass through the model while it is written. No paper describes this.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

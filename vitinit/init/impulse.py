@@ -23,8 +23,6 @@ value_init: "mimetic" as in the released code, or "base" as the paper's text say
 value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Literal

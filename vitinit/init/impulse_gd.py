@@ -3,8 +3,6 @@
 It needs no position embedding of full rank, so it also works for fixed sin-cos embeddings.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

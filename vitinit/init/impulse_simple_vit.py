@@ -10,8 +10,6 @@ one over columns, and together they are an impulse convolution. The rotation is 
 inverting the sin-cos embedding fails: its numerical rank is about 25 for any number of tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ error no tensor has changed, and the model may be on any device and in half prec
 those of this package: a ViT of timm and ours get the same bits from the same generator.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

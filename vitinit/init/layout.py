@@ -15,8 +15,6 @@ Any other model is described by hand: a function of the model that returns a `La
 `block_of` makes of an attention with one of these layouts, or `Block` of views.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate

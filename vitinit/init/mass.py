@@ -5,8 +5,6 @@ depends on the grid, the number of heads, the width and the images, and no loss 
 and ConvMixer the shifts are exact by construction: there is nothing to measure.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -3,8 +3,6 @@
 As in trained ViTs, W_Q W_Kᵀ of a head has a positive diagonal, and W_V W_proj a negative one.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

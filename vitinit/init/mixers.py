@@ -1,7 +1,5 @@
 """Inits of an MLP-Mixer and of a ConvMixer, whose layers can be shifts exactly; see `impulse`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -5,8 +5,6 @@ on more, which `probe` sees in forward passes of a copy of the model, which is t
 order of tokens, positions, and the formula of attention, as the page your_own_code.md explains.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The residual stream of any ViT: what writes to it beside attention, and images that pass it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

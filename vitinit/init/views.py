@@ -3,8 +3,6 @@
 Shapes: D channels of the residual stream, h heads, d channels per head, N patches, n in a window.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 

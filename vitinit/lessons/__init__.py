@@ -1,7 +1,5 @@
 """Lessons: Markdown pages whose Python blocks run. README.md in this folder lists them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent

@@ -9,8 +9,6 @@ The lessons are pages to read, in vitinit/lessons. Their code needs matplotlib, 
 Without --train, blocks of code that train for minutes take two steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

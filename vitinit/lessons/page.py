@@ -13,8 +13,6 @@ The format is Markdown as GitHub shows it, with four conventions:
 Fences of other languages are prose.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -9,8 +9,6 @@ of A sums to 1. `attention_weights` computes A itself; `attend`, which models us
 fused kernel, which never stores A. Tests check that both give the same result and gradients.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange

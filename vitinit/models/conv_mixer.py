@@ -6,8 +6,6 @@ The depthwise convolution of a block mixes space, the pointwise one mixes channe
 state dict, parameter counts and outputs equal timm's. Feature maps are (B, C, H, W).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

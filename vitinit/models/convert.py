@@ -11,8 +11,6 @@ layers are stacked into one. LayerScale, by which DINOv2, DeiT-III and others mu
 attention and MLP, has an exact equivalent here: γ ⊙ (W x + b) = (γ ⊙ W) x + γ ⊙ b.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Parts shared by the models. The shape legend is in attention.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import NamedTuple, TypeVar, cast

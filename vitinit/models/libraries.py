@@ -5,8 +5,6 @@ options that it knows; any other has to be at its default. For transformers the 
 its config.json says.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

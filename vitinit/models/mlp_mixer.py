@@ -5,8 +5,6 @@
 Names in the state dict, parameter counts and outputs equal timm's. Shapes: see attention.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

@@ -7,8 +7,6 @@ for ImageNet-1k", arXiv 2205.01580. The shape legend is in attention.py; P is th
 embedding, (N, C).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args

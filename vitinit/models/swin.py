@@ -9,8 +9,6 @@ dict, parameter counts and outputs equal timm's. The shape legend is in attentio
 is the side of a window and M the number of windows of one feature map.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import product

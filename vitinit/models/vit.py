@@ -7,8 +7,6 @@ Names in the state dict, parameter counts and outputs equal those of timm and of
 The shape legend is in attention.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

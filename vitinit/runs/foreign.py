@@ -11,8 +11,6 @@ What no file states is assumed from the recipe, and `assumptions` says what that
 keeps to its own recipe; `differences` compares it with them, or with the checkpoint's recipe.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

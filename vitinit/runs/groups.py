@@ -1,7 +1,5 @@
 """Runs that differ in nothing but the seed, as groups, for comparisons and figures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ The same runs always give the same bytes: members are sorted, and their times an
 Nothing of an archive is unpacked to the disk, since it may come from elsewhere.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Checkpoints as they are opened, with what is known about them, before a model is built."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Open the teacher of a recipe: a model of ours, one of torchvision's, or an exported program."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Trained models for use in Python: weights, class names and preprocessing, read from a run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checkpoints: files of plain tensors and containers, written completely or not at all."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import zipfile

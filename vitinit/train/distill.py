@@ -1,7 +1,5 @@
 """Training with a teacher: DeiT's distillation (arXiv 2012.12877, §4, and its code's losses.py)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ learn at the same speed. U Vᵀ is approximated by a Newton–Schulz iteration, 
 products alone. Matrices of one shape are iterated together, as a batch (matrices, rows, columns).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

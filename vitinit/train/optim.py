@@ -1,7 +1,5 @@
 """[optim], [schedule] and [distill] of a recipe; parameter groups, optimiser, learning rate."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Load a checkpoint into a model: exactly, or to fine-tune at another size or with new classes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
