@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from forks import Fork
+from torch.distributed import run as distributed_run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from vitinit.command_line import complain
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
@@ -85,18 +86,24 @@ def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_pat
 
 
 def test_under_torchrun_the_line_is_the_last_that_is_said_and_the_status_is_2(repository, tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(repository / "train.py"), *MISSPELT], cwd=tmp_path,
-        capture_output=True, text=True, timeout=240)
-    printed = result.stdout + result.stderr
-    assert result.returncode != 0
-    said = [line for line in printed.splitlines() if line.strip("=")]
-    assert said[-1].strip() == f"traceback : {COMPLAINT}"       # the last line of its report
-    assert said.count(COMPLAINT) <= 1                # none if torchrun ended the main one before
-    assert 'train.py", line' not in printed          # torchrun's report has a traceback of its own
-    assert re.search(r"Root Cause.*exitcode\s*: 2 \(pid", printed, re.DOTALL)
-    assert list(tmp_path.iterdir()) == []
+    (empty := tmp_path / "empty").mkdir()
+
+    def torchrun() -> str:
+        """Its report, which it ends with."""
+        os.chdir(empty)
+        with open("../said", "w") as said:
+            os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
+        with pytest.raises(ChildFailedError) as failed:
+            distributed_run.main(["--standalone", "--nproc_per_node=2",
+                                  str(repository / "train.py"), *MISSPELT])
+        return str(failed.value)
+    report, *_ = Fork(torchrun, tmp_path / "fork").ended()
+    *_, last = [line for line in report.splitlines() if line.strip("=")]
+    assert last.strip() == f"traceback : {COMPLAINT}"
+    assert re.search(r"Root Cause.*exitcode\s*: 2 \(pid", report, re.DOTALL)
+    printed = (tmp_path / "said").read_text()
+    assert printed.splitlines().count(COMPLAINT) <= 1    # none if the main one was ended before
+    assert "Traceback" not in printed and list(empty.iterdir()) == []
 
 
 def test_each_process_tells_the_others_its_recipe_and_its_images(train_program, small_run, tmp_path,

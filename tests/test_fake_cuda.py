@@ -43,7 +43,7 @@ from vitinit.train.state import Ema, TrainState
 
 DEIT = load_recipe(RECIPES / "deit_base.toml")
 CUDA, SIZE, CLASSES = torch.device("cuda", 0), 16, 7
-BATCH, ACCUMULATION, STEPS = 6, 2, 3
+BATCH, ACCUMULATION, STEPS = 6, 2, 2
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CUDA)
 AS_INPUT = dict(mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True)
 AUGMENTATION = Augmentation(0, (SIZE, SIZE), DEIT.augment, DEIT.rand_augment, DEIT.mix)

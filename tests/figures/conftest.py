@@ -38,9 +38,8 @@ def sizes() -> list[str]:
 def panels(monkeypatch) -> list:
     """Collects the axes of the figures instead of saving them to files."""
     found: list = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
-                        lambda figure, *_, **__: found.extend(figure.axes))
-    monkeypatch.setattr("vitinit.figures.plot.Image.open", lambda _: Image.new("L", (2, 2)))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: (
+        found.extend(figure.axes), Image.new("L", (2, 2)).save(file, "PNG")))
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 
 import vitinit
 from vitinit.figures import attention, plot
+from vitinit.figures.__main__ import main
 
 
 def built(pool: str) -> vitinit.models.VisionTransformer:
@@ -85,10 +86,9 @@ def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeyp
     assert torch.equal(rows[3].maps, attention.position_maps(model, 0, "qk")[[2, 0]])
 
 
-def test_without_a_recipe_or_a_run_nine_heads_are_shown_after_three_inits(draw, monkeypatch):
+def test_without_a_recipe_or_a_run_nine_heads_are_shown_after_three_inits(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(attention, "draw_grid",
-                        lambda *arguments: (drawn.extend(arguments[1]), plot.draw_grid(*arguments)))
-    draw("maps", "--kinds", "softmax")
+    monkeypatch.setattr(attention, "draw_grid", lambda out, rows, *_: drawn.extend(rows))
+    assert main(["maps", "--kinds", "softmax", "--out", str(tmp_path / "maps.png")]) == 0
     assert [row.label.partition("\n")[0] for row in drawn] == ["default", "mimetic", "impulse"]
     assert all(len(row.maps) == 9 for row in drawn)

@@ -91,8 +91,8 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
             continue
         own = recipe["init"].get("options", {})      # of the recipe's init, such as base = "torch"
         vit = MODELS[name][0] == "vit"
-        # deep_impulse passes images through the model, which takes long for the largest.
-        for init in ("impulse", "deep_impulse") if vit and "base" not in name else ("impulse",):
+        # deep_impulse passes images through the model, which takes long for the larger ones.
+        for init in ("impulse", "deep_impulse") if vit and "tiny" in name else ("impulse",):
             known = inspect.signature(init_function(init, MODELS[name][0])).parameters
             options = {key: value for key, value in own.items() if key in known}
             if init not in ("impulse", recipe["init"]["name"]) and own:
