@@ -1,7 +1,5 @@
 """Functions in processes of their own that need no import of torch, since they are forked."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import multiprocessing

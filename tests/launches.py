@@ -1,7 +1,5 @@
 """How often a GPU would be given work, counted on any device or without one (FakeTensorMode)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

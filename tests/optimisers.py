@@ -1,7 +1,5 @@
 """The optimisers of a recipe, with few settings of a test's own, and what they train."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

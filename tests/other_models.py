@@ -1,7 +1,5 @@
 """Small ViTs with the attribute layouts of other libraries. Each attention keeps its last map."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

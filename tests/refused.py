@@ -1,7 +1,5 @@
 """The one line with which something is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

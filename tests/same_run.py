@@ -1,7 +1,5 @@
 """What a run leaves, and whether it is what another run left, to the bit but for times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `SIZES` are for images of 20×28 pixels, for tests of inits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

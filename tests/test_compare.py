@@ -1,7 +1,5 @@
 """What the program prints and writes, with numbers computed by hand; t quantiles are scipy's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vitinit.export: exported files are the model."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil

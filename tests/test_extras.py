@@ -1,7 +1,5 @@
 """setup.cfg: the extras that pages and messages name exist, and a wheel holds all that it needs."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import os

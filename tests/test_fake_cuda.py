@@ -6,8 +6,6 @@ not do: its backward pass needs a driver, so that gradients are set by hand inst
 `.cpu()`, so that copies to the host are counted.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Kernels and their matrices, against torch's own conv2d in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Keyed generators are Philox with the key and counters that the docstring states."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vitinit.keys import Stream, keyed_generator, keyed_generators

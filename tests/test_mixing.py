@@ -1,7 +1,5 @@
 """Mixing matrices read off a forward pass, family by family, and the target mass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

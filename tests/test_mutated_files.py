@@ -5,8 +5,6 @@ command lines and values of recipes end in one line, too.
 VITINIT_MUTATIONS: a longer run, of so many of each kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Every option of every program that names a file to write: it replaces only what it may."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """All Markdown pages pass the linter of pages.py, which finds a planted mistake of each kind."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """vitinit.predict: one line per image, in a fixed order, even if some of the files are broken."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

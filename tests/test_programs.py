@@ -1,7 +1,5 @@
 """For all programs: wrong arguments, Ctrl-C, closed pipes, their own defects, and messages."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

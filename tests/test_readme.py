@@ -1,7 +1,5 @@
 """The README's first run is made in full; what pages show of code and output is so."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

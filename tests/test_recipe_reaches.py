@@ -1,7 +1,5 @@
 """Each key of how a recipe augments, trains and evaluates reaches the function that it is for."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """train.py end to end: the files of a run, what it prints, and what stops it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

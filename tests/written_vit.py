@@ -6,8 +6,6 @@ LayerScale and registers are named, if there are any, and what the classifiers r
 own ("mean"), or after the last norm ("mean of norm").
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Valid image files of every format, and reproducible ways to break them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import struct

@@ -1,7 +1,5 @@
 """DeiT's augmentation, from its recipe, single steps of it on the host, and images to augment."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

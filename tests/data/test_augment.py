@@ -1,7 +1,5 @@
 """What the model gets: normalising, erasing, their order with mixing, formats, and launches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """Small sets in each set's layout are read as they were written; what is wrong is one line."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """A sample's draws depend on its key alone, and have the stated distributions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Mixup and cutmix equal timm's formulas in plain Python, and have the stated distributions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """RandAugment on batches equals Pillow, image by image and operation by operation."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterator

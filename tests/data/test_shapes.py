@@ -1,7 +1,5 @@
 """The embedded data set: each image is a pure function of (split, index)."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Fixtures that the tests of all figures share."""
 
-from __future__ import annotations
-
 import base64
 import json
 import queue

@@ -1,7 +1,5 @@
 """Heat over a photograph is the query's row of the attention matrix; `mass` is what targets get."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

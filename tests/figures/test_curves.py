@@ -1,7 +1,5 @@
 """Figures are written with the right contents, or refused in one line that says why."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

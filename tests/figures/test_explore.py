@@ -1,7 +1,5 @@
 """The explorer: the page holds what the model computes, and a browser shows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The maps Q Kᵀ, P Q Kᵀ Pᵀ and softmax equal the formulas written out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Looks, legends and grids of maps, by matplotlib's own objects, and what cannot be drawn."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import pytest
 import torch

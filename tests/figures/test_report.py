@@ -1,7 +1,5 @@
 """The report: what compare, curves and predictions say of the same runs stands on the page."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

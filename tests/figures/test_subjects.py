@@ -1,7 +1,5 @@
 """Fresh models are those that train.py starts from; models of runs are those of its checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 

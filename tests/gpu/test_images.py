@@ -1,7 +1,5 @@
 """Batches on the device equal the CPU's to the bit, however they are made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

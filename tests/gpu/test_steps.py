@@ -1,7 +1,5 @@
 """Training steps and evaluation on the device: right, finite, and without a wait."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from functools import partial

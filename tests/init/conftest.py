@@ -1,7 +1,5 @@
 """Images for the inits that read some."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

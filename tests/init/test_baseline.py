@@ -1,7 +1,5 @@
 """The baselines' distributions, their independence of what constructors drew, and init_weights."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """deep_impulse: a closed form in float64, and what its parts are for."""
 
-from __future__ import annotations
-
 import importlib
 import math
 

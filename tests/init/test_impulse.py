@@ -1,7 +1,5 @@
 """Impulse initialisation: the transcription, and the convolution that the attention starts as."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Impulse initialisation by gradient descent: its steps written out, and its attention."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

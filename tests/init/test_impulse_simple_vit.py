@@ -1,7 +1,5 @@
 """Impulse initialisation of a SimpleViT: its logits written out, and what its heads attend to."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Impulse initialisation of Swin: a β in the relative position bias, through the real attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import drawn

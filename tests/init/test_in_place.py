@@ -1,7 +1,5 @@
 """impulse_ and its sisters on other libraries' models: exact, told in a receipt, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import Mock

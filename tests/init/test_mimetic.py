@@ -1,7 +1,5 @@
 """Mimetic initialisation: the products are the paper's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import built, seeded

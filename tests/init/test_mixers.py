@@ -1,7 +1,5 @@
 """Inits of Mixers and ConvMixers: linear token MLPs, shifts, and the filters of other kinds."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The control: the norms are those of impulse, the directions the base's, per head."""
 
-from __future__ import annotations
-
 import torch
 from small_models import built, seeded
 

@@ -1,7 +1,5 @@
 """The examples of how to add an init, and of how to use one elsewhere, do what the pages say."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -12,8 +12,6 @@ pass, too.
 weights were meant to change.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """What a probe sees of other libraries' models: what is not as it seems is refused, or seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

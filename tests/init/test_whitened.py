@@ -1,7 +1,5 @@
 """whitened: what the patch embedding makes of patches, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from einops import rearrange

@@ -1,7 +1,5 @@
 """The lessons' pages: their code runs, and prints and draws what they show."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ConvMixer against a transcription from its state dict, in eval and in training mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

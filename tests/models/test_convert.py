@@ -1,7 +1,5 @@
 """Checkpoints of other implementations under our names; ours and unknown ones stay."""
 
-from __future__ import annotations
-
 import torch
 from small_models import SMALL, redraw
 from torchvision.models import VisionTransformer as TorchvisionViT

@@ -1,7 +1,5 @@
 """What all families share: features, sizes, precision, torch.compile, torch.export, refusals."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import math

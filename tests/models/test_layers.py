@@ -1,7 +1,5 @@
 """The parts of models: attention against its weights, stochastic depth, position embeddings."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

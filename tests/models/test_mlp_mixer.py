@@ -1,7 +1,5 @@
 """MLP-Mixer against a transcription of its equations."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from small_models import assert_same_gradients, drawn, redraw

@@ -1,7 +1,5 @@
 """SimpleViT against a transcription from its state dict, and its frozen queries and keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Swin against torchvision's, where windows shift both ways, one way or not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import assert_same_gradients, drawn, redraw

@@ -1,7 +1,5 @@
 """ViT against torchvision's; its distilled form and its registers against what the papers say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import assert_same_gradients, drawn, redraw

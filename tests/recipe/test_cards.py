@@ -1,7 +1,5 @@
 """The header comments ("cards") of the shipped recipes: their commands and counts are right."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

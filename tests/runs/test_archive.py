@@ -1,7 +1,5 @@
 """Runs come out of an archive as they went in."""
 
-from __future__ import annotations
-
 import lzma
 import os
 import tarfile

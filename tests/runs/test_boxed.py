@@ -1,7 +1,5 @@
 """The model in the box: a run folder that is small, loads by its name, and is good enough."""
 
-from __future__ import annotations
-
 import torch
 
 import vitinit

@@ -1,7 +1,5 @@
 """Checkpoints of transformers: the same function here, described by their own files; and traps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

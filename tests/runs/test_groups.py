@@ -1,7 +1,5 @@
 """Runs are read back as they were written, and grouped by everything but the seed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -12,8 +12,6 @@ a journal, that names change in order:
 A folder is rebuilt for every moment, every number of changes of names and each of three contents.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

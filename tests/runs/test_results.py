@@ -1,7 +1,5 @@
 """What eval.py prints and writes, for made-up findings."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

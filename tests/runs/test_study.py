@@ -1,7 +1,5 @@
 """The records of the studies of inits and of teachers: complete, small, and what the pages say."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The teacher of a run: three doors lead to the same logits, and what cannot teach is one line."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

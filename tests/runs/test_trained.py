@@ -1,7 +1,5 @@
 """vitinit.load: its predictions are those that eval.py counts, for every kind of image."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

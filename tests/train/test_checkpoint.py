@@ -1,7 +1,5 @@
 """Checkpoints are written completely or not at all, and read without running code."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Learning from a teacher: DeiT's losses in float64, which head learns what, and the very views."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

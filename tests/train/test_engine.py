@@ -1,7 +1,5 @@
 """One step, however it is divided into micro-batches; skipping, stopping, and exact evaluation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Each original is written out, from the forward pass of its paper or repository, in float64.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """StopRequest under real signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Muon: its iteration, its update, which weights it trains, what it launches, and skipped steps."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """Parameter groups, compared with published counts; the learning rate, with known values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The moving average, and the state of training, which is restored completely."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fine-tuning: what fits is copied to the bit, what does not is resized, reported or refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from random import Random
