@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from vitinit import compare
-from vitinit.figures.__main__ import main as figures
 from vitinit.runs.results import mean_and_std, t_quantile
-from vitinit.train.metrics import StepRow
 
 
 @pytest.fixture
@@ -142,27 +139,10 @@ def test_without_matplotlib_the_report_is_written_and_the_extra_named(without_ma
     assert (tmp_path / "out" / "comparison.md").exists()
 
 
-def test_a_pattern_may_find_logs_and_pictures_beside_the_runs(capsys, six_runs, tmp_path):
-    """runs/* after a sweep with --jobs."""
-    (tmp_path / "logs").mkdir()
-    others = [tmp_path / "logs", tmp_path / "default-1.log"]
-    others[1].write_text("epoch 1/2\n")
-    for folder in six_runs:
-        row = dict.fromkeys(StepRow._fields, 1.0) | {"step": 1}
-        (folder / "steps.jsonl").write_text(json.dumps(row))
-    for main, before, after in [(compare.main, [], ["--pack", tmp_path / "a.tar.xz"]),
-                                (figures, ["curves", "--steps"], ["--out", tmp_path / "a.png"])]:
-        def status(*runs: Path) -> int:
-            return main(list(map(str, (*before, *runs, *after))))
-        assert status(others[0], *six_runs, others[1]) == 0
-        left_out = ", ".join(map(str, others))
-        assert capsys.readouterr().err == f"warning left out, no run: {left_out}\n"
-        assert status(*others) == 2
-        assert "logs: neither a run's folder nor an archive of runs" in capsys.readouterr().err
-
-
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
+    (tmp_path / "logs").mkdir()
     for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
+                             ([tmp_path / "logs"], "logs: neither a run's folder nor an archive"),
                              ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
                              ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
                              ([six_runs[0], "--out", "a", "--pack", "b"], "not allowed with argu"),

@@ -57,11 +57,8 @@ def test_a_table_is_complete(name, title, entries):
     (bad_files, "in `init/impulse.py`, `nowhere.py`", "nowhere.py: no such file"),
     pytest.param(bad_commits, "as of commit\n`0123456`", "0123456: no such commit",
                  marks=pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no history")),
-    (bad_commands, "```bash\ntorchrun train.py --recipe quickstrt\n```", "quickstrt"),
     (bad_commands, "```bash\ntorchrun train.py --recipe quickstart \\\n    --set optim.base=1\n```",
      "optim.base"),
-    (bad_commands, "```bash\npython train.py --recipe quickstart --init default "
-     "--set init.options.target_mass=0.3\n```", "target_mass"),
     (bad_commands, "```bash\npython -m vitinit.nowhere a\n```", "No module named"),
     (bad_commands, "```bash\npython -m vitinit.compare --nowhere a\n```", "--nowhere"),
     (bad_commands, "```bash\npython -m vitinit.sweep --recipe quickstart --init nowhere --seeds 0"

@@ -116,15 +116,6 @@ def test_outputs_agree_to_a_unit_of_the_last_digit():
         assert words in difference(wanted, found)
 
 
-def test_code_runs_as_one_program_in_a_folder(written_page, tmp_path):
-    page = written_page(PAGE.replace("raise ValueError", "return ") + "\n```python\n"
-                        "from pathlib import Path\nPath('note').write_text(str(a))\n```\n")
-    (tmp_path / "inside").mkdir()
-    assert [printed for _, printed in run_page(page, tmp_path / "inside", train=False)] == [
-        "0.42857142857142855\n", "", ""]
-    assert (tmp_path / "inside" / "note").read_text() == "3"
-
-
 def test_code_that_fails_or_prints_something_else_is_named_by_its_line(written_page, tmp_path):
     page = written_page(PAGE + "\n```python\nfails()\n```\n")
     with pytest.raises(LessonError, match=r"^7_page\.md:24: the code fails: ValueError: too many$"

@@ -62,15 +62,16 @@ def test_the_same_runs_give_the_same_bytes_and_what_is_in_their_folders(packed, 
 
 def test_a_path_is_a_folder_an_archive_or_an_archive_with_a_pattern(packed, tmp_path, monkeypatch,
                                                                     capsys):
-    """Other folders, which a pattern of the shell finds, are left out."""
+    """Others, which a pattern such as runs/* finds after a sweep with --jobs, are left out."""
     all_runs = ["runs.tar.xz/a-s1", "runs.tar.xz/a-s2", "runs.tar.xz/b-s10"]
     assert chosen(packed) == all_runs
     assert chosen(packed / "b-*", packed / "a-s2") == [all_runs[2], all_runs[1]]
     assert chosen(packed / "*-s[12]", tmp_path / "a-s1")[:2] == all_runs[:2]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "logs").mkdir()
-    assert chosen(Path("runs.tar.xz/a-s1"), tmp_path / "logs") == all_runs[:1]
-    assert capsys.readouterr().err == f"warning left out, no run: {tmp_path / 'logs'}\n"
+    Path("logs").mkdir()
+    Path("a-s1.log").write_text("epoch 1/2\n")
+    assert chosen(Path("logs"), Path("runs.tar.xz/a-s1"), Path("a-s1.log")) == all_runs[:1]
+    assert capsys.readouterr().err == "warning left out, no run: logs, a-s1.log\n"
 
 
 def test_what_cannot_be_read_or_packed_is_one_line(tmp_path, packed, written_run):
