@@ -1,6 +1,7 @@
 """The optimisers of a recipe, with few settings of a test's own, and what they train."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def muon(model: nn.Module, *, factor: float, momentum: float, **settings: Any
     """Muon for the matrices of the blocks, and AdamW for all other parameters."""
     return optimizer_for(model, replace(OPTIM, name="muon", muon_factor=factor,
                                         muon_momentum=momentum, **settings))
+
+
+OF_ADAMW = dict(weight_decay=0.05, betas=(0.9, 0.99), eps=1e-8)
+OPTIMISERS = {"adamw": partial(adamw, **OF_ADAMW),
+              "muon": partial(muon, factor=1.3, momentum=0.95, **OF_ADAMW)}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: Ema | None = None,

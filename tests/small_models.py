@@ -71,6 +71,13 @@ def redraw(module: nn.Module, spread: float = 0.3, first: int = 0) -> nn.Module:
     return module
 
 
-def assert_same_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
+def assert_same_function(model: nn.Module, logits: Tensor, expected: Tensor,
+                         parameters: dict[str, Tensor], atol: float = 1e-12) -> None:
+    """Logits are the expected ones, of which `parameters` have the gradients of the model's."""
+    assert logits.std() > 0.1                        # not a comparison of zeros
+    torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(parameter.grad, parameters[name].grad, rtol=1e-9, atol=1e-9,
+                                   msg=name)

@@ -8,7 +8,6 @@ not do: its backward pass needs a driver, so that gradients are set by hand inst
 
 import itertools
 from collections.abc import Iterable, Iterator
-from functools import partial
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 import torch
 from deit import OnHost
 from launches import Launches
-from optimisers import adamw, muon, state_of
+from optimisers import OPTIMISERS, state_of
 from small_models import SMALL
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
@@ -65,11 +64,6 @@ def build(name: str, device: torch.device) -> nn.Module:
     kind = models.model_class(family)
     with device:                                     # modules of fake tensors cannot be moved
         return kind(num_classes=CLASSES, image_size=SIZE, **sizes | SMALL[name])
-
-
-OF_ADAMW = dict(weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
-OPTIMISERS = {"adamw": partial(adamw, **OF_ADAMW),
-              "muon": partial(muon, factor=1.3, momentum=0.9, **OF_ADAMW)}
 
 
 def fresh_state(name: str, amp: str, device: torch.device = CUDA, *, optimiser: str = "adamw"

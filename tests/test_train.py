@@ -280,10 +280,10 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
     decoded = {True: [], False: []}
     real, turn = sources.decode_image, None
 
-    def recorded(path: str, **options: bool) -> torch.Tensor:
+    def recorded(path: str, *view: Any, **options: bool) -> torch.Tensor:
         assert options == {"apply_exif_orientation": turn}
         decoded[turn].append(path)
-        return real(path, **options)
+        return real(path, *view, **options)
     monkeypatch.setattr(sources, "decode_image", recorded)
     both = tmp_path / "both"
     both.mkdir()

@@ -2,13 +2,12 @@
 
 import copy
 import warnings
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from optimisers import adamw, muon, state_of
+from optimisers import OPTIMISERS, state_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
@@ -22,9 +21,6 @@ from vitinit.train.engine import autocast, evaluate, set_precision
 from vitinit.train.interruption import StopRequest
 from vitinit.train.state import Ema
 
-OF_ADAMW = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
-OPTIMISERS = {"adamw": partial(adamw, **OF_ADAMW),
-              "muon": partial(muon, factor=1.0, momentum=0.95, **OF_ADAMW)}
 CLASSES = 7
 
 
@@ -254,7 +250,7 @@ def test_the_moving_average_is_its_formula(small_model, device, warmup):
             for value in model.state_dict().values():
                 value.mul_(2).add_(1)                # in place, as optimisers do
         decay = min(0.9, 1 - (1 + update) ** (-2 / 3)) if warmup else 0.9
-        ema.update(torch.tensor(False, device=device) if update % 2 else None)   # of no skipped step
+        ema.update(torch.tensor(False, device=device) if update % 2 else None)
         expected = {name: decay * expected[name] + (1 - decay) * value.double().cpu()
                     if value.is_floating_point() else value.double().cpu()
                     for name, value in model.state_dict().items()}
