@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from vitinit.init.mass import Report
+from vitinit.mixing import target_mass
+
 DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7                             # patches of 4 × 4 pixels
 LAYERS = {      # by kind: layers of Q, K, V or one of all, proj, number of heads, norms of a block
     "timm": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),
@@ -129,3 +132,10 @@ class OtherViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))
+
+
+def assert_masses(report: Report, maps: list[Tensor]) -> None:
+    """A receipt's masses are those of attention maps (B, h, N, N) that a model computed itself."""
+    for weights, targets, masses in zip(maps, report.targets, report.mass_on_images, strict=True):
+        found = torch.stack([target_mass(each, list(targets), report.grid) for each in weights])
+        assert torch.allclose(found.mean(0), torch.tensor(masses), atol=1e-5, rtol=0)

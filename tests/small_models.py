@@ -45,6 +45,12 @@ def built(family: str, **sizes: Any) -> nn.Module:
     return vitinit.build_model(name, **dict(num_classes=10, image_size=(20, 28)) | own | sizes)
 
 
+def written(init: str, model: nn.Module, seed: int = 0, **options: Any) -> nn.Module:
+    """The model, to which an init has written."""
+    vitinit.init_weights(model, init, generator=seeded(seed), **options)
+    return model
+
+
 def inits_of(family: str) -> list[str]:
     """The names of the inits that are defined for this family."""
     return [init for init, families in INITS.items() if MODELS[SIZES[family][0]][0] in families]

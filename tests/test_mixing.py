@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import written
 from torch import nn
 
 import vitinit
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 def built(family: str, **sizes) -> nn.Module:
     """In float64, for evaluation, and with relative position biases that matter: of std 1."""
     name, own = FAMILIES[family]
-    model = vitinit.build_model(name, num_classes=7, image_size=(12, 20), **own | sizes)
-    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    model = written("torch", vitinit.build_model(name, num_classes=7, image_size=(12, 20),
+                                                 **own | sizes))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias_table"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from refused import refused
-from small_models import built, seeded
+from small_models import built, seeded, written
 
 import vitinit
 from vitinit import predict as predict_module
@@ -152,8 +152,7 @@ def test_a_drawn_sheet_is_an_image(folder, tmp_path, capsys):
 
 def with_model(family: str, **sizes) -> Trained:
     """The run, but with another model, for images of 20×28 pixels."""
-    run, model = vitinit.load(RUN), built(family, num_classes=3, **sizes)
-    vitinit.init_weights(model, "torch", generator=seeded())
+    run, model = vitinit.load(RUN), written("torch", built(family, num_classes=3, **sizes))
     return Trained(model.eval(), run.classes, run.recipe, (20, 28), RUN)
 
 

@@ -112,7 +112,8 @@ def test_steps_are_drawn_as_far_as_all_seeds_of_a_group_have_come(tmp_path, writ
     assert math.isnan(first) and second == 3.5
 
 
-def test_a_long_line_is_drawn_as_means_of_neighbours(tmp_path, written_run, panels, monkeypatch):
+def test_a_long_line_is_drawn_as_means_of_neighbours_and_none_is_refused(
+        tmp_path, written_run, panels, complains, monkeypatch):
     monkeypatch.setattr(curves, "POINTS", 3)
     run("curves", "--steps", "--out", tmp_path / "steps.png",
         with_steps(written_run("a", [1.0]), [1.0, 2.0, 6.0, 4.0, 5.0, 9.0, 8.0],
@@ -121,11 +122,8 @@ def test_a_long_line_is_drawn_as_means_of_neighbours(tmp_path, written_run, pane
     assert loss.lines[0].get_xydata().tolist() == [[20.0, 3.0], [50.0, 6.0], [70.0, 8.0]]
     first, second, third = norm.lines[0].get_ydata().tolist()
     assert math.isnan(first) and second == 3.0 and math.isnan(third)
-
-
-def test_runs_without_steps_are_refused_in_one_line(written_run, complains):
-    complains("a: no steps on record to draw; steps.jsonl has a line from the tenth on", "curves",
-              "--steps", written_run("a", [1.0]))
+    complains("b: no steps on record to draw; steps.jsonl has a line from the tenth on", "curves",
+              "--steps", written_run("b", [1.0]))
 
 
 def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path, monkeypatch, panels):

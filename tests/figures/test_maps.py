@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from small_models import written
 
 import vitinit
 from vitinit.figures import attention, plot
@@ -47,7 +48,7 @@ def test_a_simple_vits_maps_are_those_where_the_content_is_zero(reads, entering)
     model = vitinit.build_model("simple_vit", num_classes=3, image_size=(10, 14),
                                 patch_size=2, embed_dim=36, depth=2, num_heads=3, reads=reads,
                                 alpha=0.25, input_pos_embed=entering, logit_scale=0.1).double()
-    vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(0))
+    written("default", model)
     block, code = model.blocks[1], model.pos_embed
     x = block.norm1(0.75 * code if entering else 0.0 * code)
     z = {"content": x, "mixed": 0.25 * x + 0.75 * code, "position": code, "free": None}[reads]
@@ -79,7 +80,7 @@ def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeyp
     assert [row.diverging for row in rows] == [True] * 4 + [False] * 4
     model = vitinit.build_model("vit_tiny", num_classes=10, image_size=(10, 14), patch_size=2,
                                 embed_dim=39, depth=2, num_heads=3, pool="mean")
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(5))
+    written("impulse", model, 5)
     assert torch.equal(rows[6].maps, attention.position_maps(model, 1, "softmax")[[2, 0]])
     assert torch.equal(rows[3].maps, attention.position_maps(model, 0, "qk")[[2, 0]])
 

@@ -250,6 +250,7 @@ def test_the_moving_average_is_its_formula(small_model, device, warmup):
             for value in model.state_dict().values():
                 value.mul_(2).add_(1)                # in place, as optimisers do
         decay = min(0.9, 1 - (1 + update) ** (-2 / 3)) if warmup else 0.9
+        ema.update(torch.tensor(True, device=device))            # a skipped step is none
         ema.update(torch.tensor(False, device=device) if update % 2 else None)
         expected = {name: decay * expected[name] + (1 - decay) * value.double().cpu()
                     if value.is_floating_point() else value.double().cpu()

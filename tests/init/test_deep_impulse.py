@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from small_models import written
 from torch import Tensor, nn
 
 import vitinit
@@ -29,10 +30,7 @@ def built(name: str) -> nn.Module:
 
 
 def initialised(name: str = "mean", images: Tensor | None = None, **options) -> nn.Module:
-    model = built(name)
-    vitinit.init_weights(model, "deep_impulse", generator=torch.Generator().manual_seed(3),
-                         images=images, **options)
-    return model.eval()
+    return written("deep_impulse", built(name), 3, images=images, **options).eval()
 
 
 def noise(name: str, count: int = 31) -> Tensor:
@@ -132,9 +130,8 @@ def test_no_layer_writes_to_the_ten_channels_and_norms_are_fixed_scalings(name):
 @each_model
 def test_it_writes_what_its_docstring_lists_and_nothing_else(name):
     """All else is as the base drew it, to the bit; V and proj too, with value_init "base"."""
-    model, base = initialised(name, noise(name), value_init="base"), built(name)
-    vitinit.init_weights(base, "lecun", generator=torch.Generator().manual_seed(3))
-    drawn = base.state_dict()
+    model = initialised(name, noise(name), value_init="base")
+    drawn = written("lecun", built(name), 3).state_dict()
     for key, value in model.state_dict().items():
         was = drawn[key]
         if key == "pos_embed":
@@ -154,9 +151,8 @@ def test_it_writes_what_its_docstring_lists_and_nothing_else(name):
 
 
 def test_the_other_channels_start_with_whitened_patches_where_that_is_asked_for(images):
-    model, whitened = initialised(images=images, patch_init="whitened"), built("mean")
-    vitinit.init_weights(whitened, "whitened", base="lecun", images=images,
-                         generator=torch.Generator().manual_seed(3))
+    model = initialised(images=images, patch_init="whitened")
+    whitened = written("whitened", built("mean"), 3, base="lecun", images=images)
     ours, theirs = (each.patch_embed.proj.weight for each in (model, whitened))
     assert torch.equal(ours[CONTENT], theirs[CONTENT]) and not ours[:10].any()
 

@@ -1,22 +1,21 @@
 """Impulse initialisation: the transcription, and the convolution that the attention starts as."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
+from small_models import written
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel
 from vitinit.init.impulse import default_rank
 
+initialised = partial(written, "impulse")
+
 
 def built(name: str = "vit_tiny", image_size=224, **sizes):
     return vitinit.build_model(name, num_classes=10, image_size=image_size, **sizes)
-
-
-def initialised(model, seed: int = 0, **options):
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(seed), **options)
-    return model
 
 
 def cut_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """Impulse initialisation by gradient descent: its steps written out, and its attention."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
-from small_models import seeded
+from small_models import seeded, written
 from torch import Tensor
 
 import vitinit
@@ -14,6 +15,7 @@ from vitinit.mixing import mixing_matrices, target_mass
 
 GRID = (5, 7)
 OFF_CENTRE = [(-1, 0), (0, 1), (1, 1)]
+initialised = partial(written, "impulse_gd")
 FAST = dict(steps=150, step_size=0.01, renorm_every=0)      # sharp maps, in a fraction of a second
 
 
@@ -28,11 +30,6 @@ def simple_vit(**options) -> torch.nn.Module:
     return vitinit.build_model("simple_vit", num_classes=11, **dict(
         image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2,
         head_dim=17) | options)
-
-
-def initialised(model, seed: int = 0, **options):
-    vitinit.init_weights(model, "impulse_gd", generator=seeded(seed), **options)
-    return model
 
 
 def impulse_maps(offsets: list[Offset], grid: tuple[int, int] = GRID) -> Tensor:

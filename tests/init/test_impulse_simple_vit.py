@@ -1,9 +1,11 @@
 """Impulse initialisation of a SimpleViT: its logits written out, and what its heads attend to."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from small_models import written
 from torch import Tensor
 
 import vitinit
@@ -12,6 +14,7 @@ from vitinit.init.impulse_simple_vit import sharpest_axis
 from vitinit.models import SimpleViT
 from vitinit.models.layers import sincos_frequencies
 
+initialised = partial(written, "impulse")
 DIM = 76                                             # 19 frequencies, of which heads take ≤ 4
 READINGS = {
     "position": dict(reads="position"), "mixed": dict(reads="mixed", alpha=0.3),
@@ -26,11 +29,6 @@ def built(reading: str, grid: tuple[int, int] = (5, 7), **sizes) -> SimpleViT:
     return vitinit.build_model("simple_vit", num_classes=3, image_size=(2 * grid[0], 3 * grid[1]),
                                patch_size=(2, 3), **dict(input_pos_embed=reading == "content")
                                | sizes).double()
-
-
-def initialised(model: SimpleViT, **options) -> SimpleViT:
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), **options)
-    return model
 
 
 def seen(model: SimpleViT, block: int) -> Tensor:

@@ -1,14 +1,17 @@
 """Impulse initialisation of Swin: a β in the relative position bias, through the real attention."""
 
+from functools import partial
+
 import pytest
 import torch
-from small_models import drawn
+from small_models import drawn, written
 from torch import Tensor, nn
 
 import vitinit
 from vitinit.filters import ordered_offsets
 from vitinit.mixing import mixing_matrices
 
+initialised = partial(written, "impulse")
 # Stages of 12×20 and 6×10 tokens in windows of 3×5; the second block of each is shifted by (1, 2).
 SIZES = dict(image_size=(24, 40), patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
              window_size=(3, 5))
@@ -16,11 +19,6 @@ SIZES = dict(image_size=(24, 40), patch_size=2, embed_dim=22, depths=(2, 2), num
 
 def built(**sizes) -> nn.Module:
     return vitinit.build_model("swin_tiny", num_classes=7, **SIZES | sizes).double()
-
-
-def initialised(model: nn.Module, **options) -> nn.Module:
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), **options)
-    return model
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torchvision
-from other_models import CLASSES, DIM, GRID, HEADS, LAYERS, OtherViT, put
+from other_models import CLASSES, DIM, GRID, HEADS, LAYERS, OtherViT, assert_masses, put
 from small_models import seeded, state_of
 from torch import Tensor, nn
 
@@ -35,11 +35,6 @@ def bits(model: nn.Module) -> list[Tensor]:
                               (block.q, block.k, block.v, block.proj)]
 
 
-def mean_mass(maps: Tensor, targets: tuple, grid: tuple[int, int]) -> Tensor:
-    """The masses, (h,), of attention maps (B, h, N, N) that a model has computed itself."""
-    return torch.stack([target_mass(each, list(targets), grid) for each in maps]).mean(0)
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_all_layouts_get_the_same_bits_and_the_mass_is_that_of_their_own_forward_pass(kind):
     for init in (mimetic_, impulse_):
@@ -57,9 +52,7 @@ def test_all_layouts_get_the_same_bits_and_the_mass_is_that_of_their_own_forward
         assert changed == set(report.written) and report.kept == len(before) - len(changed)
         assert all("attn" in name or "pos" in name for name in changed)
         model(images)
-        for block, targets, masses in zip(model.blocks, report.targets, report.mass_on_images):
-            found = mean_mass(block.attn.seen, targets, GRID)
-            assert torch.allclose(found, torch.tensor(masses), atol=1e-5, rtol=0)
+        assert_masses(report, [block.attn.seen for block in model.blocks])
     assert report.mass[0][0] > 0.9 > 0.2 > report.uniform == 1 / 35
     assert (report.blocks, report.heads, report.head_dim) == (3, HEADS, 22)
     assert (report.grid, report.prefix_tokens, report.images) == (GRID, 1, 11)
@@ -108,9 +101,7 @@ def test_torchvisions_own_vit(init):
         layer.ln_1.register_forward_hook(lambda _, given, y, layer=layer: found.append(
             layer.self_attention(y, y, y, average_attn_weights=False)[1]))
     model(images)
-    for weights, targets, masses in zip(found, report.targets, report.mass_on_images):
-        assert torch.allclose(mean_mass(weights, targets, (7, 7)), torch.tensor(masses), atol=1e-5,
-                              rtol=0)
+    assert_masses(report, found)
 
 
 def test_torchvisions_own_swin(monkeypatch):

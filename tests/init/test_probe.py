@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from other_models import DIM, GRID, HEADS, OtherAttention, OtherViT, put
+from other_models import DIM, GRID, HEADS, OtherAttention, OtherViT, assert_masses, put
 from small_models import seeded, state_of
 from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
@@ -148,10 +148,7 @@ def test_images_show_the_grid_that_no_attribute_states(size):
     assert describe(model, images=images).grid == (size[0] // 4, size[1] // 4)
     report = impulse_(model, generator=seeded(), images=images)
     model(images)
-    for block, targets, masses in zip(model.blocks, report.targets, report.mass_on_images):
-        mass = torch.stack([target_mass(each, list(targets), report.grid)
-                            for each in block.attn.seen]).mean(0)
-        assert torch.allclose(mass, torch.tensor(masses), atol=1e-5)
+    assert_masses(report, [block.attn.seen for block in model.blocks])
     assert str(report).splitlines()[1] == "grid, order, positions and formula checked on 2 images"
 
 
@@ -239,9 +236,7 @@ def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
         layer.norm1.register_forward_hook(lambda _, given, y, layer=layer: maps.append(
             layer.self_attn(y, y, y, average_attn_weights=False)[1]))
     model(IMAGES)
-    for weights, targets, masses in zip(maps, report.targets, report.mass_on_images):
-        mass = torch.stack([target_mass(each, list(targets), GRID) for each in weights]).mean(0)
-        assert torch.allclose(mass, torch.tensor(masses), atol=1e-5)
+    assert_masses(report, maps)
     with torch.no_grad():                            # positions alone go through that norm, too
         first, block = model.ln_pre(model.positional_embedding[1:]), layout_of(model).blocks[0]
         weights = block.mixing_weights(block.norm(first[None]))[0]

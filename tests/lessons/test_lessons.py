@@ -129,22 +129,12 @@ def test_code_that_fails_or_prints_something_else_is_named_by_its_line(written_p
         list(check_page(written_page(PAGE.replace("0.43", "0.45")), tmp_path))
 
 
-def test_an_update_writes_what_code_prints(written_page, tmp_path):
+def test_an_update_writes_what_code_prints_that_trains_in_full(written_page, tmp_path):
     wrong = PAGE.replace("0.43", "0.45").replace("a = 3\n", "a = 3.5\n")
-    wrong += "\n```python\nprint(a)\n```\n"
+    wrong += "\n```python train\nprint(dict(steps=1200), a)\n```\n"
     text = updated_page(written_page(wrong), tmp_path).text()
-    assert text == wrong.replace("0.45\n", "0.5\n").replace(
-        "print(a)\n```\n", "print(a)\n```\n\n```text\n3.5\n```\n")
-
-
-def test_code_that_trains_takes_two_steps_unless_asked_and_is_not_compared(written_page, tmp_path):
-    page = written_page(PAGE + "\n```python train\nprint(dict(steps=1200, images=1000), a)\n```\n\n"
-                        "```text\nold\n```\n")
-    assert [code.trains for code in page.codes] == [False, False, True]
-    for train, printed in ((False, "{'steps': 2, 'images': 2} 3\n"),
-                           (True, "{'steps': 1200, 'images': 1000} 3\n")):
-        assert [out for _, out in check_page(page, tmp_path, train=train)][2] == printed
-    assert updated_page(page, tmp_path).codes[2].output == printed
+    assert text == wrong.replace("0.45\n", "0.5\n") + (
+        "\n```text\n{'steps': 1200} 3.5\n```\n")
 
 
 @lessons
@@ -182,12 +172,12 @@ def test_the_command_lists_lessons_and_writes_a_notebook(tmp_path, capsys):
 
 def test_the_command_runs_a_lesson(capsys, monkeypatch, written_page):
     page = written_page(PAGE.replace("raise ValueError", "return ")
-                        + "\n```python train\nprint(dict(steps=1200))\n```\n")
+                        + "\n```python train\nprint(dict(steps=1200, images=9))\n```\n")
     monkeypatch.setattr(command, "lesson_paths", lambda: {7: page.path})
     for flags, words in (([], "line 24 trains: not compared with the page, two steps\n"
-                          "    {'steps': 2}\n"),
+                          "    {'steps': 2, 'images': 2}\n"),
                          (["--train"], "line 24 trains: not compared with the page\n"
-                          "    {'steps': 1200}\n")):
+                          "    {'steps': 1200, 'images': 9}\n")):
         assert main(["7", *flags]) == 0
         assert re.fullmatch(r"line 4\n    0\.428\d+\nline 17\n" + re.escape(words)
                             + r"2 blocks of code print what the page shows, in \d+ s\n",

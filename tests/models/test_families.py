@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from refused import refused
-from small_models import redraw
+from small_models import redraw, written
 from torch import nn
 
 import vitinit
@@ -36,8 +36,7 @@ def built(family: str, **sizes) -> nn.Module:
     """Drawn by PyTorch's own init; for evaluation."""
     name, own, _ = FAMILIES[family]
     model = vitinit.build_model(name, **dict(num_classes=7, image_size=(12, 20)) | own | sizes)
-    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
-    return model.eval()
+    return written("torch", model).eval()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -118,8 +117,7 @@ def test_a_model_without_classes_gives_what_the_head_would_read(family):
     bare.load_state_dict({name: value for name, value in whole.state_dict().items()
                           if not name.startswith("head")})
     assert torch.equal(bare(drawn_images()), whole.features(drawn_images()).pooled)
-    vitinit.init_weights(bare, "default", generator=torch.Generator().manual_seed(3))
-    assert bare(drawn_images()).isfinite().all()
+    assert written("default", bare)(drawn_images()).isfinite().all()
     assert "num_classes is -1, expected at least 0 (a model without" in refused(
         ValueError, built, family, num_classes=-1)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optimisers import adamw, state_of
+from small_models import written
 
 import vitinit
 from vitinit.bench.training import GivenSteps
@@ -46,8 +47,7 @@ def small_model(name: str = "vit_tiny", **options) -> torch.nn.Module:
              "convmixer_256_8": dict(patch_size=2, kernel_size=3)}[name]
     model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
                                 **sizes | options)
-    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
-    return model
+    return written("torch", model)
 
 
 def batches(count: int = STEPS) -> list[Batch]:
