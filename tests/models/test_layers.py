@@ -35,6 +35,7 @@ def test_the_named_views_are_the_layout_that_forward_uses():
     x = drawn(B, N, DIM, seed=1)
     for weight, part in zip((attention.q_weight, attention.k_weight, attention.v_weight),
                             attention.queries_keys_values(x)):
+        assert weight._base is attention.qkv.weight  # so that writing to it writes the parameter
         for head in range(HEADS):
             torch.testing.assert_close(x @ weight[head].T, part[:, head])
     biased = redraw(Attention(DIM, num_heads=HEADS))
