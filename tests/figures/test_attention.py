@@ -48,7 +48,8 @@ def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch)
     monkeypatch.setattr(attention, "heat_maps",
                         lambda *arguments: grids.append(arguments[1]) or real(*arguments))
     draw("attention", image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
-         "--blocks", 0, 2)
+         "--set", "model.options.depths=[2,1]", "--set", "model.options.embed_dim=12", "--set",
+         "model.options.num_heads=[3,3]", "--blocks", 0, 2)
     assert grids[0] == (2 * grids[1][0], 2 * grids[1][1])
 
 
