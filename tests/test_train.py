@@ -280,7 +280,7 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
     decoded = {True: [], False: []}
     real, turn = sources.decode_image, None
 
-    def recorded(path: str, *view: Any, **options: bool) -> torch.Tensor:
+    def recorded(path: str, *view: object, **options: bool) -> torch.Tensor:
         assert options == {"apply_exif_orientation": turn}
         decoded[turn].append(path)
         return real(path, *view, **options)
