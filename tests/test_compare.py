@@ -102,7 +102,7 @@ def test_an_archive_prints_the_same_as_the_folders(printed, six_runs, tmp_path):
     assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00," in reversed_groups
     out = tmp_path / "six.tar.xz"
     assert printed(*reversed(six_runs), "--pack", out) == (
-        f"wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
+        f"wrote {out}: 6 runs, {out.stat().st_size:,} bytes\n")
     assert printed(out) == expected
     assert printed(out / "impulse-*", out / "default-*") == reversed_groups
     grown = tmp_path / "grown.tar.xz"                # it may be read and written at once
@@ -119,7 +119,7 @@ def test_unfinished_runs_are_named_and_neither_averaged_nor_packed(printed, six_
     line = f"left out, not finished: {cut}, 1 of 2 epochs\n"
     assert printed(cut, *six_runs) == f"{expected}\n{line}"
     assert printed(cut, *six_runs, "--pack", out) == (
-        f"{line}wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
+        f"{line}wrote {out}: 6 runs, {out.stat().st_size:,} bytes\n")
     assert printed(out) == expected
 
 

@@ -111,7 +111,7 @@ def test_batches_that_are_probably_a_mistake_are_a_warning_at_the_start(
     for changes, warning in (
             (dict(augment__repeats="4"), "some of the mix.group = 4 images that share a draw of "),
             (dict(optim__global_batch="13", mix__mixup_alpha="0", mix__cutmix_alpha="0"),
-             "micro-batches have 1 image(s): ")):
+             "micro-batches have 1 image: ")):
         assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
         batches, updates, *_ = [line for line in capsys.readouterr().out.splitlines()
                                 if line.startswith("warning ")]

@@ -21,6 +21,7 @@ from pathlib import Path
 from .command_line import Output, Parser, run_program
 from .figures.curves import draw_curves
 from .files import require_replaceable, write_text_atomically
+from .messages import counted
 from .runs.groups import finished_runs
 from .runs.records import SUFFIX, read_runs, write_archive
 from .runs.results import compare_runs
@@ -34,7 +35,7 @@ def compare(args: argparse.Namespace) -> None:
     if args.pack is not None:
         finished, unfinished = finished_runs(runs)
         write_archive(finished, args.pack)
-        print(*unfinished, f"wrote {args.pack}: {len(finished)} run(s), "
+        print(*unfinished, f"wrote {args.pack}: {counted(len(finished), 'run')}, "
               f"{args.pack.stat().st_size:,} bytes", sep="\n")
         return
     groups, text = compare_runs(runs)

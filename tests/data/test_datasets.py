@@ -28,6 +28,7 @@ from vitinit.data.datasets import (DATA_SETS, EVAL_SETS, LabelledSTL10, download
                                    is_wnid, open_split)
 from vitinit.data.images import DataError
 from vitinit.data.sources import ImagesInMemory
+from vitinit.messages import counted
 from vitinit.runs.data import EvaluatedSet
 
 
@@ -282,8 +283,8 @@ def test_splits_go_by_any_of_their_names_and_what_is_beside_them_is_said(tmp_pat
     for split, name in (("train", train), ("val", val)):
         source = open_split("image_folder", str(tmp_path), split, 2)
         assert {Path(path).parents[1] for path in source.paths} == {tmp_path / name}
-        assert source.left_out == (f"left out: {len(unused)} folder(s) in {tmp_path}: {names}"
-                                   if unused else "")
+        assert source.left_out == (
+            f"left out: {counted(len(unused), 'folder')} in {tmp_path}: {names}" if unused else "")
     (tmp_path / "train").symlink_to(train)           # for a program that reads it alone
     assert open_split("image_folder", str(tmp_path), "train", 2).left_out == source.left_out
 

@@ -84,7 +84,7 @@ def test_a_link_to_another_class_is_no_class(tmp_path):
     (tmp_path / "c").symlink_to("a")
     line = refusal(ImageFolder, tmp_path)
     assert line.startswith(f"{tmp_path / 'c'}: no image in this class; ")
-    assert line.endswith(f"left out: 1 folder(s) read elsewhere in {tmp_path}")
+    assert line.endswith(f"left out: 1 read elsewhere in {tmp_path}")
 
 
 def test_what_is_left_out_is_counted_by_suffix(tmp_path):

@@ -23,7 +23,7 @@ import torch
 from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Food101,
                                   OxfordIIITPet, VisionDataset)
 
-from ..messages import in_brief, one_line
+from ..messages import counted, in_brief, one_line
 from . import shapes
 from .folders import SPLITS, TEST, TRAIN, VAL, folders_in, listed, splits_in
 from .images import DataError
@@ -63,7 +63,7 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     if split != "train":
         require_the_classes_of(root / (train or "train"), source, root / name)
     if unused:
-        line = one_line(f"left out: {len(unused):,} folder(s) in {root}: {listed(unused)}")
+        line = one_line(f"left out: {counted(len(unused), 'folder')} in {root}: {listed(unused)}")
         source.left_out = f"{line}\n{source.left_out}".rstrip()
     return source
 

@@ -78,7 +78,7 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     while waiting:
         _, parent, real = heappop(waiting)
         if real in seen:
-            left_out["folder(s) read elsewhere"] += 1
+            left_out["read elsewhere"] += 1
             continue
         seen.add(real)
         _, *content = next(os.walk(parent, onerror=refuse))
@@ -88,7 +88,7 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
             linked = os.path.islink(path)
             target = os.path.realpath(path) if linked else os.path.join(real, name)
             if linked and Path(real).is_relative_to(target):
-                left_out["link(s) back"] += 1
+                left_out["linked back"] += 1
             else:
                 heappush(waiting, (linked * path.count(os.sep), path, target))
         images[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))

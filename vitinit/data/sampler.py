@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..messages import counted
 from .draw import SampleKey, Samples, epoch_order
 
 
@@ -79,8 +80,8 @@ class BatchPlan:
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
         if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
-            lines.append(f"micro-batches have {self.micro_batch_size} image(s): no larger size up "
-                         f"to optim.max_batch_per_process = {max_batch_per_process} divides the "
+            lines.append(f"micro-batches have {counted(self.micro_batch_size, 'image')}: no larger "
+                         f"size up to optim.max_batch_per_process = {max_batch_per_process} divides the "
                          f"{self.per_process} images of each process evenly")
         return lines
 

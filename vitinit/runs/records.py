@@ -27,7 +27,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
-from ..messages import in_brief, shortened, warn
+from ..messages import counted, in_brief, shortened, warn
 from ..train.checkpoint import CheckpointError
 from ..train.metrics import METRICS
 from ..train.optim import NO_TEACHER
@@ -140,8 +140,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
             selected = [run for run in held if archive == path
                       or fnmatchcase(run.path.name, path.name)]
             if not selected:
-                raise CheckpointError(f"{path}: none of the {len(held)} run(s) in the archive has "
-                                      "such a name; it holds "
+                raise CheckpointError(f"{path}: none of the {counted(len(held), 'run')} in the "
+                                      "archive has such a name; it holds "
                                       f"{shortened([run.path.name for run in held])}")
             runs += selected
         elif (path / "recipe.toml").exists() or not path.exists():
