@@ -177,8 +177,10 @@ def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image
     arguments = family_run(
         "cifar10_convmixer", image_tree, folder, mix__group=12, schedule__epochs=1, ema__decay=0,
         schedule__warmup_epochs=0, optim__max_batch_per_process=6, optim__base_lr=0.05)
+    arguments += ["--log", "tensorboard"]
     for ended in in_two_processes(trained, tmp_path, arguments):
         assert ended.result == 0, ended.err
+    assert len([*(folder / "tensorboard").iterdir()]) == 1       # by the main process
     row = json.loads((folder / "metrics.jsonl").read_text())
     assert eval_program.main([str(folder), "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -61,14 +61,14 @@ def test_every_init_has_a_run_before_any_has_a_second_and_train_py_is_told_all(t
     runs = planned("--recipe", "quickstart", "--init", "default,impulse", "--seeds", "3,1",
                    "--data-dir", "a folder", "--set", "engine.amp=off", "--set", "optim.eps=1e-6",
                    "--variant", "long", "schedule.epochs=11", "--variant", "plain",
-                   "--out-dir", tmp_path)
+                   "--out-dir", tmp_path, "--log", "tensorboard")
     assert [run.folder.relative_to(tmp_path).as_posix() for run in runs] == [
         f"quickstart-{init}-{variant}-s{seed}" for seed in (3, 1) for init in ("default", "impulse")
         for variant in ("long", "plain")]
     assert {run.state for run in runs} == {"new"}
     assert vars(train_program.parse_arguments(runs[2].arguments)).items() >= dict(
         recipe="quickstart", init="impulse", seed=3, data_dir="a folder", resume="auto",
-        dry_run=False, out_dir=tmp_path / "quickstart-impulse-long-s3",
+        dry_run=False, log=["tensorboard"], out_dir=tmp_path / "quickstart-impulse-long-s3",
         set=["engine.amp=off", "optim.eps=1e-6", "schedule.epochs=11"]).items()
     run, = planned(*GOOD, "--out-dir", tmp_path, "--recipe", "cifar10_10k")
     assert run.folder == tmp_path / "cifar10_10k-default-s0"

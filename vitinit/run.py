@@ -30,6 +30,8 @@ from .messages import ProgressBar, counted
 from .models.layers import Classifier, draw_drop_path
 from .recipe.files import RecipeError, overrides as recipe_changes
 from .runs.data import open_data, read_images
+from .runs.folder import Lines
+from .runs.live import LiveCurves, require_loggers
 from .runs.model import initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
@@ -56,7 +58,8 @@ class Run:
     def __init__(self, recipe: str | os.PathLike | None = None, *, init: str | None = None,
                  seed: int | None = None, data_dir: str | os.PathLike | None = None,
                  out_dir: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
-                 overrides: Mapping[str, Any] | Sequence[str] = (), verbose: bool = False) -> None:
+                 overrides: Mapping[str, Any] | Sequence[str] = (), verbose: bool = False,
+                 log: Sequence[str] = ()) -> None:
         """State which run is meant.
 
         Args:
@@ -67,13 +70,16 @@ class Run:
             overrides: values for keys of the recipe, such as {"schedule.epochs": 3}, or a list of
                 texts such as "schedule.epochs=3".
             verbose: print all of what start.txt in the folder will say, not only the most of it.
+            log: "tensorboard", "wandb" or both, which get the rows as they are written.
 
-        Raises RecipeError for what cannot be a key.
+        Raises RecipeError for what cannot be a key, and loggers that are not installed.
         """
         changes = recipe_changes(init=init, seed=seed, sets=overrides,
                                  data_dir=None if data_dir is None else os.fspath(data_dir))
         self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
         self.verbose = verbose
+        self.log = [log] if isinstance(log, str) else [*dict.fromkeys(log)]
+        require_loggers(self.log)
         self.command: list[str] | None = None        # that started it, if one did
         self.objective: Callable[..., Tensor] = cross_entropy
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective
@@ -95,7 +101,14 @@ class Run:
             del choice                               # frees the second copy of its tensors
             with StopRequest() as stop:              # from here on there is something to save
                 self._set_up_folder(lock, facts, resumed=resumed, starts_again=starts_again)
-                self._train(stop)
+                self.curves = [LiveCurves(name, self.folder, step=self.state.progress.step,
+                                          steps_per_epoch=self.steps_per_epoch)
+                               for name in self.log if self.processes.is_main]
+                try:
+                    self._train(stop)
+                finally:
+                    for curves in self.curves:
+                        curves.close()
         return self
 
     def rehearse(self, *, read: bool = False) -> bool:
@@ -254,7 +267,12 @@ class Run:
         """Append a line to steps.jsonl."""
         with self.processes.together():
             if self.processes.is_main:
-                self.folder.steps.append(row._asdict())
+                self._append(self.folder.steps, row._asdict())
+
+    def _append(self, lines: Lines, row: Mapping[str, Any]) -> None:
+        lines.append(row)
+        for curves in self.curves:
+            curves.send(lines, row)
 
     def save(self) -> None:
         """Write last.pt; all processes wait until the main one has written it."""
@@ -281,7 +299,7 @@ class Run:
         with processes.together():
             if processes.is_main:
                 # If the run dies before last.pt is written, resuming removes the line of metrics.
-                folder.metrics.append(row)
+                self._append(folder.metrics, row)
                 if is_best:
                     folder.save(self.state.weights(), folder.best)
                 if epoch in recipe.checkpoint.keep_epochs:
@@ -323,6 +341,8 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
                         help="override any key of the recipe; may be repeated")
     parser.add_argument("--verbose", action="store_true",
                         help="print all that the run's start.txt will say")
+    parser.add_argument("--log", nargs="+", action="extend", default=[],
+                        help="show live curves: tensorboard, wandb, or both")
     args = parser.parse_args(arguments)
     if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
@@ -339,7 +359,7 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
         args = parse_arguments(arguments, name)
         run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
                   out_dir=args.out_dir, resume=args.resume, overrides=args.set,
-                  verbose=args.verbose)
+                  verbose=args.verbose, log=args.log)
         run.command = [name, *(sys.argv[1:] if arguments is None else arguments)]
         if args.dry_run:
             return 0 if run.rehearse(read=args.read_images) else 1

@@ -39,6 +39,7 @@ from .files import FileError
 from .messages import ProgressBar, counted, say
 from .recipe.files import RecipeError, load_recipe, overrides
 from .runs.folder import RunFolder
+from .runs.live import require_loggers
 from .runs.records import read_run, read_runs
 from .runs.results import compare_runs
 from .runs.resume import DONE, begun_amp, require_same_recipe, task_in
@@ -98,7 +99,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe in every run; may be repeated")
-    return parser.parse_args(arguments)
+    parser.add_argument("--log", nargs="+", action="extend", default=[],
+                        help="show live curves: tensorboard, wandb, or both")
+    args = parser.parse_args(arguments)
+    require_loggers(args.log)
+    return args
 
 
 def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
@@ -134,7 +139,8 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
                                                    f"s{recipe.run.seed}")))
     arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),
                  "--resume", "auto"]
-    given = [("--init", init), ("--data-dir", args.data_dir), *(("--set", text) for text in sets)]
+    given = [("--init", init), ("--data-dir", args.data_dir), *(("--set", text) for text in sets),
+             *(("--log", name) for name in args.log)]
     arguments += [word for pair in given if pair[1] is not None for word in pair]
     epochs, run, state = recipe.schedule.total_epochs, RunFolder(folder), "new"
     if run.holds_checkpoint():

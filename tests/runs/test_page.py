@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import MagicMock, call
 
-import pytest
 from forks import Fork
 from pages import read_page
 
@@ -20,33 +17,6 @@ from vitinit.runs.records import METRICS
 from vitinit.train.metrics import StepRow
 
 PAGE = read_page(Path(folder_module.__file__).with_name("README.md"))
-RUN = "runs/quickstart-impulse-s0"
-ROWS = [StepRow(10, 2.5, 1e-3, None, 1024.0, 300.0, 0.25)._asdict(),
-        StepRow(20, 2.0, 2e-3, 0.5, None, 310.0, 0.125)._asdict()]
-WRITTEN = [{key: value for key, value in row.items() if value is not None} for row in ROWS]
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_five_lines_send_the_steps_to_tensorboard_and_to_weights_and_biases(tmp_path, monkeypatch):
-    tensorboard, wandb = MagicMock(), MagicMock()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-    monkeypatch.setattr("torch.utils.tensorboard", tensorboard, raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / RUN).mkdir(parents=True)
-    (tmp_path / RUN / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    for program in PAGE.section("TensorBoard and Weights & Biases").blocks("python"):
-        assert len(program.splitlines()) <= 5
-        exec(program, {})
-    tensorboard.SummaryWriter.assert_called_once_with("board/quickstart-impulse-s0")
-    wandb.init.assert_called_once_with(project="vitinit", name="quickstart-impulse-s0")
-    board, run = (opened.return_value.__enter__.return_value
-                  for opened in (tensorboard.SummaryWriter, wandb.init))
-    board.add_scalar.assert_has_calls(any_order=True, calls=[
-        call(key, value, row["step"]) for row in WRITTEN for key, value in row.items()
-        if key != "step"])
-    assert board.add_scalar.call_count == sum(map(len, WRITTEN)) - 2
-    assert run.log.call_args_list == [call(row, step=row["step"]) for row in WRITTEN]
 
 
 def test_every_file_and_column_is_named():
