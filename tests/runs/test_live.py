@@ -62,11 +62,11 @@ def assert_shown(folder, per_epoch: int) -> None:
 
 def test_the_curves_of_a_run_that_was_stopped_and_killed_are_its_rows(
         train_program, small_run, stop_before, tmp_path, monkeypatch):
-    """4 steps are an epoch, a row is due at 10 and 20, and saved is at 7, 14 and a stop."""
+    """4 steps are an epoch; steps 10 and 20 have a row, and are saved, beside a stop's."""
     monkeypatch.setitem(sys.modules, "wandb", library := WeightsAndBiases())
     folder, log = tmp_path / "run", ["--log", "tensorboard", "wandb"]
     command = small_run(folder, *log, schedule__epochs="6", checkpoint__every_epochs="6",
-                        checkpoint__every_steps="7", eval__every_epochs="6")
+                        checkpoint__every_steps="10", eval__every_epochs="6")
     update, steps = engine.update, []
 
     def killed(*arguments, **keywords):
@@ -80,7 +80,7 @@ def test_the_curves_of_a_run_that_was_stopped_and_killed_are_its_rows(
     with monkeypatch.context() as patch:
         patch.setattr(engine, "update", killed)
         assert train_program.main(["--resume", str(folder), *log]) == 2
-    assert [row["step"] for row in rows_of(folder, "steps")] == [10]     # after the last checkpoint
+    assert rows_of(folder)[-1]["epoch"] == 3         # of step 12, after the last checkpoint
     with monkeypatch.context() as patch:
         patch.setattr(train_program, "StopRequest", stop_before(15))
         assert train_program.main(["--resume", str(folder), *log]) == 128 + 15
