@@ -32,10 +32,10 @@ def one_thread(monkeypatch):
 
 
 def tables(capsys, *arguments: object) -> list[list[dict[str, str]]]:
-    """Run bench; the rows of each table that it prints."""
+    """Run bench; the rows of each table that it prints, without lines that are none."""
     assert bench.main(list(map(str, arguments))) == 0
     found = []
-    for text in capsys.readouterr().out.split("\n\n")[1:]:
+    for text in filter(re.compile(r"\s*\|").match, capsys.readouterr().out.split("\n\n")[1:]):
         head, _, *rows = [[part.strip() for part in line.strip("|").split(" | ")]
                           for line in text.strip().splitlines()]
         found.append([dict(zip(head, row, strict=True)) for row in rows])

@@ -26,7 +26,7 @@ from .data.sources import file_sizes, fingerprint, folder_of
 from .files import write_text_atomically
 from .init import INITS
 from .keys import Stream, keyed_generator
-from .messages import ProgressBar, counted
+from .messages import ProgressBar, counted, warn
 from .models.layers import Classifier, draw_drop_path
 from .recipe.files import RecipeError, overrides as recipe_changes
 from .runs.data import open_data, read_images
@@ -36,12 +36,13 @@ from .runs.model import initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
-from .train.device import describe_device, memory_for, peak_gib
+from .train.device import cores, describe_device, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, read_losses, set_precision, train_epochs,
                            tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
 from .train.metrics import Diverged, Evaluation, StepRow, epoch_line, metrics_row, training_flops
 from .train.optim import learning_rate, set_learning_rate
+from .train.slowness import Pace, waits_for
 
 
 class Run:
@@ -268,6 +269,23 @@ class Run:
         with self.processes.together():
             if self.processes.is_main:
                 self._append(self.folder.steps, row._asdict())
+        self._explain_waiting(rows=10)
+
+    def _explain_waiting(self, *, rows: int) -> None:
+        """Say what the run waits for, once, as soon as this start has that many rows of steps."""
+        progress, processes = self.state.progress, self.processes
+        if progress.paces is None or len(progress.paces) < rows:
+            return
+        paces = torch.zeros(processes.world_size, len(Pace._fields))
+        paces[processes.rank] = torch.tensor(progress.paces).median(dim=0).values
+        progress.paces = None
+        together = int(os.environ.get("LOCAL_WORLD_SIZE", 1))            # on this machine
+        busy = torch.get_num_threads() if processes.device.type == "cpu" else 0
+        if line := waits_for([Pace(*pace) for pace in processes.sum(paces).tolist()],
+                             images=self.global_batch // processes.world_size,
+                             workers=self.recipe.data.workers,
+                             cores=cores() // together, busy=busy):
+            warn(line)
 
     def _append(self, lines: Lines, row: Mapping[str, Any]) -> None:
         lines.append(row)
@@ -284,6 +302,7 @@ class Run:
     def finish_epoch(self, epoch: int) -> None:
         """Evaluate and save, where the recipe says so, and append a line to metrics.jsonl."""
         recipe, progress, processes = self.recipe, self.state.progress, self.processes
+        self._explain_waiting(rows=3)
         save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
         evaluations = []
         if epoch % recipe.eval.every_epochs == 0 or epoch == self.epochs:

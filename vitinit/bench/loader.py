@@ -17,6 +17,8 @@ from torchvision.transforms import InterpolationMode
 from ..data.sources import LooseImages
 from ..recipe.sections import Recipe
 from ..runs.data import open_data
+from ..train.device import cores
+from ..train.slowness import Pace, waits_for
 from .step import synthetic_batch
 from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, set_up,
                        times_as_fast, train_on)
@@ -129,3 +131,12 @@ def fed_rows(name: str, sets: list[str], device: torch.device, batch: int,
                      "fed, images/s": batch / median(with_loader),
                      "fed ÷ synthetic": times_as_fast(with_loader, without)})
     return rows
+
+
+def fed_in_words(row: Row, device: torch.device) -> str:
+    """What bounds a fed step: its input, with what would help, or the step itself."""
+    images, step = row["batch"], row["batch"] / row["fed, images/s"]
+    alone = images / row["synthetic, images/s"]
+    line = waits_for([Pace(step, alone, 1 - alone / step, 1 - alone / step)], images=images,
+                     workers=row["workers"], cores=cores(), busy=int(device.type == "cpu"))
+    return f"bound by its input, {line}" if line else "bound by the step, see bench step"

@@ -25,6 +25,7 @@ from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.metrics import training_flops
 from ..train.optim import hidden_matrices
+from ..train.slowness import bound_of
 from .training import Part, Row, clock_of, given_step, interleave, set_up, times_as_fast, train_on
 
 STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement
@@ -65,8 +66,9 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     objective = (learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else
                  cross_entropy)
 
-    def engine(objective: Callable[..., Tensor] = objective) -> None:
-        train_on(state, [given_step(number, [part]) for number in range(count)], forward=forward,
+    def engine(objective: Callable[..., Tensor] = objective, images: int = batch) -> None:
+        some = part[0][:images], part[1][:images]
+        train_on(state, [given_step(number, [some]) for number in range(count)], forward=forward,
                  drop_path=drop_path, amp=amp, clip_norm=recipe.optim.clip_norm,
                  objective=objective)
     engine()
@@ -86,20 +88,24 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         whose = f"torchvision's {kind}"
         compiled = torch.compile(other) if recipe.engine.compile else other
     multiply, product_flops = product(device, amp)
+    few = max(1, batch // 8)                         # images, whose step takes as many launches
     loops = {"engine": engine, "bare": bare_loop(other, compiled, part, amp, count),
-             "product": multiply}
+             "product": multiply, "few": lambda: engine(images=few)}
     if recipe.distill.teacher:
         loops["alone"] = lambda: engine(objective=cross_entropy)
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
     flops = batch * training_flops(state.model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
+    launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
+                if batch > few else 0.0)
     way = "compiled" if recipe.engine.compile else "eager"
     return {"recipe": recipe.name, "way": f"amp {amp}, {way}", "batch": batch,
             "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
             "beside a bare loop over": whose,
             "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
-            "% of large products": 100 * flops / best,
+            "% of large products": 100 * flops / best, "% not for images": 100 * launches,
+            "bound by": bound_of(launches=launches, products=flops / best),
             "% of the card's rate": 100 * flops / 1e12 / card if card else None,
             "× the time without teacher": (times_as_fast(seconds["alone"], seconds["engine"])
                                            if recipe.distill.teacher else None)}

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,11 @@ from ..messages import ProgressBar
 from .device import copy_to
 from .distributed import Processes, agreed
 from .interruption import StopRequest
-from .metrics import STEPS_PER_ROW, Diverged, Evaluation, StepRow
+from .metrics import STEPS_PER_ROW, Diverged, Evaluation, Progress, StepRow
 from .optim import set_learning_rate
 from .state import TrainState
 
+T = TypeVar("T")
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -115,10 +116,14 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
         with ProgressBar(f"epoch {epoch + 1}/{run.epochs}", run.steps_per_epoch,
                          initial=progress.epoch_steps, scale=run.global_batch,
                          shown=processes.is_main and run.steps_per_epoch > 0) as bar:
-            steps = run.steps(epoch, progress.epoch_steps)
+            steps = timed(run.steps(epoch, progress.epoch_steps), progress)
             for item in agreed(steps, processes, stop):
                 assert item is not None              # all processes have as many steps
                 step, micro_batches = item
+                row_due = (step + 1) % STEPS_PER_ROW == 0
+                if row_due and progress.paces is not None and device.type == "cuda":
+                    torch.cuda.synchronize(device)   # this step is measured alone
+                began = time.perf_counter()
                 progress.waiting_seconds += time.perf_counter() - idle_since
                 lr = run.learning_rate(step)
                 set_learning_rate(state.optimizer, lr)
@@ -135,13 +140,12 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                         loss = loss / len(micro_batches)
                         state.scaler.scale(loss).backward()
                     step_loss += loss.detach()
-                row_due = (step + 1) % STEPS_PER_ROW == 0
                 grad_norm, scale, skipped = update(state, run.clip_norm, measure=row_due)
                 progress.add(step_loss, skipped)
                 if row_due:
                     assert grad_norm is not None     # since it was measured
                     progress.read_losses(processes)
-                    row = progress.step_row(lr, grad_norm, scale, run.global_batch)
+                    row = progress.step_row(lr, grad_norm, scale, run.global_batch, began)
                     run.record(row)
                     last_loss = f"loss {row.loss:.3f}, "
                 if run.save_every and (step + 1) % run.save_every == 0:
@@ -156,6 +160,15 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
         read_losses(state, processes)
         progress.clock = None                                        # nor is evaluating
         run.finish_epoch(epoch + 1)
+
+
+def timed(steps: Iterable[T], progress: Progress) -> Iterator[T]:
+    """The steps; the time until each of them is loaded is added to the progress."""
+    began = time.perf_counter()
+    for step in steps:
+        progress.loading += time.perf_counter() - began
+        yield step
+        began = time.perf_counter()
 
 
 def update(state: TrainState, clip_norm: float, *, measure: bool

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..messages import OneLineError
 from .device import matrix_rate, peak_gib
 from .distributed import Processes
+from .slowness import Pace
 
 # The keys of a line of metrics.jsonl, in order.
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
@@ -65,6 +66,8 @@ class Progress:
         self.last_loss = math.nan
         self.clock: float | None = None              # the last update of `seconds`, in training
         self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
+        self.loading = 0.0                           # part of the waiting since the last row
+        self.paces: list[Pace] | None = []           # of the first rows of this process
 
     def add(self, loss: Tensor, skipped: Tensor | None) -> None:
         """Add a step that was launched: its loss, () on the device, and whether fp16 skipped it."""
@@ -93,11 +96,17 @@ class Progress:
             self.last_loss = loss
 
     def step_row(self, lr: float, grad_norm: Tensor, scale: Tensor | None,
-                 global_batch: int) -> StepRow:
-        """The row of the last step that was read; its rates are those since the previous row."""
+                 global_batch: int, began: float) -> StepRow:
+        """The row of the last step that was read; its rates are those since the previous row.
+        began: when its images were loaded, as time.perf_counter says.
+        """
         here = self.epoch_steps, self.seconds, self.waiting_seconds
         steps, seconds, waiting = (now - then for now, then in zip(here, self.at_last_row))
         self.at_last_row = here
+        loading, self.loading = self.loading, 0.0
+        if self.paces is not None:
+            self.paces.append(Pace(seconds / steps, time.perf_counter() - began, waiting / seconds,
+                                   loading / seconds))
         norm = grad_norm.item()
         return StepRow(self.step, self.last_loss, lr, norm if math.isfinite(norm) else None,
                        None if scale is None else scale.item(), steps * global_batch / seconds,
@@ -115,7 +124,7 @@ class Progress:
     def finish_epoch(self) -> None:
         self.epochs += 1
         self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
-        self.at_last_row = 0, 0.0, 0.0
+        self.at_last_row, self.loading = (0, 0.0, 0.0), 0.0
 
 
 @torch.no_grad()
