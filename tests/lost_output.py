@@ -1,7 +1,5 @@
 """Streams for what is printed that do not take it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

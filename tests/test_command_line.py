@@ -1,7 +1,5 @@
 """command_line.py, and the command line of train.py: its flags, and one line per error."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """eval.py on run folders, on their checkpoints, and on those of other projects."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

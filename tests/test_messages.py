@@ -1,7 +1,5 @@
 """What is printed: lines and progress bars, on a terminal, in a log, and where nothing can be."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A run in Python: what it does, what it records, and the page that names its parts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

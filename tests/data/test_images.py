@@ -1,7 +1,5 @@
 """Decoding equals Pillow; resizing, cropping and the evaluation view equal their references."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

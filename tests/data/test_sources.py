@@ -1,7 +1,5 @@
 """Which files are images, how paths are stored, and which images are in parts of a training set."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Whole runs of train.py on the device: resumed, evaluated, traced, and on two GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

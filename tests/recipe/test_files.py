@@ -1,7 +1,5 @@
 """What a recipe accepts, what it refuses and in which words, and that it is read back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """What train.py prints before training and after each epoch, and a row of metrics."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The epoch's sums, the progress lines, and FLOPs, which equal the formulas."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 
