@@ -81,8 +81,8 @@ class BatchPlan:
                          f"augment.repeats = {repeats}")
         if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
             lines.append(f"micro-batches have {counted(self.micro_batch_size, 'image')}: no larger "
-                         f"size up to optim.max_batch_per_process = {max_batch_per_process} divides the "
-                         f"{self.per_process} images of each process evenly")
+                         f"size up to optim.max_batch_per_process = {max_batch_per_process} divides "
+                         f"the {self.per_process} images of each process evenly")
         return lines
 
 

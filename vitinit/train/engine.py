@@ -109,7 +109,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
     # pass stay local. Those of the last micro-batch are averaged, with all accumulated before.
     keep_local = getattr(run.forward, "no_sync", contextlib.nullcontext)
-    began, done, last_loss = time.perf_counter(), 0, ""              # for the bar
+    start, done, last_loss = time.perf_counter(), 0, ""              # for the bar
     for epoch in range(progress.epochs, run.epochs):
         run.forward.train()
         idle_since = progress.clock = time.perf_counter()
@@ -151,7 +151,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                 if run.save_every and (step + 1) % run.save_every == 0:
                     run.save()
                     progress.clock = time.perf_counter()             # saving is not training
-                elapsed, done = time.perf_counter() - began, done + 1
+                elapsed, done = time.perf_counter() - start, done + 1
                 left = elapsed / done * ((run.epochs - epoch) * run.steps_per_epoch - bar.n - 1)
                 bar.set_postfix_str(f"{last_loss}run {bar.format_interval(elapsed)}<"
                                     f"{bar.format_interval(left)}", refresh=False)
