@@ -80,9 +80,10 @@ class BatchPlan:
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
         if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
-            lines.append(f"micro-batches have {counted(self.micro_batch_size, 'image')}: no larger "
-                         f"size up to optim.max_batch_per_process = {max_batch_per_process} divides "
-                         f"the {self.per_process} images of each process evenly")
+            lines.append(
+                f"micro-batches have {counted(self.micro_batch_size, 'image')}: no larger size up "
+                f"to optim.max_batch_per_process = {max_batch_per_process} divides the "
+                f"{self.per_process} images of each process evenly")
         return lines
 
 
