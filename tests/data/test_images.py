@@ -24,7 +24,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from vitinit.data import images
 from vitinit.data.images import (Box, DataError, crop, crop_and_flip, dark_in_16_bits, decode_bytes,
-                                 decode_image, from_pillow, resize_and_centre_crop)
+                                 decode_image, from_pillow, resize, resize_and_centre_crop)
 
 CIFAR10 = Path(__file__).parent / "cifar10"         # 50 JPEG files
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -181,6 +181,15 @@ def test_crop_and_flip_is_within_one_grey_level_of_pillows_steps(interpolation):
             assert ours.dtype == np.uint8 and ours.shape == (3, *size)
             assert difference.max() <= 1 and (difference > 0).mean() <= share
             expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
+@pytest.mark.parametrize("interpolation", PILLOWS)
+def test_a_resized_view_is_channels_last_as_its_image_with_the_bits_of_any_layout(interpolation):
+    part, size = crop(from_pillow(noise(211, 307)), Box(17, 23, 131, 149)), (71, 89)
+    view = resize(part, size, interpolation)
+    assert view.permute(1, 2, 0).is_contiguous()
+    assert torch.equal(view, torch.nn.functional.interpolate(
+        part.contiguous()[None], size, mode=interpolation, antialias=True)[0])
 
 
 def test_crop_equals_slicing_the_zero_padded_image():
