@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -144,47 +146,69 @@ def test_photographs_are_drawn_unless_a_folder_is_given_and_one_without_any_is_o
     assert capsys.readouterr().err == f"vitinit.bench: {tmp_path}/empty: no images in it\n"
 
 
-def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_path, capsys):
-    """What fails, crashes or takes too long ends nothing else, and is told.
+CHECKS = """import pytest, time
+def test_right(record_property): record_property('apart', 0.5)
+def test_wrong(): assert 3 == 5, 'three is not\\nfive'
+def test_other(): pytest.skip('no such thing here')
+@pytest.fixture
+def gpu(): raise RuntimeError('CUDA error: lost')
+def test_lost(gpu): pass
+def test_hangs(): time.sleep(600)
+@pytest.mark.parametrize('number', ['a b', 'c'])
+def test_after(number): pass
+"""
 
-    A process that outlived its command would hold the GPU that the next one needs; here it would
-    hold the pipe, whose end is waited for.
+
+def test_what_hangs_crashes_or_fails_leaves_a_report_all_the_same(monkeypatch, tmp_path, capsys,
+                                                                  repository):
+    """On the terminal and in a file, of every check and every command. Each comes to its end.
+
+    A process that outlived its command would hold the GPU that the next one needs.
     """
-    checks = tmp_path / "checks"
+    checks, left = tmp_path / "checks", tmp_path / "left"
     checks.mkdir()
-    (checks / "test_it.py").write_text(
-        "import os, pytest\n"
-        "def test_right(record_property): record_property('apart', 0.5)\n"
-        "def test_wrong(): assert 3 == 5, 'three is not\\nfive'\n"
-        "def test_other(): pytest.skip('no such thing here')\n")
-    sleeps = ("import subprocess, sys; subprocess.run([sys.executable, '-c', "
-              "'import time; time.sleep(600)'])")
-    now, within = [0.0], everything.run_within
+    (checks / "test_it.py").write_text(CHECKS)
+    shutil.copy(repository / "tests" / "telling.py", checks / "conftest.py")
+    sleeps = ("import subprocess; print('soon'); "
+              f"subprocess.run('sleep 1; touch {left}', shell=True)")
+    now, within, given = [0.0], everything.run_within, []
 
-    def run(words: list[str], seconds: float, environment: dict) -> tuple[int, str]:
-        now[0] += 700.0 * (sleeps in words)          # the time is over after this one
-        return within(words, 5.0 if sleeps in words else seconds, environment)
+    def run(words: list[str], seconds: float, *more: object) -> tuple[int | None, str]:
+        given.append(seconds)
+        now[0] += seconds if sleeps in words else 373.0 if "1/0" in words else 1.0
+        return within(words, 0.2 if sleeps in words else 60.0, *more)
     monkeypatch.setattr(everything, "run_within", run)
     monkeypatch.setattr(everything, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(everything, "CHECKS", checks)
+    monkeypatch.setattr(everything, "BENCH", ["-m", "platform"])
+    monkeypatch.setattr(everything, "CHECKS", [
+        *everything.CHECKS[:-1], "-o", "faulthandler_timeout=1", str(checks)])
     monkeypatch.setattr(everything, "speeds", lambda device, data: [
-        ["-c", "import os; os.kill(os.getpid(), 11)"], ["-m", "platform"], ["-c", "1/0"],
-        ["-c", sleeps], ["-m", "platform"]])
+        (["-c", "import os; os.kill(os.getpid(), 11)"], "100 %"), (["-c", sleeps], ""),
+        (["-c", "1/0"], ""), *[(["-c", sleeps], "")] * 2])
     out = tmp_path / "new" / "report.md"
-    assert bench.main(["all", "--out", str(out), "--device", "cpu"]) == 1
+    assert bench.main(["all", "--minutes", "8", "--out", str(out), "--device", "cpu"]) == 1
     text = out.read_text()
-    for words in ("- commit: ", "- torch: " + torch.__version__, "| right | passed |",
-                  "apart 0.5 |", "three is not five", "| other | skipped |", "exit status -11",
-                  "ZeroDivisionError", "exit status 1", "Linux"):
+    assert capsys.readouterr().out == text and not left.exists()
+    for words in (platform.platform(), "test_right", "test_it.py PASSED in 0.0 s, apart 0.5 ",
+                  "FAILED, AssertionError: three is not five assert 3 == 5 ", "SKIPPED",
+                  "FAILED, RuntimeError: CUDA error: lost ", "Timeout (0:00:01)!\nThread",
+                  "test_it.py\", line 8 in test_hangs\n", "test_after[a b]",
+                  "2 passed, 5 deselected", "exit status -11",
+                  "Looked for on an H100: 100 %", "ZeroDivisionError", "exit status 1",
+                  "soon\n```\n\n**Ended** after 96 s, all that it has."):
         assert words in text, words
-    assert text.count("Ended: the time is over.") == text.count("Not begun: the time is") == 1
+    # The machine, three times pytest, which the clock takes for a second each, and the commands.
+    assert given == [96, 240, 239, 238, 96, 96, 96, 6]
+    assert text.count("## ") == 9 and text.endswith("Not begun: the time is over.\n")
     assert bench.main(["all", "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
-def test_the_commands_of_the_report_are_commands():
+def test_the_commands_of_the_report_are_commands(capsys):
+    assert bench.main(["machine", "--device", "cpu"]) == 0
+    assert f"torch {torch.__version__}" in capsys.readouterr().out
     for device in ("cpu", "cuda"):
-        for words in everything.speeds(device, ["--data-dir", "photographs"]):
+        for words, _ in everything.speeds(device, ["--data-dir", "photographs"]):
             if words[:2] == ["-m", "vitinit.bench"]:
                 args = bench.parse_arguments(words[2:])
                 names = getattr(args, "recipe", [])

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from small_models import SMALL
+from telling import pytest_exception_interact, pytest_report_teststatus  # noqa: F401
 from torch import Tensor, nn
 
 from vitinit import build_model, init_weights
 from vitinit.models.layers import draw_drop_path
 
 SIZE, BATCH, CLASSES = 16, 12, 7
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read when CUDA starts
 
 
 @pytest.fixture
 def device() -> torch.device:
     """The device to check, with its index, so that it equals the `device` of tensors on it."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kind = os.environ.get("VITINIT_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
 @pytest.fixture

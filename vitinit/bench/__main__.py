@@ -1,6 +1,6 @@
 """Check vitinit on this machine, and measure it beside what one could use instead.
 
-    python -m vitinit.bench all --out report.md --data-dir /data/imagenet/val
+    python -m vitinit.bench all --minutes 8 --out report.md --data-dir /data/imagenet/val
     python -m vitinit.bench step --recipe deit_base swin_tiny --batch 64
     python -m vitinit.bench loader --recipe deit_base --data-dir /data/imagenet/val --workers 8 16
     python -m vitinit.bench memory --recipe deit_base swin_tiny --card-gib 24
@@ -28,8 +28,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.bench", description=__doc__)
     commands = parser.add_subparsers(dest="bench", required=True)
     everything = commands.add_parser("all", help="checks and speeds, in one report")
-    everything.add_argument("--out", type=Output(), required=True, help="file of the report")
-    everything.add_argument("--minutes", type=real(above=0.0), default=10.0)
+    everything.add_argument("--out", type=Output(), help="file (.md) of the report, too")
+    everything.add_argument("--minutes", type=real(above=0.0), default=8.0)
+    here = commands.add_parser("machine", help="the hardware and the versions of the software")
     step = commands.add_parser("step", help="images/s of a training step")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
     loader.add_argument("--workers", nargs="+", type=integer(0, 2**15), default=[cores()],
@@ -49,16 +50,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for command in (everything, loader):
         command.add_argument("--data-dir", type=Path,
                              help="folder of photographs; default: drawn ones")
-    for command in (everything, step, loader):
+    for command in (everything, here, step, loader):
         command.add_argument("--device", type=one_of(["cuda", "cpu"]),
                              default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(arguments)
 
 
 def run(args: argparse.Namespace) -> int:
-    device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     if args.bench == "all":
-        return bench_all(args.out, device=device, photographs=args.data_dir, minutes=args.minutes)
+        return bench_all(args.out, device=args.device, photographs=args.data_dir,
+                         minutes=args.minutes)
+    device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench == "memory":
         print("\n" + row_table([memory_row(recipe_of(name, args.set, device), args.card_gib)
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             row, = step_rows(recipe, device, batch)
             print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {row['bound by']}: "
                   f"{BOUNDS[row['bound by']]}", flush=True)
-    else:
+    elif args.bench == "loader":
         batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
         with tempfile.TemporaryDirectory() as folder:
             sets = [*args.set, *image_folder(Path(folder), args.data_dir, max(50, 40 * batch))]
