@@ -170,13 +170,13 @@ def test_what_hangs_crashes_or_fails_leaves_a_report_all_the_same(monkeypatch, t
     (checks / "test_it.py").write_text(CHECKS)
     shutil.copy(repository / "tests" / "telling.py", checks / "conftest.py")
     sleeps = ("import subprocess; print('soon'); "
-              f"subprocess.run('sleep 1; touch {left}', shell=True)")
+              f"subprocess.run('sleep 0.7; touch {left}', shell=True)")
     now, within, given = [0.0], everything.run_within, []
 
     def run(words: list[str], seconds: float, *more: object) -> tuple[int | None, str]:
         given.append(seconds)
         now[0] += seconds if sleeps in words else 373.0 if "1/0" in words else 1.0
-        return within(words, 0.2 if sleeps in words else 60.0, *more)
+        return within(words, 0.5 if sleeps in words else 60.0, *more)
     monkeypatch.setattr(everything, "run_within", run)
     monkeypatch.setattr(everything, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(everything, "BENCH", ["-m", "platform"])
