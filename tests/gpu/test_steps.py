@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from optimisers import OPTIMISERS, state_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit import build_model
 from vitinit.bench.step import saved_bytes
 from vitinit.bench.training import alone, clock_of, given_step, train_on
-from vitinit.models.attention import attention_weights
+from vitinit.models.attention import attend, attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
-from vitinit.train.engine import autocast, evaluate, set_precision
+from vitinit.train.engine import AMP_DTYPES, autocast, evaluate, set_precision
 from vitinit.train.interruption import StopRequest
 from vitinit.train.state import Ema
 
@@ -177,13 +178,18 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
 
 
 @pytest.mark.parametrize("amp, bound", [("off", 1e-5), ("bf16", 0.03), ("fp16", 0.005)])
-@pytest.mark.parametrize("side, shifted", [(4, False), (8, False), (8, True)])
-def test_attention_in_windows_is_the_plain_product(device, record_property, side, shifted, amp,
-                                                   bound):
+@pytest.mark.parametrize("side, shifted, backend", [
+    (4, False, ""), (8, False, ""), (8, True, ""), (8, True, "aot_eager")])
+def test_attention_in_windows_is_the_plain_product(device, record_property, side, shifted, backend,
+                                                   amp, bound):
     """Forward and backward, finite, for windows of 16 and 64 tokens.
 
     cuDNN's kernel for an additive mask and 64 tokens has given NaN in the gradients of queries.
+    backend: the compiler's, which chooses the kernel when it traces; "": not compiled.
     """
+    if backend and device.type == "cpu":
+        pytest.skip("where there is one kernel")
+    torch.compiler.reset()
     torch.manual_seed(0)
     attention = WindowAttention(96, num_heads=3, window=(side, side), qkv_bias=True)
     nn.init.normal_(attention.relative_position_bias_table)
@@ -194,8 +200,9 @@ def test_attention_in_windows_is_the_plain_product(device, record_property, side
         """The result, and the gradients of the input and of all parameters."""
         module = copy.deepcopy(module).to(on, dtype)
         given = x.clone().to(on, dtype).requires_grad_()
+        forward = torch.compile(module, backend=backend) if backend and amp != "off" else module
         with autocast(on, amp):
-            found = module(given, None if mask is None else mask.to(on, dtype))
+            found = forward(given, None if mask is None else mask.to(on, dtype))
         (found.to(dtype) * weights.to(on, dtype)).sum().backward()
         return [part.detach().cpu().double() for part in
                 (found, given.grad, *(p.grad for p in module.parameters()))]
@@ -207,6 +214,24 @@ def test_attention_in_windows_is_the_plain_product(device, record_property, side
     distance = max(float((one - two).norm() / two.norm()) for one, two in zip(found, expected))
     record_property("apart", f"{distance:.1e}")
     assert all(part.isfinite().all() for part in found) and distance < bound
+
+
+@pytest.mark.parametrize("amp, bound", [("bf16", 0.03), ("fp16", 0.005)])
+def test_attention_is_the_plain_product(device, record_property, amp, bound):
+    """At the size of ViT-S, without a bias, by whichever kernel PyTorch prefers."""
+    given = torch.randn(3, 5, 6, 197, 64, generator=torch.Generator().manual_seed(0))
+    results = []
+    for dtype, on, way in ((AMP_DTYPES[amp], device, attend), (
+            torch.float64, torch.device("cpu"), lambda q, k, v: attention_weights(q, k) @ v)):
+        parts = given.to(on, AMP_DTYPES[amp]).to(dtype).requires_grad_()
+        output = way(*parts)
+        (output * given[0].to(on, dtype)).sum().backward()
+        results.append([part.detach().cpu().double() for part in (output, *parts.grad)])
+    record_property("kernel", SDPBackend(torch._fused_sdp_choice(*given.to(device, AMP_DTYPES[amp])
+                                                                 )).name)
+    distance = max(float((ours - exact).norm() / exact.norm()) for ours, exact in zip(*results))
+    record_property("apart", f"{distance:.1e}")
+    assert all(part.isfinite().all() for part in results[0]) and distance < bound
 
 
 # fp16, the moving average, evaluation ---------------------------------------------------------

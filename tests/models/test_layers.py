@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from small_models import drawn, redraw
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitinit.models.attention import Attention, attend, attention_weights
 from vitinit.models.layers import add_branch, draw_drop_path, sincos_position_embedding
@@ -28,6 +29,30 @@ def test_attend_is_weights_times_values_forward_and_backward(bias_shape, scale, 
         results.append([output, *(part.grad for part in given if part.grad is not None)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=apart)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cudnns_attention_is_off_where_there_is_a_bias_and_nowhere_else(compiled):
+    """Seen from PyTorch's operations, as they run."""
+    q, bias, seen = drawn(B, HEADS, N, HEAD_DIM, seed=0), drawn(N, N, seed=1), []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            if "attention" in function.name():
+                seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return function(*arguments, **keywords or {})
+
+    def run(graph, _):
+        def forward(*given):
+            with Seen():
+                return graph(*given)
+        return forward
+    for given, expected in ((None, True), (bias, False), (None, True)):
+        torch._dynamo.reset()
+        found = (torch.compile(attend, fullgraph=True, backend=run) if compiled else
+                 run(attend, None))(q, q, q, given)
+        torch.testing.assert_close(found, attention_weights(q, q, given) @ q)
+        assert seen.pop() is expected and not seen
 
 
 def test_the_named_views_are_the_layout_that_forward_uses():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,11 @@ def agreements(processes: Processes) -> list[str]:
     norm.running_mean.fill_(rank + 5.0)
     processes.share(torch.nn.Sequential(norm))
     lines.append(str(norm.running_mean.tolist()))
+    forward, _ = start.wrap_models(
+        SimpleNamespace(model=norm, ema=None), load_recipe("quickstart"), processes)
+    for _ in range(2):                               # its statistics stay those of its images
+        forward(torch.full((2, 3), rank + 1.0))
+    assert norm.running_mean.tolist() == pytest.approx([0.81 * 5 + 0.19 * (rank + 1)] * 3)
     return lines
 
 

@@ -128,6 +128,8 @@ def test_an_update_of_vit_b_launches_few_operations():
             parameter.grad = torch.zeros_like(parameter)
         matrices = [model.get_parameter(name) for name in hidden_matrices(model)]
         ours, theirs = operations(muon(model, **OPTIONS)), operations(torch.optim.Muon(matrices))
+        # Of each of two groups: a kernel for all weights, another for their steps, and two marks.
+        assert operations(adamw(model, **OF_ADAMW)) <= 2 * 4
     assert ours <= 150 and 8 * ours < theirs
 
 

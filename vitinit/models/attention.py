@@ -9,10 +9,17 @@ of A sums to 1. `attention_weights` computes A itself; `attend`, which models us
 fused kernel, which never stores A. Tests check that both give the same result and gradients.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Kernels for attention with a bias: not cuDNN's, whose gradients have been NaN on Hopper with one
+# over 64 tokens (pytorch issue 196678). Without a bias PyTorch prefers cuDNN's there.
+FOR_BIAS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention_weights(query: Tensor, key: Tensor, bias: Tensor | None = None,
@@ -32,7 +39,8 @@ def attend(query: Tensor, key: Tensor, values: Tensor, bias: Tensor | None = Non
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
         # Here the fused kernel takes 2 to 7 times as long, with backward (torch 2.14, N 64 to 784).
         return attention_weights(query, key, bias, scale) @ values
-    return F.scaled_dot_product_attention(query, key, values, attn_mask=bias, scale=scale)
+    with nullcontext() if bias is None else sdpa_kernel(FOR_BIAS):
+        return F.scaled_dot_product_attention(query, key, values, attn_mask=bias, scale=scale)
 
 
 class Attention(nn.Module):

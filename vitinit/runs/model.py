@@ -111,6 +111,8 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
     if processes.world_size > 1:
         forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
+        # Nothing but BatchNorm's statistics changes; before evaluation `Processes.share` sends them.
+        forward.broadcast_buffers = False            # as an argument it is deprecated in torch 2.14
     if recipe.engine.compile:
         forward, measured = compiled(forward), [*map(compiled, measured)]
     return forward, measured

@@ -33,14 +33,9 @@ AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 
 def set_precision(tf32: bool) -> None:
-    """Set whether float32 matrix products and convolutions may run in TensorFloat-32 on CUDA.
-
-    It also leaves cuDNN's attention out, whose gradients have been NaN on Hopper with an additive
-    mask over 64 tokens, as in Swin (pytorch issue 196678). PyTorch's other kernels remain.
-    """
+    """Set whether float32 matrix products and convolutions may run in TensorFloat-32 on CUDA."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def tune_convolutions(model: nn.Module) -> None:
