@@ -1,7 +1,5 @@
 """Two hooks of pytest for checks of a GPU: what one found is told at once, beside its outcome."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from forks import Fork
 
 import vitinit
 
@@ -83,6 +85,15 @@ def test_nothing_imports_a_program():
     assert {"vitinit.compare", "vitinit.sweep", "vitinit.figures.__main__"} <= PROGRAMS
     for name, modules in IMPORTS.items():
         assert not modules & PROGRAMS, f"{name} imports {modules & PROGRAMS}"
+
+
+def test_a_plain_start_imports_only_what_it_needs(tmp_path):
+    """torchvision imports the compiler, and takes as long as torch; others are extras, or large."""
+    loaded = Fork(partial(eval, "set(__import__('sys').modules)"), tmp_path / "fork", "forkserver"
+                  ).ended().result
+    assert "vitinit.run" in loaded
+    assert not loaded & {"torchvision", "torch._dynamo", "triton", "sympy", "matplotlib", "scipy",
+                         "safetensors"}
 
 
 def test_no_modules_import_each_other_in_a_circle():

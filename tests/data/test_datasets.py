@@ -24,7 +24,7 @@ from PIL import Image
 from refused import refused
 
 from vitinit.data import datasets
-from vitinit.data.datasets import (DATA_SETS, EVAL_SETS, LabelledSTL10, download, imagenet_wnids,
+from vitinit.data.datasets import (DATA_SETS, EVAL_SETS, download, imagenet_wnids,
                                    is_wnid, open_split)
 from vitinit.data.images import DataError
 from vitinit.data.sources import ImagesInMemory
@@ -97,10 +97,9 @@ def write_stl10(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
         (folder / f"{part}_X.bin").write_bytes(images.transpose(0, 3, 2, 1).tobytes())
         (folder / f"{part}_y.bin").write_bytes((labels + 1).astype(np.uint8).tobytes())
         splits[split] = list(zip(images, labels.tolist()))
+    kind = torchvision.datasets.STL10
     for parts in ("train_list", "test_list"):
-        names = [[name, None] for name, _ in getattr(LabelledSTL10, parts)]
-        for kind in (LabelledSTL10, torchvision.datasets.STL10):
-            monkeypatch.setattr(kind, parts, names)
+        monkeypatch.setattr(kind, parts, [[name, None] for name, _ in getattr(kind, parts)])
     return Written(classes, splits)
 
 

@@ -16,12 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Food101,
-                                  OxfordIIITPet, VisionDataset)
 
 from ..messages import counted, in_brief, one_line
 from . import shapes
@@ -131,19 +129,27 @@ def is_wnid(name: str) -> bool:
 TRAIN_AND_TEST = {"train": "train", "val": "test"}   # our splits, and what most sets call them
 
 
-class LabelledSTL10(STL10):
-    """STL-10 without its unlabelled images (2.8 GB), whose files may be missing."""
+def published(name: str) -> Any:
+    """torchvision's class of a set. Importing torchvision takes as long as torch: few runs need it.
+    """
+    from torchvision import datasets
+    kind = getattr(datasets, name)
+    if name == "STL10":          # without its unlabelled images (2.8 GB), whose files may be missing
+        return type(name, (kind,), {"train_list": kind.train_list[:2]})
+    return kind
 
-    train_list = STL10.train_list[:2]                # images and labels
+
+def fetch(name: str, root: Path, **options: str) -> None:
+    published(name)(root, download=True, **options)
 
 
-def read_arrays(kind: type[VisionDataset], labels: str, splits: Mapping[str, str | bool],
-                root: Path, split: str) -> ImagesInMemory:
+def read_arrays(name: str, labels: str, splits: Mapping[str, str | bool], root: Path, split: str
+                ) -> ImagesInMemory:
     """Read a split of a set of torchvision that holds its images in an array `data`.
 
     labels: the attribute that holds its labels. splits: what torchvision calls "train" and "val".
     """
-    arrays = kind(root, splits[split])
+    arrays = published(name)(root, splits[split])
     images = torch.from_numpy(arrays.data)           # (N, 3, H, W), or (N, H, W, 3) of CIFAR
     images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
     return ImagesInMemory(images.contiguous(memory_format=torch.channels_last),
@@ -153,7 +159,7 @@ def read_arrays(kind: type[VisionDataset], labels: str, splits: Mapping[str, str
 
 def list_food101(root: Path, split: str) -> ImageFiles:
     """Food-101 class by class in alphabetical order; its lists have another order of classes."""
-    foods = Food101(root, TRAIN_AND_TEST[split])
+    foods = published("Food101")(root, TRAIN_AND_TEST[split])
     files = [str(foods._image_files[index]) for index in np.argsort(foods._labels, kind="stable")]
     return ImageFiles(files, np.sort(foods._labels), foods.classes)
 
@@ -161,14 +167,15 @@ def list_food101(root: Path, split: str) -> ImageFiles:
 def list_flowers102(root: Path, split: str) -> ImageFiles:
     """Oxford Flowers: train has its training and validation images, val has its test images."""
     names = ["train", "val"] if split == "train" else ["test"]
-    parts = [Flowers102(root, name) for name in names]
+    flowers = published("Flowers102")
+    parts = [flowers(root, name) for name in names]
     return ImageFiles([str(file) for part in parts for file in part._image_files],
-                      sum([part._labels for part in parts], []), list(Flowers102.classes))
+                      sum([part._labels for part in parts], []), list(flowers.classes))
 
 
 def list_pets(root: Path, split: str) -> ImageFiles:
     """Oxford-IIIT Pet; its classes are called as in its files, such as american_bulldog."""
-    pets = OxfordIIITPet(root, "trainval" if split == "train" else "test")
+    pets = published("OxfordIIITPet")(root, "trainval" if split == "train" else "test")
     breeds = {label: path.stem.rpartition("_")[0]
               for label, path in zip(pets._labels, pets._images)}
     return ImageFiles(list(map(str, pets._images)), pets._labels,
@@ -191,28 +198,28 @@ DATA_SETS: dict[str, DataSet] = {
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
     "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
-    "cifar10": DataSet(partial(read_arrays, CIFAR10, "targets", {"train": True, "val": False}),
+    "cifar10": DataSet(partial(read_arrays, "CIFAR10", "targets", {"train": True, "val": False}),
                        "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
-                       [partial(CIFAR10, download=True)]),
-    "cifar100": DataSet(partial(read_arrays, CIFAR100, "targets", {"train": True, "val": False}),
+                       [partial(fetch, "CIFAR10")]),
+    "cifar100": DataSet(partial(read_arrays, "CIFAR100", "targets", {"train": True, "val": False}),
                         "cifar-100-python/ (cifar-100-python.tar.gz unpacked)", 100,
-                        [partial(CIFAR100, download=True)]),
-    "stl10": DataSet(partial(read_arrays, LabelledSTL10, "labels", TRAIN_AND_TEST),
+                        [partial(fetch, "CIFAR100")]),
+    "stl10": DataSet(partial(read_arrays, "STL10", "labels", TRAIN_AND_TEST),
                      "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
-                     [partial(LabelledSTL10, download=True)]),
+                     [partial(fetch, "STL10")]),
     "svhn": DataSet(                                 # without its extra images
-        partial(read_arrays, SVHN, "labels", TRAIN_AND_TEST),
+        partial(read_arrays, "SVHN", "labels", TRAIN_AND_TEST),
         "train_32x32.mat and test_32x32.mat", 10,
-        [partial(SVHN, split=split, download=True) for split in ("train", "test")]),
+        [partial(fetch, "SVHN", split=split) for split in ("train", "test")]),
     "food101": DataSet(list_food101, "food-101/ (food-101.tar.gz unpacked)", 101,
-                       [partial(Food101, download=True)]),
+                       [partial(fetch, "Food101")]),
     "flowers102": DataSet(
         list_flowers102,
         "flowers-102/ with imagelabels.mat, setid.mat and jpg/ (102flowers.tgz unpacked)", 102,
-        [partial(Flowers102, download=True)]),
+        [partial(fetch, "Flowers102")]),
     "pets": DataSet(
         list_pets, "oxford-iiit-pet/ with images/ and annotations/ (two archives unpacked)", 37,
-        [partial(OxfordIIITPet, download=True)]),
+        [partial(fetch, "OxfordIIITPet")]),
     "tiny_imagenet": DataSet(
         open_tiny_imagenet, "train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)",
         200),

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,6 @@ from torch import Tensor
 
 from ..files import FileError, read_bytes
 from ..messages import OneLineError, in_brief, ran_out_of_memory, without_warnings
-
-try:
-    from torchvision.io import ImageReadMode, decode_jpeg
-except ImportError:                                  # deprecated since 0.29, to be removed
-    decode_jpeg = None
 
 LARGEST_FILE = 2**30            # bytes: RGB of 16 bits of the most pixels that Pillow reads
 LONG = 32                       # an image so many times as long as its view is not enlarged whole
@@ -48,6 +44,18 @@ class Box(NamedTuple):
 
 
 NOWHERE = Box(0, 0, 0, 0)
+
+
+@cache
+def jpeg_decoder() -> Callable[..., Tensor] | None:
+    """torchvision's decoder to RGB; None where it has none. Importing torchvision takes as long as
+    torch, so the first JPEG does it, or whoever starts workers, which would each have to.
+    """
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg
+    except ImportError:                              # deprecated since 0.29, to be removed
+        return None
+    return partial(decode_jpeg, mode=ImageReadMode.RGB)
 
 
 @contextlib.contextmanager
@@ -91,11 +99,10 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     with without_warnings():                         # of deprecation, read-only bytes and damage
         try:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads its header
-                if decode_jpeg and image.format in ("JPEG", "MPO"):
+                if image.format in ("JPEG", "MPO") and (decode := jpeg_decoder()):
                     with contextlib.suppress(RuntimeError):  # Pillow may decode it, or say why not
-                        decoded = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8),
-                                              mode=ImageReadMode.RGB,
-                                              apply_exif_orientation=apply_exif_orientation)
+                        decoded = decode(torch.frombuffer(content, dtype=torch.uint8),
+                                         apply_exif_orientation=apply_exif_orientation)
                         return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
                 return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
         except MemoryError:

@@ -48,7 +48,7 @@ def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
             scale: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
     """Points in the coordinates of a shape; scale: its radius in pixels, or one along each axis."""
     x, y = x - centre[0], y - centre[1]
-    across, down = np.broadcast_to(scale, 2)
+    across, down = scale if isinstance(scale, np.ndarray) else (scale, scale)
     return ((x * np.cos(angle) + y * np.sin(angle)) / across,
             (y * np.cos(angle) - x * np.sin(angle)) / down)
 

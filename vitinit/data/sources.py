@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..keys import Stream, keyed_generator
 from .folders import EXTENSIONS, folders_in, images_below, images_in, in_words, suffix_of
-from .images import DataError, decode_image
+from .images import DataError, decode_image, jpeg_decoder
 
 SIZES = "sizes of files"        # the name of their digest among what a run records
 SIZED = 5_000                   # files of a split whose sizes it is of
@@ -62,6 +62,7 @@ class ImageFiles:
         encoded = np.array(list(map(os.fsencode, paths)), bytes)
         self.encoded = torch.from_numpy(encoded[:, None].view(np.uint8))
         self.labels, self.classes = np.array(labels, np.int64), classes
+        jpeg_decoder()                               # which forked workers then have
 
     def __len__(self) -> int:
         return len(self.labels)
