@@ -15,10 +15,8 @@ The parts of an evaluation, in order; `python eval.py --help` has all options:
     results      vitinit/runs/results.py  print_results        lines or a table, and JSON
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports prints no traceback
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
 
 import sys
 

@@ -21,10 +21,8 @@ In Python the same is `vitinit.Run("deit_base", init="impulse", data_dir="/data/
 and an installed package has this program as `python -m vitinit.train`.
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C before the first step just ends it
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
 
 import sys
 

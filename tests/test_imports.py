@@ -31,7 +31,7 @@ BELOW = {
 }
 EVERYTHING = " ".join(BELOW)
 BELOW |= {"run": EVERYTHING, "figures": EVERYTHING, "bench": EVERYTHING,
-          "lessons": "figures files messages"}
+          "lessons": "figures files messages", "begin": ""}
 
 
 def named(path: Path) -> str:
@@ -79,6 +79,19 @@ def test_every_room_imports_only_the_rooms_above_it():
         allowed = {room(name), *BELOW[room(name)].split()}
         wrong = [module for module in IMPORTS[name] if room(module) not in allowed]
         assert not wrong, f"{name} imports {', '.join(wrong)}"
+
+
+def test_programs_begin_with_vitinit_begin_which_imports_nothing_that_takes_time():
+    """Only where they are run, which they are not in a worker that imports them again."""
+    begin = [node for node in ast.walk(TREES["vitinit.begin"])
+             if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert [*map(ast.unparse, begin)] == [f"import {x}" for x in ("codecs", "os", "signal", "sys")]
+    trees = [TREES[name] for name in PROGRAMS] + [
+        ast.parse((PACKAGE.parent / name).read_text("utf-8")) for name in ("train.py", "eval.py")]
+    for tree in trees:
+        first = next(node for node in tree.body if not isinstance(node, ast.Expr) and not (
+            isinstance(node, ast.ImportFrom) and node.module == "__future__"))
+        assert ast.unparse(first).startswith("if __name__ == '__main__':\n    import vitinit.begin")
 
 
 def test_nothing_imports_a_program():

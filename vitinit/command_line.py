@@ -161,12 +161,16 @@ def complain(program: str, error: object) -> None:
             json.dump({"message": failure}, file)
 
 
-def run_program(name: str, program: Callable[[], int | None]) -> int:
+def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = True) -> int:
     """Run a program, as whose `name` errors begin, and return its exit status.
 
     Errors that the user can correct (OneLineError, OSError) and signals end it with one line on
     standard error. Any other exception is a defect of the program and is passed on.
+    cleans: Ctrl-C, which by `begin` ends a program at once, lets this one clean up first.
     """
+    at_once = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if at_once and cleans:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return program() or 0
     except (KeyboardInterrupt, Interrupted) as request:
@@ -183,6 +187,8 @@ def run_program(name: str, program: Callable[[], int | None]) -> int:
         complain(name, f"{place}{error.strerror or in_brief(error)}")
         return 2
     finally:
+        if at_once:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         drop_unwritten()
 
 

@@ -14,6 +14,9 @@ each finished one. Such a file stands for all its runs wherever a run's folder i
 pattern after its name chooses some of them (zsh needs it in quotes).
 """
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import sys
 from pathlib import Path

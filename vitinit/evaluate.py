@@ -17,6 +17,9 @@ data set is written to the FILE of --json, or printed after them by --json -.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

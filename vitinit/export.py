@@ -22,6 +22,9 @@ Each is compared with the model before the command ends; programs and runs on im
 of which a program keeps as an example.
 """
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import io
 import json

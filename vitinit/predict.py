@@ -15,6 +15,9 @@ attends to. --sheet needs the extra `figures`.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import json
 import math

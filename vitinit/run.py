@@ -387,4 +387,4 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
         except Interrupted as ended:                 # which the run has said
             return 128 + ended.number
         return 0
-    return run_program(name, program)
+    return run_program(name, program, cleans=False)

@@ -19,6 +19,9 @@ not: use the same --threads for runs that are to be compared.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import os
 import re

@@ -8,6 +8,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import sys
 import tempfile

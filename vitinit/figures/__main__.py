@@ -18,6 +18,9 @@ Maps use cividis, viridis, or a scale from blue through white at 0 to red. Colou
 tell these colours apart.
 """
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Callable, Iterator

@@ -9,6 +9,9 @@ The lessons are pages to read, in vitinit/lessons. Their code needs matplotlib, 
 Without --train, blocks of code that train for minutes take two steps.
 """
 
+if __name__ == "__main__":
+    import vitinit.begin  # noqa: F401
+
 import argparse
 import json
 import sys

@@ -1,0 +1,65 @@
+"""What a program does first: by a Python that imports vitinit.begin and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forks import Fork
+
+from vitinit.command_line import run_program
+
+TEXT = "1×3, a–b → ≥2 … ±0 é 猫 \udce9\n"
+
+
+def begun(code: str, repository: Path, shell: str = "", **environment: str
+          ) -> subprocess.CompletedProcess:
+    """Run code after the import; shell: what bash does with its streams, such as "2>&-"."""
+    words = [sys.executable, "-S", "-c", f"import vitinit.begin, os, signal, sys\n{code}"]
+    return subprocess.run(["sh", "-c", f'"$0" "$@" {shell}', *words], capture_output=True,
+                          env={"PYTHONPATH": str(repository), **environment})
+
+
+def test_ctrl_c_says_nothing_before_the_program_runs_and_one_line_then(repository, tmp_path):
+    pressed = "os.kill(os.getpid(), signal.SIGINT)"
+    done = begun(pressed, repository)
+    assert (done.stdout, done.stderr) == (b"", b"") and done.returncode in (130, -signal.SIGINT)
+    done = begun(pressed, repository, shell="& wait $!")         # where it is ignored it stays so
+    assert (done.returncode, done.stderr) == (0, b"")
+
+    def program(cleans: bool) -> tuple[int, bool]:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)             # as begin does
+        status = run_program("p", lambda: signal.raise_signal(signal.SIGINT), cleans=cleans)
+        return status, signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    done = Fork(lambda: program(True), tmp_path / "cleans").ended()
+    assert done == ((130, True), "", "p: stopped by SIGINT\n")
+    fork = Fork(lambda: program(False), tmp_path / "at once").process
+    fork.join()
+    assert fork.exitcode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("shell", ["<&- >&- 2>&-", "2>&-", ">&-"])
+def test_a_stream_that_is_closed_is_none_of_a_runs_files(shell, repository, tmp_path):
+    """Children have the null device, too."""
+    code = ("file = open(os.environ['FILE'], 'wb')\n"
+            "print('printed'); print('said', file=sys.stderr)\n"
+            "for number in 1, 2: os.write(number, b'by C, ')\n"
+            "os.system('echo again; echo again >&2'); assert sys.stdin.read() == ''\n"
+            "file.write(b'kept')")
+    done = begun(code, repository, shell if "<" in shell else f"{shell} </dev/null",
+                 FILE=str(tmp_path / "file"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "file").read_bytes() == b"kept"
+    assert done.stdout == (b"by C, again\nprinted\n" if shell == "2>&-" else b"")
+
+
+@pytest.mark.parametrize("encoding, printed", [
+    ("utf-8", "1×3, a–b → ≥2 … ±0 é 猫 \\udce9\n"), ("latin-1", "1×3, a-b -> >=2 ... ±0 é \\u732b "
+     "\\udce9\n"), ("ascii:strict", "1x3, a-b -> >=2 ... +/-0 \\xe9 \\u732b \\udce9\n")])
+def test_a_terminal_of_any_encoding_shows_what_is_printed(encoding, printed, repository):
+    done = begun(f"for stream in sys.stdout, sys.stderr: stream.write({TEXT!r})", repository,
+                 PYTHONIOENCODING=encoding)
+    assert done.stdout == done.stderr == printed.encode(encoding.partition(":")[0])
