@@ -90,8 +90,8 @@ class Run:
         CheckpointError, each one line, for what the user can mend; Diverged if the loss or a weight
         is not finite; Interrupted after a signal, once the run is saved.
         """
-        with distributed.joined() as self.processes, RunLock() as lock:
-            self.folder, choice = choose_run(self.request, self.processes, lock)     # and recipe
+        with distributed.joined() as self.processes, RunLock() as self.lock:
+            self.folder, choice = choose_run(self.request, self.processes, self.lock)
             if choice is None:
                 self.processes.say(f"done    {self.folder.path}: all epochs, by its metrics.jsonl; "
                                    "no last.pt is left")
@@ -101,7 +101,7 @@ class Run:
             starts_again, resumed = self.request.resume is not None, choice.saved is not None
             del choice                               # frees the second copy of its tensors
             with StopRequest() as stop:              # from here on there is something to save
-                self._set_up_folder(lock, facts, resumed=resumed, starts_again=starts_again)
+                self._set_up_folder(facts, resumed=resumed, starts_again=starts_again)
                 self.curves = [LiveCurves(name, self.folder, step=self.state.progress.step,
                                           steps_per_epoch=self.steps_per_epoch)
                                for name in self.log if self.processes.is_main]
@@ -191,8 +191,8 @@ class Run:
         for line in self.start if self.verbose else at_a_glance(self.start, elsewhere):
             self.processes.say(line)
 
-    def _set_up_folder(self, lock: RunLock, facts: Mapping[str, Any], *, resumed: bool,
-                       starts_again: bool) -> None:
+    def _set_up_folder(self, facts: Mapping[str, Any], *, resumed: bool, starts_again: bool
+                       ) -> None:
         """Lock the folder, write what it holds before the first step, and say what starts. In a
         resumed run, what is newer than its checkpoint is removed. starts_again: a new run may find
         recipe.toml and run.json there. Raises CheckpointError if the folder cannot be used.
@@ -201,7 +201,7 @@ class Run:
         with processes.together():
             if processes.is_main:
                 folder.make()
-                lock.take(folder.path)
+                self.lock.take(folder.path)
                 if resumed:
                     folder.tidy(epochs=progress.epochs, steps=progress.step)
                 else:
@@ -288,6 +288,8 @@ class Run:
             warn(line)
 
     def _append(self, lines: Lines, row: Mapping[str, Any]) -> None:
+        """Append a row to a file of the folder, and send it on."""
+        self.lock.keep()
         lines.append(row)
         for curves in self.curves:
             curves.send(lines, row)
@@ -297,6 +299,7 @@ class Run:
         read_losses(self.state, self.processes)
         with self.processes.together():
             if self.processes.is_main:
+                self.lock.keep()
                 self.folder.save(self.state.state_dict(), self.folder.last)
 
     def finish_epoch(self, epoch: int) -> None:

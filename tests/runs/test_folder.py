@@ -238,22 +238,57 @@ def test_a_killed_process_keeps_no_lock_though_its_child_lives_on(tmp_path, hold
     assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
+def is_free(folder: Path) -> bool:
+    """As another process sees it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            RunLock().take(folder)
+        except CheckpointError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
 def test_a_lock_is_given_back_at_the_end(tmp_path):
-    def is_free() -> bool:
-        """As another process sees it."""
-        child = os.fork()
-        if child == 0:
-            try:
-                RunLock().take(tmp_path)
-            except CheckpointError:
-                os._exit(1)
-            os._exit(0)
-        return os.waitpid(child, 0)[1] == 0
     with RunLock() as lock:
         for _ in range(2):                           # again is fine, and changes nothing
             lock.take(tmp_path)
-            assert not is_free()
-    assert is_free()
+            assert not is_free(tmp_path)
+    assert is_free(tmp_path)
+
+
+def test_a_lock_that_was_deleted_is_taken_again_unless_another_run_has(tmp_path):
+    """Another one's stops this run even once that one has ended: its results are newer."""
+    with RunLock() as lock:
+        lock.keep()                                  # nothing, before it is taken
+        lock.take(tmp_path)
+        lock.keep()
+        (tmp_path / "run.lock").unlink()
+        lock.keep()
+        assert not is_free(tmp_path)
+        (tmp_path / "run.lock").unlink()
+        assert is_free(tmp_path)
+        with pytest.raises(CheckpointError, match="another run has begun here; this one writes"):
+            lock.keep()
+
+
+def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
+        train_program, small_run, tmp_path, monkeypatch, capsys):
+    """Another one has taken it, and ended, before the checkpoint of the first epoch."""
+    folder, kept = tmp_path / "run", {}
+
+    def stolen(self) -> None:
+        (folder / "run.lock").unlink()
+        assert is_free(folder)
+        kept.update({path.name: path.read_bytes() for path in folder.iterdir()})
+        save(self)
+    save = train_program.Run.save
+    monkeypatch.setattr(train_program.Run, "save", stolen)
+    assert train_program.main(small_run(folder, schedule__epochs="1")) == 2
+    assert capsys.readouterr().err == (f"train.py: {folder}: run.lock was deleted, and another run "
+                                       "has begun here; this one writes nothing more\n")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
 
 
 def test_without_locks_a_run_goes_on_with_a_line(tmp_path, monkeypatch, capsys):

@@ -72,14 +72,28 @@ class RunLock(ExitStack):
     file, even through another handle; therefore the file is opened only here, and only once.
     """
 
-    taken = False
+    taken: tuple[Path, int] | None = None            # the folder, and the handle of run.lock
+
+    def keep(self) -> None:
+        """Take the lock again if run.lock was deleted; CheckpointError if another run has since
+        begun here, perhaps ended, too: this one would overwrite its results.
+        """
+        if self.taken is not None:
+            folder, handle = self.taken
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(handle), os.stat(folder / "run.lock")):
+                    return
+                raise CheckpointError(f"{folder}: run.lock was deleted, and another run has begun "
+                                      "here; this one writes nothing more")
+            self.taken = None
+            self.take(folder)
 
     def take(self, folder: Path) -> None:
         """Lock the folder; raise CheckpointError, which names the holder, if another process has.
         If the file system has no locks, a warning says so and the folder stays unlocked.
         """
         import fcntl  # which Windows has not
-        if self.taken:
+        if self.taken is not None:
             return
         require_no_links(folder)
         with in_one_line(folder):
@@ -94,7 +108,7 @@ class RunLock(ExitStack):
                                       "until it ends, or end it, or choose another --out-dir"
                                       ) from None
             warn(f"{folder}: this file system has no locks, so nothing keeps a second run out")
-        self.taken = True
+        self.taken = folder, handle
         with suppress(OSError):                      # the disk is full; the lock holds nevertheless
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()} on {socket.gethostname()}, since "
