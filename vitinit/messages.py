@@ -66,8 +66,12 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def environment_rank() -> int:
-    """The rank of this process by its environment, known before the processes are connected."""
-    return int(os.environ.get("RANK", 0))
+    """The rank of this process by its environment, known before the processes are connected; 0 if
+    that is no number, which `distributed.start` refuses.
+    """
+    with suppress(ValueError):
+        return int(os.environ.get("RANK", 0))
+    return 0
 
 
 def counted(number: int, noun: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -14,6 +16,7 @@ import pytest
 import torch
 from forks import in_two_processes
 
+from vitinit import run
 from vitinit.bench import training
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import load_recipe, parse_override
@@ -186,7 +189,7 @@ def test_the_error_of_one_process_is_printed_before_python_ends():
 
 def test_what_cannot_be_started_is_one_line(monkeypatch):
     """More processes than GPUs; and tasks of srun, each of which would be a run of its own."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for tasks, environment, words in (
             ("4", {}, "several tasks of SLURM, .* srun --ntasks-per-node=1 torchrun"),
@@ -205,6 +208,28 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
             with pytest.raises(LaunchError, match=words) as caught:
                 distributed.start()
             assert "\n" not in str(caught.value)
+
+
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "used"}
+
+
+@pytest.mark.parametrize("variables, words", [
+    ({"RANK": "x"}, "RANK=x in the environment; expected an integer from 0 to 0, as torchrun"),
+    ({"RANK": "3"}, "RANK=3 in"), ({"RANK": "9" * 5000}, "RANK=999"), ({"RANK": "-1"}, "RANK=-1"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in"), ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0 in"),
+    (TWO | {"RANK": ""}, "RANK= in the environment; expected an integer from 0 to 1"),
+    (TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 in .* from 1 to 65535"),
+    (TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR=: no such machine is known here"),
+    (TWO | {"MASTER_ADDR": "a" * 70}, "MASTER_ADDR=a+: no such"),
+    (TWO, r"MASTER_PORT=\d+: in use, say; The server socket has failed")])
+def test_an_environment_that_no_launcher_sets_is_one_line_of_each_process(monkeypatch, capsys,
+                                                                          variables, words):
+    monkeypatch.setattr(distributed, "WAITS", (0, 0))
+    with socket.create_server(("localhost", 0)) as used:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(used.getsockname()[1]) if value == "used" else value)
+        assert run.main(["--recipe", "quickstart", "--dry-run"]) == 2
+    assert re.fullmatch(f"train.py: {words}.*\n", capsys.readouterr().err)
 
 
 def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch):

@@ -10,8 +10,10 @@ import atexit
 import gc
 import os
 import re
+import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -28,11 +30,18 @@ from .interruption import Interrupted, StopRequest
 BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
 ALL_DONE = -1                   # no more items here; anything else overrides it
 PATIENCE = timedelta(minutes=30)        # how long a process waits for a silent one
+WAITS = (1, 2, 4, 8, 0)         # seconds between looks for an address, which may be a new one
 T = TypeVar("T")
 
 
 class LaunchError(OneLineError):
     """The processes were started wrongly; a message of one line."""
+
+
+class WrongPlace(LaunchError):
+    """This process was given a place that it cannot take; others may not know."""
+
+    of_one_process = True
 
 
 class LostProcess(OneLineError):
@@ -138,27 +147,53 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
 def start() -> Processes:
     """Join the process group, if there are several processes, and choose the device.
 
-    Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` without
-    ranks: each would be a run of its own, and all of them would write to one folder.
+    Raises LaunchError if the environment is not what a launcher sets, a machine has more processes
+    than GPUs, or a port is in use; and in tasks of `srun` without ranks: each would be a run of its
+    own, and all of them would write to one folder.
     """
     if "RANK" not in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":
         raise LaunchError(
             "several tasks of SLURM, and none has a RANK; start one torchrun per machine: srun "
             "--ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = number_in("WORLD_SIZE", range(1, 2**15), "1")
+    rank = number_in("RANK", range(world_size), "" if world_size > 1 else "0")
+    local_rank = number_in("LOCAL_RANK", range(2**15), "0")
     cuda = torch.cuda.is_available()
     if cuda and local_rank >= torch.cuda.device_count():
-        raise LaunchError(f"process {local_rank} of this machine has no GPU: "
-                          f"{torch.cuda.device_count()} are visible; start at most that many with "
-                          "--nproc_per_node")
+        raise WrongPlace(f"process {local_rank} of this machine has no GPU: "
+                         f"{torch.cuda.device_count()} are visible; start at most that many with "
+                         "--nproc_per_node")
     device = this_device(local_rank)
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
-    return Processes(environment_rank(), local_rank, world_size, device)
+        port, address = number_in("MASTER_PORT", range(1, 2**16)), os.environ.get("MASTER_ADDR", "")
+        for wait in WAITS if address else (0,):
+            with suppress(OSError, UnicodeError):
+                socket.getaddrinfo(address, port)
+                break
+            time.sleep(wait)
+        else:
+            raise WrongPlace(f"MASTER_ADDR={address}: no such machine is known here; expected the "
+                             "one of process 0, as torchrun sets it")
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
+        except dist.DistNetworkError as error:
+            if "failed to listen" not in str(error):
+                raise
+            raise WrongPlace(f"MASTER_PORT={port}: in use, say; {in_brief(error)}") from None
+    return Processes(rank, local_rank, world_size, device)
+
+
+def number_in(name: str, numbers: range, default: str = "") -> int:
+    """The number of this environment variable; LaunchError unless it is one of `numbers`."""
+    text = os.environ.get(name) or default
+    with suppress(ValueError):
+        if int(text) in numbers:
+            return int(text)
+    raise WrongPlace(f"{name}={text} in the environment; expected an integer from {numbers[0]} to "
+                     f"{numbers[-1]}, as torchrun sets it")
 
 
 @contextmanager
