@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from .command_line import Output, Parser, add_options, run_program
 from .data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
 from .data.images import DataError
-from .data.loader import start_fork_server
+from .data.loader import prepare_workers
 from .data.pipeline import EvaluationBatches
 from .data.sources import Source, class_indices
 from .messages import ProgressBar, nearest, say
@@ -122,7 +122,7 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
     """Evaluate checkpoints on data sets, of which each is decoded once: each of `pairs`, of a data
     set and the number of a checkpoint.
     """
-    start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
+    prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
     with processes.together():
         for eval_set, number in pairs:

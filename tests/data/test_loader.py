@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import forkserver
 
 import pytest
 import torch
 from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, write_images
+from forks import Fork
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from vitinit.data.draw import Augmentation
 from vitinit.data.images import DataError
-from vitinit.data.loader import Batch, Loader, TrainViews
+from vitinit.data.loader import Batch, Loader, TrainViews, prepare_workers
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.sources import ImageFolder
 
@@ -101,6 +105,43 @@ def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error
         with pytest.raises(type(raised[0])) as caught:
             list(Loader([1], workers=workers))
         assert caught.value is raised[0]
+
+
+def room_for(files: int, size: int = -1) -> list[int] | str:
+    """Images that two workers load where the process may open only `files` more, and write no file
+    of over `size` bytes, as if there were no more room in /dev/shm."""
+    limit = os.dup(0) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit + files,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.1,)       # seconds
+    try:
+        return [int(batch[0]) for batch in Loader(torch.arange(5000).view(5, 1000), workers=2,
+                                                  batch_size=None)]
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("limits, words", [
+    ((19,), "(Too many open files); lower"), ((400, 4096), "exited unexpectedly); lower")])
+def test_too_few_files_and_too_little_shared_memory_are_one_line(limits, words, tmp_path):
+    """And no worker waits for ever, or prints a traceback."""
+    done = Fork(lambda: room_for(*limits), tmp_path / "fork").ended()
+    assert words in done.result and (done.out, done.err) == ("", "")
+
+
+def test_workers_may_open_many_files_and_their_server_does_not_hear_ctrl_c(tmp_path, start_by,
+                                                                          monkeypatch):
+    (soft, hard), masks = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    start_by("forkserver")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(997, soft), hard))
+    try:
+        monkeypatch.setattr(forkserver, "ensure_running", lambda: masks.append(
+            signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+        prepare_workers(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(10_240, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert masks == [{signal.SIGINT}] and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_where_processes_train_together_workers_are_not_forked(start_by, monkeypatch):

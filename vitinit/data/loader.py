@@ -13,9 +13,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby, islice
 from multiprocessing import forkserver
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +35,7 @@ from .sources import Source
 # What torch's and Python's errors say where a worker was killed, or found no memory to work in.
 NO_ROOM = ("exited unexpectedly", "killed by signal", "allocate", "No space left", "unable to mmap",
            "Too many open files")
+OPEN_FILES = 10_240             # as many as every system allows
 
 
 class Batch(NamedTuple):
@@ -110,12 +113,17 @@ class Loader(DataLoader):
         if workers:
             atexit.unregister(end_workers)           # so that it is registered only once
             atexit.register(end_workers)
-        start_fork_server(workers)
+        prepare_workers(workers)
         super().__init__(views, num_workers=workers, worker_init_fn=begin_work, **options,
                          multiprocessing_context=start_method() if workers else None)
 
     def __iter__(self) -> Iterator[Any]:     # type: ignore[override]  # torch's is of a class
         try:
+            if self.num_workers:
+                with ExitStack() as files:           # with too few, or no locks, workers would hang
+                    for _ in range(16 + 8 * self.num_workers):
+                        files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+                    self.multiprocessing_context.Lock()          # in /dev/shm
             batches = super().__iter__()
             if self.num_workers:
                 # torch's handler would raise an error when a worker dies, in the middle of a step.
@@ -123,14 +131,15 @@ class Loader(DataLoader):
             yield from batches
         except (RuntimeError, OSError, EOFError, MemoryError) as error:
             # Fetching a batch from a worker that has died may fail before torch notices its death.
-            text = own_words(str(error))
-            lost = isinstance(error, (ConnectionError, EOFError, MemoryError))
+            text = own_words(str(getattr(error, "strerror", None) or error))
+            lost = isinstance(error, (OSError, EOFError, MemoryError))
             if not self.num_workers or not (lost or any(sign in text for sign in NO_ROOM)):
                 raise
             raise DataError(
                 f"a worker process of the loader was killed or found no room ({in_brief(text)}); "
-                f"lower data.workers, now {self.num_workers}, or make room in memory and in "
-                "/dev/shm (a container's --shm-size); data.workers=0 needs less") from None
+                f"lower data.workers, now {self.num_workers}, or make room in memory, in /dev/shm "
+                "(a container's --shm-size) and for open files (ulimit -n); data.workers=0 needs "
+                "less") from None
 
     def check_worker_number_rationality(self) -> None:
         """Omit torch's warning of more workers than cores: five lines; train.py prints one."""
@@ -146,11 +155,21 @@ def start_method() -> str:
     return "forkserver" if method == "fork" and dist.is_initialized() else method
 
 
-def start_fork_server(workers: int) -> None:
-    """If workers are started by a fork server, let it import torch early, once for all of them."""
+def prepare_workers(workers: int) -> None:
+    """Allow this process more open files, of which workers need many. If they are started by a fork
+    server, let it import torch early, once for all of them, and not hear Ctrl-C.
+    """
+    if workers:
+        import resource  # which Windows has not
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+        if soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if workers and start_method() == "forkserver":
         forkserver.set_forkserver_preload(["__main__", __name__])
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def end_workers() -> None:
@@ -162,7 +181,10 @@ def end_workers() -> None:
 
 
 def begin_work(worker: int) -> None:
-    """Let a worker ignore signals to end, which often reach all; it ends with its parent."""
+    """Let a worker ignore signals to end, which often reach all; it ends with its parent, or if it
+    cannot send a batch, for which its parent waits.
+    """
+    Queue._on_queue_feeder_error = lambda *error: os._exit(1)    # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)                         # a forked worker inherits the parent's
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -15,7 +15,7 @@ from ..data.augment import ToDevice, TrainToDevice, normalise
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
 from ..data.draw import Augmentation
 from ..data.images import DataError, resize_and_centre_crop
-from ..data.loader import EvalViews, start_fork_server
+from ..data.loader import EvalViews, prepare_workers
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
@@ -120,7 +120,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool,
     strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs.
     """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
-    start_fork_server(data.workers)
+    prepare_workers(data.workers)
     with processes.together():
         if processes.local_rank == 0 and not dry_run:
             download(data.name, data.root)
