@@ -184,7 +184,8 @@ def parse_toml(text: bytes) -> dict[str, Any]:
     # tomllib takes memory by the square of the dots in a name.
     if len(text) > LARGEST_TOML or any(line.count(b".") > 999 for line in text.splitlines()):
         raise ValueError(f"it has over {LARGEST_TOML:,} bytes, or 999 dots in a line")
-    return _parse(text, lambda text: tomllib.loads(text.decode()))
+    return _parse(text, lambda text: tomllib.loads(re.sub(       # as `values.to_toml` writes them
+        r"\\U0010(D[89A-F][\dA-F]{2})", lambda code: chr(int(code[1], 16)), text.decode())))
 
 
 def _parse(text: bytes, read: Callable[[bytes], Any]) -> Any:

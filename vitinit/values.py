@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -142,7 +143,13 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_toml(value: Any) -> str:
-    """A value in TOML's notation, which is JSON's but for tables; none may be in a list."""
+    """A value in TOML's notation, which is JSON's but for tables; none may be in a list.
+
+    TOML has no U+007F, and no surrogates, in which Python keeps a path's bytes that are not UTF-8:
+    "\\U0010DCE9" stands for the byte E9, and `files.parse_toml` reads it so.
+    """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+    return re.sub("[\x7f\ud800-\udfff]", lambda character: "\\U%08X" % (
+        ord(character[0]) + (0x100000 if character[0] > "\x7f" else 0)),
+        json.dumps(value, ensure_ascii=False))

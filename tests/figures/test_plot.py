@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from vitinit.figures.plot import LOOKS, OTHER, Row, add_legend, draw_grid, looks_of
+from vitinit.figures.plot import LOOKS, OTHER, Row, add_legend, draw_grid, looks_of, save
 from vitinit.init import INITS
 
 
@@ -38,6 +38,13 @@ def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     *maps, weights, shares = panels
     assert [axis.images[0].get_clim() for axis in maps] == [(-5.0, 5.0)] * 4 + [(0.0, 0.5)] * 2
     assert [axis.get_ylabel() for axis in (weights, shares)] == ["weight", "share"]
+
+
+def test_a_name_that_is_not_utf_8_is_drawn(tmp_path):
+    figure, axis = plt.subplots(figsize=(2.0, 2.0))
+    axis.set_title("ant\udce8")
+    save(figure, tmp_path / "x.png", "heading \udce9")
+    assert (tmp_path / "x.png").exists()
 
 
 QUICK = "--recipe quickstart --set model.options.depth=2 "

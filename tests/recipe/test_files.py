@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import tomllib
 import typing
 from functools import partial
@@ -399,10 +400,12 @@ def test_what_set_gets_wrong_is_named_with_what_was_written():
 def test_awkward_folders_and_values_write_back_to_equal_ones(tmp_path):
     path = tmp_path / "quickstart.toml"
     for text in ('say "cheese"', "back\\slash", "\\n", "ümläut ☃ 図 😀", "two\nlines", "a\ttab", "'",
-                 "#", '"""', " padded ", "a\r\nb", "escape\x1b[0m", "nul\0"):
+                 "#", '"""', " padded ", "a\r\nb", "escape\x1b[0m", "nul\0", "delete\x7f",
+                 os.fsdecode(b"not UTF-8: \xe9\xff"), "neither: \ud800\U0010dce9"):
         recipe = load_recipe(QUICKSTART, [Override("data.root", text, "--data-dir")])
         path.write_text(recipe.as_toml(), encoding="utf-8")
         assert recipe.data.root == text and load_recipe(path) == recipe
+        assert tomllib.loads(path.read_text(encoding="utf-8")), "others read it, too"
     for value in (0, -3, 2**62, 1e-7, 1e22, 0.1, -0.0, True, "", [], [1, 2.5, "a"], [[1], [True]],
                   {}, {"a": 1, "b": {"c": [0.5, "d"]}}):
         found = tomllib.loads(f"v = {to_toml(value)}")["v"]

@@ -43,6 +43,14 @@ def test_a_pipe_is_written_to_under_whatever_name(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_written_and_read(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9") / "last.pt"
+    path.parent.mkdir()
+    save_atomically({"model": {"a": torch.arange(3)}}, path)
+    for mmap in (False, True):
+        assert load(path, mmap=mmap)["model"]["a"].tolist() == [0, 1, 2]
+
+
 def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path):
     path = tmp_path / "a.pt"
     save_atomically({"weights": torch.arange(1009.0), "names": ["alpha", "beta"]}, path)

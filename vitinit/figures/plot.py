@@ -76,6 +76,10 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
     FileError if the file cannot be written; one that was there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
+    from matplotlib.text import Text  # which only figures need
+    for part in figure.findobj():
+        if isinstance(part, Text):                   # perhaps a name that is not UTF-8
+            part.set_text(part.get_text().encode(errors="backslashreplace").decode())
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=PHOTO_DPI if few_colours == "dithered" else DPI, format="png")

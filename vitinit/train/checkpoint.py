@@ -77,7 +77,9 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
         # Of a file that is refused, an error says more than warnings.
         with without_warnings(), torch.serialization.safe_globals(
                 [(Unread, name) for name in BESIDE]):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
+            # torch maps no file whose name is not UTF-8.
+            mapped = mmap and archive and not re.search("[\ud800-\udfff]", str(path))
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except ImportError:
         raise CheckpointError(f"{path}: reading it needs the extra 'safetensors': "
                               "pip install 'vitinit[safetensors]'") from None
