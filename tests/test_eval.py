@@ -87,8 +87,8 @@ def rows_of(eval_program, capsys, *arguments: object) -> list[dict]:
 def decodings(monkeypatch) -> list[int]:
     """The images that are decoded from now on, by their numbers."""
     decoded, original = [], ImageFiles.image
-    monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
-        decoded.append(index), original(self, index))[1])
+    monkeypatch.setattr(ImageFiles, "image", lambda self, index, *view: (
+        decoded.append(index), original(self, index, *view))[1])
     return decoded
 
 

@@ -22,7 +22,7 @@ BELOW = {
     "values": "messages",
     "models": "filters keys messages",
     "mixing": "filters messages models",
-    "init": "filters keys messages mixing models",           # but not data, train or recipe
+    "init": "filters keys messages mixing models values",    # but not data, train or recipe
     "data": "files keys messages values",                    # but not models
     "train": "files keys messages values",                   # but not models, data or init
     "recipe": "data files init messages models train values",        # puts the sections together

@@ -24,8 +24,8 @@ from PIL import Image
 from refused import refused
 
 from vitinit.data import datasets
-from vitinit.data.datasets import (DATA_SETS, EVAL_SETS, download, imagenet_wnids,
-                                   is_wnid, open_split)
+from vitinit.data.datasets import (DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid,
+                                   open_split)
 from vitinit.data.images import DataError
 from vitinit.data.sources import ImagesInMemory
 from vitinit.messages import counted

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 
+from vitinit.command_line import STDOUT
 from vitinit.files import write_text_atomically
 from vitinit.runs.data import EvaluatedSet
 from vitinit.runs.results import Finding, print_results
@@ -22,7 +23,7 @@ def finding(data_set: EvaluatedSet = EvaluatedSet("pets", "/data/pets"),
 
 
 def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
-    print_results([finding()], per_class=False, json_file=None)
+    print_results([finding()], per_class=False, json_file=STDOUT)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["model  top-1 50.000 %  top-5 75.000 %  loss 1.2500  over 1,004 images",
                          "ema    top-1 25.000 %  top-5 100.000 %  loss 1.5000  over 1,004 images"]
@@ -34,7 +35,7 @@ def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
         {"class": "ant", "correct": 4, "total": 4}, {"class": "bee", "correct": 1, "total": 1},
         {"class": "cat", "correct": 246, "total": 999}]}
     print_results([finding(model=dataclasses.replace(MODEL, top5=None))], per_class=False,
-                  json_file=None)
+                  json_file=STDOUT)
     line, row = capsys.readouterr().out.splitlines()                 # a set of few classes
     assert line == "model  top-1 50.000 %  loss 1.2500  over 1,004 images"
     assert json.loads(row)["model"]["top5"] is None

@@ -108,7 +108,7 @@ def test_a_run_goes_on_to_the_bit_with_its_teacher_and_with_no_other(
         train_program, small_run, stop_before, tmp_path, capsys, monkeypatch):
     sets = dict(distill__teacher=str(RUN), distill__kind="soft", model__name="vit_tiny_distilled",
                 model__options__pool="class", schedule__epochs="2")
-    assert train_program.main(small_run(tmp_path / "whole", **sets)) == 0
+    assert train_program.main(small_run(tmp_path / "whole", "--verbose", **sets)) == 0
     assert "the second head learns its probabilities" in capsys.readouterr().out
     monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
     assert train_program.main(small_run(tmp_path / "cut", **sets)) == 143

@@ -134,7 +134,7 @@ def published(name: str) -> Any:
     """
     from torchvision import datasets
     kind = getattr(datasets, name)
-    if name == "STL10":          # without its unlabelled images (2.8 GB), whose files may be missing
+    if name == "STL10":          # without its unlabelled images (2.8 GB), which may be missing
         return type(name, (kind,), {"train_list": kind.train_list[:2]})
     return kind
 

@@ -112,7 +112,7 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     if processes.world_size > 1:
         forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
         # Nothing but BatchNorm's statistics changes; before evaluation `Processes.share` sends them.
-        forward.broadcast_buffers = False            # as an argument it is deprecated in torch 2.14
+        forward.broadcast_buffers = False            # an argument that torch 2.14 deprecates
     if recipe.engine.compile:
         forward, measured = compiled(forward), [*map(compiled, measured)]
     return forward, measured

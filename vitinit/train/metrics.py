@@ -134,7 +134,7 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
     attention and convolutions by the shapes of their operands, on the meta device. What a kernel
     repeats does not count, as in PaLM (arXiv 2204.02311, appendix B).
     """
-    from torch.utils.flop_counter import FlopCounterMode     # here, as it imports Triton
+    from torch.utils.flop_counter import FlopCounterMode  # here, as it imports Triton
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
     with FlopCounterMode(display=False) as counter:
