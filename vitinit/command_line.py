@@ -1,7 +1,5 @@
 """What all programs share: the parser, types of arguments, one-line errors and exit statuses."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -15,8 +15,6 @@ recipe. A single result is printed as a line, several as a table. One JSON objec
 data set is written to the FILE of --json, or printed after them by --json -.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import vitinit.begin  # noqa: F401
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -166,11 +167,12 @@ def read_bytes(path: Path, *, default: bytes | None = None, limit: int = LARGEST
     with in_one_line(path, "read"):
         if default is not None and not path.exists():
             return default
-        size = path.stat().st_size
-        if not path.is_file() and not path.is_dir():     # which the system itself refuses to read
+        file = path.stat()
+        if not stat.S_ISREG(file.st_mode) and not stat.S_ISDIR(file.st_mode):    # open refuses it
             raise FileError(f"{path}: is a pipe or a device, expected a file")
-        if size > limit:
-            raise FileError(f"{path}: has {size:,} bytes, expected a file of at most {limit:,}")
+        if file.st_size > limit:
+            raise FileError(f"{path}: has {file.st_size:,} bytes, expected a file of at most "
+                            f"{limit:,}")
         return path.read_bytes()
 
 

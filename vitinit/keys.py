@@ -6,8 +6,6 @@ not depend on how many workers load its data, how many processes share its batch
 was interrupted; and any single draw can be repeated in order to inspect it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Any

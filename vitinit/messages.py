@@ -4,8 +4,6 @@ Output never ends a run: `say`, `warn` and the bars lose what a closed terminal,
 closed pipe does not take, and nothing else.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

@@ -13,8 +13,6 @@ images with their predictions, marked as right or wrong; --attention adds a map 
 attends to. --sheet needs the extra `figures`.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import vitinit.begin  # noqa: F401
 

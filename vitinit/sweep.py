@@ -17,8 +17,6 @@ not: use the same --threads for runs that are to be compared.
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import vitinit.begin  # noqa: F401
 

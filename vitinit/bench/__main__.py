@@ -6,8 +6,6 @@
     python -m vitinit.bench memory --recipe deit_base swin_tiny --card-gib 24
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import vitinit.begin  # noqa: F401
 

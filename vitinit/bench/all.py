@@ -1,7 +1,5 @@
 """`bench all`: the machine, the checks of tests/gpu and every speed, in one report."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Images/s out of files, beside torchvision's pipeline, and whether they feed a step."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

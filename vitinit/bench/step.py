@@ -1,7 +1,5 @@
 """A training step's speed, beside a bare loop and the device's matrix rate, and its memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import suppress

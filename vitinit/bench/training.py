@@ -1,7 +1,5 @@
 """What benchmarks share: honest times, tables, and the run's own training on given tensors."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -4,8 +4,6 @@ The result for an image is the same, bit for bit, whatever batch it is in and wh
 All random numbers were drawn before (draw.py) and come with the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ Four test sets are for models that were trained on ImageNet-1K:
     ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress

@@ -12,8 +12,6 @@ were.
 `Augment` and `Mix` are the sections of a recipe with these names.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar

@@ -6,8 +6,6 @@ out (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is c
 followed, but each real folder is read once, as of the class that it lies in (README.md).
 """
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re

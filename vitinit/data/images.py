@@ -4,8 +4,6 @@ Images are (3, H, W) uint8 tensors whose memory is channels-last. The JPEG decod
 and torch's antialiased interpolation of uint8 is fastest with that layout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@ process (fork, the default on Linux before Python 3.14), or of a server process 
 the modules (forkserver, the default since, and where several processes train together).
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -17,8 +17,6 @@ The bits of an image's result do not depend on the batch or the device: all arit
 integers, or single floating-point operations, whose rounding IEEE 754 defines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -9,8 +9,6 @@ Images reach the device in one of three ways; there they are augmented and norma
 On a GPU the next micro-batch is prepared while the model still trains on the current one.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

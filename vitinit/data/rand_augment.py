@@ -5,8 +5,6 @@ apply it; both happen where the batch is loaded. `rand_augment` applies them on 
 three functions of operations.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

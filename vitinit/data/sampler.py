@@ -5,8 +5,6 @@ each in two ways: into groups that share a draw of mixup or cutmix, and into the
 all processes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Image i of a split is a pure function of (split, i). A shape is defined by a for
 whether the point (u, v), in units of the shape's radius, is inside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -6,8 +6,6 @@ A recipe states every key, so that `diff` shows how two experiments differ, but 
 have a default, keys that came later (`SINCE_12`), and `[distill]`, without which is no teacher.
 """
 
-from __future__ import annotations
-
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The data of a run: its images, this process's batches of them, and views for the model."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path

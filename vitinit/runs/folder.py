@@ -14,8 +14,6 @@
 Whole files are written by `save_atomically` and `write_text_atomically`, lines by `Lines.append`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ These get the rows of steps.jsonl and metrics.jsonl, as steps/loss, metrics/val_
 the number of steps done. Each has a thread of its own, and can neither end nor hold the run.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping

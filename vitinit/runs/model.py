@@ -1,7 +1,5 @@
 """The model of a run: built, initialised or read from a checkpoint, and wrapped to be trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,7 +109,7 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
     if processes.world_size > 1:
         forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
-        # Nothing but BatchNorm's statistics changes; before evaluation `Processes.share` sends them.
+        # Only BatchNorm's statistics change; before evaluation `Processes.share` sends them.
         forward.broadcast_buffers = False            # an argument that torch 2.14 deprecates
     if recipe.engine.compile:
         forward, measured = compiled(forward), [*map(compiled, measured)]

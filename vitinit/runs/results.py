@@ -4,8 +4,6 @@ The latter has groups over seeds, paired differences and Student's t. `python -m
 prints it, a sweep ends with it, and the page `report` shows it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

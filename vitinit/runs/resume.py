@@ -8,8 +8,6 @@ A finished run is done. A run goes on as it began: by its own recipe, of which o
 the machine may change, and with the same images. Results are never overwritten.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """What a run says before its first step: its parts in words, cautions, and a rehearsal."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The device: its name, peak rate and memory, copies to it, and running out of its memory."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

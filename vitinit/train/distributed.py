@@ -4,8 +4,6 @@ There are several under torchrun, or any launcher that sets RANK, WORLD_SIZE, LO
 MASTER_ADDR and MASTER_PORT. Alone, a process communicates with nobody here.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -9,8 +9,6 @@ kernels: nothing within a step waits for a value from the device. Only every ten
 (`STEPS_PER_ROW`) are the losses copied to the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

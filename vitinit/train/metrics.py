@@ -1,7 +1,5 @@
 """What is recorded of a run: progress, and a row per ten steps and per epoch."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Why training is slow: what it waits for, or what bounds its steps, in a line."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The state of training: everything that a step changes, saved and restored in one place."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
