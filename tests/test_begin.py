@@ -1,7 +1,5 @@
 """What a program does first: by a Python that imports vitinit.begin and nothing else."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
