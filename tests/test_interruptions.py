@@ -57,7 +57,7 @@ def closing_terminal(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 # micro-batches of 4, and 6 batches of evaluation.
 PHASES = {
     "before the first step": ("train_program", "train_epochs", 1, 0),
-    "decode": (sources.ImageFiles, "image", 30, 2),
+    "decode": (sources.ImageFiles, "image", 22, 2),      # once for both views
     "step": (engine, "update", 1, 3),
     "last step of an epoch": (engine, "update", 1, 4),
     "validation": (augment.ToDevice, "__call__", 3, 4),

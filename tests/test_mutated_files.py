@@ -214,10 +214,10 @@ class Kinds:
                 content = archive.read(part)
                 other.writestr(part, written(json.loads(content), random)
                                if part.filename.endswith("vitinit.json") else content)
-        teacher = program(path, self.recipe, torch.device("cpu"))
+        opened = program(path, self.recipe, torch.device("cpu"))
         assert all(type(value) is float and math.isfinite(value)
-                   for value in (*teacher.mean, *teacher.std)) and teacher.outputs == 3
-        assert teacher.classes is None or [*map(type, teacher.classes)] == [str] * 3
+                   for value in (*opened.teacher.mean, *opened.teacher.std)) and opened.outputs == 3
+        assert opened.classes is None or [*map(type, opened.classes)] == [str] * 3
 
     def bytes_of_a_checkpoint(self, random: Random) -> None:
         (self.fresh() / "last.pt").write_bytes(damaged((RUN / "last.pt").read_bytes(), random))

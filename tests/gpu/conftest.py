@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from outcomes import pytest_exception_interact, pytest_report_teststatus  # noqa: F401
 from small_models import SMALL
-from telling import pytest_exception_interact, pytest_report_teststatus  # noqa: F401
 from torch import Tensor, nn
 
 from vitinit import build_model, init_weights

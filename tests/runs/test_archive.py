@@ -81,7 +81,7 @@ def test_what_cannot_be_read_or_packed_is_one_line(tmp_path, packed, written_run
         path.write_bytes(wrong)
         with pytest.raises(CheckpointError, match=r"x\.tar\.xz: not an archive of runs \("):
             read_runs([path])
-    with pytest.raises(CheckpointError, match=r"none of the 3 run\(s\) in the archive has such a na"
+    with pytest.raises(CheckpointError, match=r"none of the 3 runs in the archive has such a na"
                        "me; it holds a-s1, a-s2, b-s10"):
         read_runs([tmp_path / "a-s1", packed / "c-*"])
     (tmp_path / "other").mkdir()
