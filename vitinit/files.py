@@ -42,7 +42,7 @@ class FileError(OneLineError):
 
 
 @contextmanager
-def in_one_line(path: Path, verb: str = "written") -> Iterator[None]:
+def in_one_line(path: Path | str, verb: str = "written") -> Iterator[None]:
     """A context that turns an error of the disk into FileError, which names the file."""
     try:
         yield
@@ -162,18 +162,27 @@ def require_no_links(folder: Path) -> None:
                                 "expected the file itself")
 
 
-def read_bytes(path: Path, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:
+def read_bytes(path: Path | str, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:
     """A file's contents, or `default` if there is none; FileError over `limit`, and for a pipe."""
     with in_one_line(path, "read"):
-        if default is not None and not path.exists():
+        try:
+            with open(path, "rb", buffering=0, opener=without_waiting) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise FileError(f"{path}: is a pipe or a device, expected a file")
+                if status.st_size > limit:
+                    raise FileError(f"{path}: has {status.st_size:,} bytes, expected a file of at "
+                                    f"most {limit:,}")
+                return file.readall()
+        except (FileNotFoundError, NotADirectoryError):
+            if default is None:
+                raise
             return default
-        file = path.stat()
-        if not stat.S_ISREG(file.st_mode) and not stat.S_ISDIR(file.st_mode):    # open refuses it
-            raise FileError(f"{path}: is a pipe or a device, expected a file")
-        if file.st_size > limit:
-            raise FileError(f"{path}: has {file.st_size:,} bytes, expected a file of at most "
-                            f"{limit:,}")
-        return path.read_bytes()
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe, too, without waiting for who writes to it (Windows has none)."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def parse_json(text: bytes) -> Any:

@@ -9,7 +9,6 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +73,7 @@ def decode_image(path: str, view: Callable[[Tensor], Any] = lambda image: image,
     """
     with room_for(path):
         try:
-            content = read_bytes(Path(path), limit=LARGEST_FILE)
+            content = read_bytes(path, limit=LARGEST_FILE)
         except ValueError as error:                  # a FileError, or of a zero byte in the name
             raise DataError(error if isinstance(error, FileError) else
                             f"{path}: cannot be read: {error}") from None
