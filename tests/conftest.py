@@ -1,7 +1,5 @@
 """Fixtures that several test files share: the programs as modules, small image folders and runs."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os
@@ -55,19 +53,17 @@ def train_program() -> ModuleType:
 
 
 class StopBefore(StopRequest):
-    """A stand-in for StopRequest: SIGTERM has come when the run looks for time `at`, from 0.
-
-    A run looks once before each step and at the end of the steps of an epoch, and likewise for the
-    batches of an evaluation.
-    """
+    """A stand-in for StopRequest: SIGTERM has come when the run looks for time `at`, from 0. A run
+    looks once before each step and at the end of the steps of an epoch, and likewise for the
+    batches of an evaluation."""
 
     def __init__(self, at: int) -> None:
         self.at, self.looks = at, 0
 
-    def __call__(self) -> StopBefore:
+    def __call__(self) -> "StopBefore":
         return self
 
-    def __enter__(self) -> StopBefore:
+    def __enter__(self) -> "StopBefore":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -121,11 +117,9 @@ def drawn_tree(tmp_path_factory) -> Callable[[tuple[int, int]], Path]:
 
 @pytest.fixture
 def image_tree(drawn_tree, tmp_path_factory, request) -> Path:
-    """train/ and val/: three classes of 17 and 7 noisy PNGs that differ in hue.
-
-    They have 10×14 pixels, or as an indirect parameter says. The folder is new in every test, and
-    always in the same place, so that runs on it are the same.
-    """
+    """train/ and val/: three classes of 17 and 7 noisy PNGs that differ in hue. They have 10×14
+    pixels, or as an indirect parameter says. The folder is new in every test, and always in the
+    same place, so that runs on it are the same."""
     place = tmp_path_factory.getbasetemp() / "place_of_images"
     shutil.rmtree(place, ignore_errors=True)
     return shutil.copytree(drawn_tree(getattr(request, "param", (10, 14))), place / "images")

@@ -1,7 +1,5 @@
 """A linter for the Markdown pages: each check yields what a page says that is not so."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os
@@ -46,7 +44,7 @@ class Page(NamedTuple):
         """The blocks of code in one language, such as "bash"; "" for blocks that name none."""
         return [code for found, code in FENCED.findall(self.text) if found == language]
 
-    def section(self, title: str) -> Page:
+    def section(self, title: str) -> "Page":
         """The part of the page under one heading of the second level."""
         _, found, rest = self.text.partition(f"\n## {title}\n")
         assert found, f"{self.name} has no section {title!r}"

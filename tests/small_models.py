@@ -1,7 +1,5 @@
-"""Small models of every family, and random values for their tensors.
-
-`SIZES` are for images of 20×28 pixels, for tests of inits.
-"""
+"""Small models of every family, and random values for their tensors. `SIZES` are for images of
+20×28 pixels, for tests of inits."""
 
 from typing import Any
 
@@ -65,10 +63,8 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def redraw(module: nn.Module, spread: float = 0.3, first: int = 0) -> nn.Module:
-    """New values for all parameters and running statistics, in float64; first: of the seeds.
-
-    The zeros and ones that layers start with would hide errors.
-    """
+    """New values for all parameters and running statistics, in float64; first: of the seeds. The
+    zeros and ones that layers start with would hide errors."""
     module.double()
     statistics = [(name, value) for name, value in module.named_buffers() if "running" in name]
     for seed, (name, value) in enumerate([*module.named_parameters(), *statistics], first):

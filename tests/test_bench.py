@@ -1,7 +1,5 @@
 """The measurements run and count what they claim to; how fast anything is, is not tested."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil
@@ -161,10 +159,8 @@ def test_after(number): pass
 
 def test_what_hangs_crashes_or_fails_leaves_a_report_all_the_same(monkeypatch, tmp_path, capsys,
                                                                   repository):
-    """On the terminal and in a file, of every check and every command. Each comes to its end.
-
-    A process that outlived its command would hold the GPU that the next one needs.
-    """
+    """On the terminal and in a file, of every check and every command. Each comes to its end. A
+    process that outlived its command would hold the GPU that the next one needs."""
     checks, left = tmp_path / "checks", tmp_path / "left"
     checks.mkdir()
     (checks / "test_it.py").write_text(CHECKS)

@@ -250,11 +250,9 @@ def test_another_resolution_and_crop(eval_program, image_tree, tmp_path, capsys)
 
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
         eval_program, straight, image_tree, tmp_path, monkeypatch, capsys):
-    """Two runs of one crop and batch size, that differ in std, and a third, on two sets.
-
-    All results equal those of separate evaluations. Where nothing can be kept, each run decodes.
-    Only the models at work are on the device. tests/runs/test_results.py has the table.
-    """
+    """Two runs of one crop and batch size, that differ in std, and a third, on two sets. All
+    results equal those of separate evaluations. Where nothing can be kept, each run decodes. Only
+    the models at work are on the device. tests/runs/test_results.py has the table."""
     folders = [straight(schedule__epochs="1", **changes) for changes in (
         {}, dict(data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"))]
     capsys.readouterr()

@@ -20,11 +20,9 @@ def setup(repository) -> configparser.ConfigParser:
 
 
 def as_in_a_wheel(setup: configparser.ConfigParser, repository: Path) -> dict[str, Path]:
-    """The files that a wheel contains, by their place in it, as setuptools collects them.
-
-    It takes the modules of each package that is listed, and its data by pattern; package_dir says
-    where a package lies, if not in the folder of its name. (The real wheel takes ten seconds.)
-    """
+    """The files that a wheel contains, by their place in it, as setuptools collects them. It takes
+    the modules of each package that is listed, and its data by pattern; package_dir says where a
+    package lies, if not in the folder of its name. (The real wheel takes ten seconds.)"""
     folders = dict(re.findall(r"(\S+) = (\S+)", setup["options"]["package_dir"]))
     found = {}
     for name in setup["options"]["packages"].split():
@@ -48,10 +46,8 @@ def test_a_wheel_contains_all_code_recipes_models_and_lessons(setup, repository)
 
 
 def test_an_installed_package_works_without_the_repository(setup, repository, tmp_path):
-    """Predictions need the trained model, lesson 3 the photographs. A sweep needs train.py.
-
-    An init for another trainer, which comes first, imports no data pipeline.
-    """
+    """Predictions need the trained model, lesson 3 the photographs. A sweep needs train.py. An init
+    for another trainer, which comes first, imports no data pipeline."""
     for name, path in as_in_a_wheel(setup, repository).items():
         (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "site" / name)

@@ -1,7 +1,5 @@
 """Imports have one direction: the rooms of the house, in the order in which one can build them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """Real signals in every phase of a run: the resumed run equals one that was never stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -158,8 +156,6 @@ def test_a_run_of_which_nothing_can_be_printed_is_the_same(train_program, small_
 
 
 # Two processes -----------------------------------------------------------------------------------
-
-
 def trained(arguments: list[str], stops: bool = False, kind: str = "") -> int:
     """Run in each of two processes: train.py; the second one has five batches of evaluation, and
     where it `stops` a signal comes in the second of them. kind: of a stream that takes nothing."""
@@ -190,9 +186,7 @@ def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image
 def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
         eval_program, small_run, straight, repository, tmp_path, capsys):
     """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step.
-
-    First with torchrun itself, and with workers; then without both.
-    """
+    First with torchrun itself, and with workers; then without both."""
     two, stopped, epochs = tmp_path / "two", tmp_path / "stopped", dict(schedule__epochs="2")
     one = straight(data__workers="1", **epochs)
     result = subprocess.run(

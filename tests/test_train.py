@@ -61,9 +61,7 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
 def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, straight,
                                                 tmp_path, monkeypatch, capsys):
     """At another resolution, from the moving average, with two heads, and the first as teacher.
-
-    When resumed, it does not read the weights again.
-    """
+    When resumed, it does not read the weights again."""
     second, teacher = tmp_path / "second", straight()
     first = shutil.copytree(teacher, tmp_path / "first")
     how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",

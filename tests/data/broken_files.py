@@ -118,9 +118,7 @@ def broken(content: bytes, rng: np.random.Generator, way: str) -> bytes:
 
 def broken_files(count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
     """`count` broken files as (name, content), through all formats, sizes and ways to break them.
-
-    File i depends only on (seed, i).
-    """
+    File i depends only on (seed, i)."""
     valid = [file for size in SIZES for file in valid_files(*size).items()]
     for number in range(count):
         name, content = valid[number % len(valid)]

@@ -238,8 +238,6 @@ def test_a_set_is_read_as_it_was_written(tmp_path, write, name, offline):
 
 
 # Image folders, ImageNet and its other test sets ----------------------------------------------
-
-
 def write_folders(root: Path, *names: str) -> Path:
     """An image in each of these files, of its own colours."""
     for number, name in enumerate(names):
@@ -382,8 +380,6 @@ def test_each_image_of_a_test_set_has_its_synset(tmp_path, name, folders):
 
 
 # What is missing or damaged -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, split, file", [
     ("cifar10", "val", "cifar-10-batches-py/val_0"), ("cifar100", "train", "cifar-100-python/meta"),
     ("stl10", "train", "stl10_binary/test_y.bin"), ("svhn", "val", "test_32x32.mat"),
@@ -444,8 +440,6 @@ def test_a_root_that_is_no_folder_is_one_line(root):
 
 
 # Downloads ------------------------------------------------------------------------------------
-
-
 def fetch(root: Path, asked, begun, go_on) -> None:
     """A process whose download appends its number to a file, unless the data is there already."""
     def lockf(*arguments: object, real=fcntl.lockf) -> None:

@@ -206,10 +206,8 @@ def test_crop_equals_slicing_the_zero_padded_image():
 
 @pytest.mark.parametrize("interpolation", TORCHVISIONS)
 def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation):
-    """Of any sizes. In floats, 135 / 0.54 is 249.99999999999997, and must not become 249.
-
-    Equal bit for bit with torch 2.15; an older torchvision used a kernel that rounds otherwise.
-    """
+    """Of any sizes. In floats, 135 / 0.54 is 249.99999999999997, and must not become 249. Equal bit
+    for bit with torch 2.15; an older torchvision used a kernel that rounds otherwise."""
     mode, rng = TORCHVISIONS[interpolation], np.random.default_rng(5)
     cases = [((307, 401), (224, 224), 0.875), ((389, 256), (224, 224), 0.875),
              ((250, 260), (135, 135), 0.54), ((90, 100), (63, 63), 0.7), ((32, 37), (32, 32), 1.0)]
@@ -287,8 +285,6 @@ def test_images_of_16_bits_are_cautioned_of_if_none_reaches_a_quarter_of_white(t
 
 
 # Orientation, and the two decoders of JPEG ----------------------------------------------------
-
-
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF"])
 def test_an_image_is_turned_as_its_exif_data_say(jpeg_decoder, file_format):
     exif = Image.Exif()
@@ -339,8 +335,6 @@ def test_a_torchvision_without_a_decoder_is_done_without(monkeypatch):
 
 
 # Damaged, dangerous and strange files ---------------------------------------------------------
-
-
 def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):
     """A crash ends the tests, and so does a file that takes a minute; a seed breaks the same files.
 

@@ -1,7 +1,5 @@
 """Loaders give the views and draws of the right samples, whatever their workers live through."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -53,8 +53,6 @@ def batches_of(plan, *, draws: Augmentation = DRAWS, rank: int = 0, repeats: int
 
 
 # Training -------------------------------------------------------------------------------------
-
-
 def all_steps(draws: Augmentation, world_size: int, max_batch: int, workers: int = 0,
               resident: bool = False, strided: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Images and targets of each step, of all processes, in the order of the global batch."""
@@ -135,8 +133,6 @@ def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step():
 
 
 # Images that are stored on the device ---------------------------------------------------------
-
-
 def test_a_cut_is_the_crop_of_the_image_wherever_the_window_lies():
     for height, width, flip in ((7, 7, True), (5, 11, False), (5, 11, True)):
         images = random_images(height, width).images
@@ -279,8 +275,6 @@ def test_the_budgets_are_the_bytes_of_this_process_share(folder, on_device, cach
 
 
 # Batches are prepared in a stream of their own, and the streams wait where they must ----------
-
-
 class Queue:
     """A stand-in for a CUDA stream that records what must have ended before each piece of work.
 

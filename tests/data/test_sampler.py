@@ -1,9 +1,5 @@
-"""Which process gets which image, and which images are mixed with which.
-
-The global batch and its mixing must not depend on the number of processes or on micro-batches.
-"""
-
-from __future__ import annotations
+"""Which process gets which image, and which images are mixed with which. The global batch and its
+mixing must not depend on the number of processes or on micro-batches."""
 
 import math
 from collections.abc import Iterator

@@ -79,11 +79,10 @@ def contents() -> Callable[[Path], tuple[dict[str, Any], np.ndarray]]:
 
 @pytest.fixture
 def in_browser(tmp_path) -> Iterator[Callable[[Path, str, str], Any]]:
-    """Opens a page at an address and returns what the body of an async function in it returns.
-
-    The function runs once the page has drawn itself, and its page may not write to the console. The
-    page is served by the test, which also waits for the answer. Skips the test without a browser.
-    """
+    """Opens a page at an address and returns what the body of an async function in it returns. The
+    function runs once the page has drawn itself, and its page may not write to the console. The
+    page is served by the test, which also waits for the answer. Skips the test without a
+    browser."""
     if BROWSER is None:
         pytest.skip("needs a browser (chromium)")
     answers: queue.Queue[bytes] = queue.Queue()

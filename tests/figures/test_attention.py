@@ -56,9 +56,7 @@ def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch)
 @pytest.mark.parametrize("init", ["default", "mimetic", "impulse", "deep_impulse"])
 def test_the_masses_are_those_on_the_inits_targets(sizes, init):
     """In order in every block for `impulse` and for inits without any; else on from block to block.
-
-    Of three heads, the first of block 0 alone has the offset (0, 0) if the offsets go on.
-    """
+    Of three heads, the first of block 0 alone has the offset (0, 0) if the offsets go on."""
     subject, = fresh(["quickstart"], [init], seed=None, sets=sizes[1::2])
     found = attention.mass_of(subject, None, 5)
     cells, goes_on = ordered_offsets(3), init == "deep_impulse"

@@ -64,11 +64,9 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
 @pytest.mark.parametrize("image_tree", [(13, 13)], indirect=True)        # so that it may be kept
 @pytest.mark.parametrize("way", WAYS)
 def test_batches_are_the_cpus_to_the_bit(train_program, image_tree, device, way):
-    """Whole batches on the device against pairs of images on the CPU, loaded one by one.
-
-    On a GPU, batches are prepared in a CUDA stream of their own. If the streams did not wait for
-    each other, memory would be read or overwritten too early.
-    """
+    """Whole batches on the device against pairs of images on the CPU, loaded one by one. On a GPU,
+    batches are prepared in a CUDA stream of their own. If the streams did not wait for each other,
+    memory would be read or overwritten too early."""
     matrix = torch.ones(4096, 4096, device=device) if device.type == "cuda" else torch.ones(1, 1)
     changes, ways = WAYS[way]
     sets = (*SETS, f"data.root={image_tree}", *changes)

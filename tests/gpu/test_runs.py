@@ -38,11 +38,9 @@ def apart(one: Path, other: Path, part: str = "") -> float:
 @pytest.mark.filterwarnings("ignore")                # of what cannot be deterministic
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
         cuda, train_program, small_run, tmp_path, stop_before, monkeypatch, record_property):
-    """To the bit, if two uninterrupted runs are equal here; else up to ten times as far apart.
-
-    On a CPU, test_interruptions.py does it at every step. Without deterministic algorithms a GPU
-    may sum in another order in every run, so that rounding differs.
-    """
+    """To the bit, if two uninterrupted runs are equal here; else up to ten times as far apart. On a
+    CPU, test_interruptions.py does it at every step. Without deterministic algorithms a GPU may sum
+    in another order in every run, so that rounding differs."""
     whole, stopped, again = (tmp_path / name for name in ("whole", "stopped", "again"))
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

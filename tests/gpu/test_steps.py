@@ -32,11 +32,9 @@ def in_float32():
 
 @pytest.fixture
 def gradients(device, batch_of, drop_path_of):
-    """Computes the gradients of one step of the engine, in float64 on the CPU, and its loss.
-
-    A step of plain SGD with learning rate 1 subtracts the gradient, so it is the difference of the
-    weights.
-    """
+    """Computes the gradients of one step of the engine, in float64 on the CPU, and its loss. A step
+    of plain SGD with learning rate 1 subtracts the gradient, so it is the difference of the
+    weights."""
     def compute(model: nn.Module, on: torch.device = device, dtype: torch.dtype = torch.float32, *,
                 amp: str = "off", wrap=lambda model: model, channels_last: bool = False,
                 micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
@@ -126,8 +124,6 @@ def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of
 
 
 # DistributedDataParallel ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def process_group(device):
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
@@ -175,8 +171,6 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
 
 
 # Attention in windows -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("amp, bound", [("off", 1e-5), ("bf16", 0.03), ("fp16", 0.005)])
 @pytest.mark.parametrize("side, shifted, backend", [
     (4, False, ""), (8, False, ""), (8, True, ""), (8, True, "aot_eager")])
@@ -235,15 +229,11 @@ def test_attention_is_the_plain_product(device, record_property, amp, bound):
 
 
 # fp16, the moving average, evaluation ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_a_step_whose_fp16_gradients_overflow_is_skipped(a_vit, device, batch_of, drop_path_of,
                                                          optimiser):
-    """Weights, moments and moving average stay the same to the bit, the scale halves.
-
-    The next step, at a lower scale, is made.
-    """
+    """Weights, moments and moving average stay the same to the bit, the scale halves. The next
+    step, at a lower scale, is made."""
     model, part = a_vit.to(device), batch_of(device=device)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**40)
     state = state_of(model, OPTIMISERS[optimiser](model), scaler=scaler,
@@ -301,8 +291,6 @@ def test_evaluation_counts_as_the_cpu_does(small_model, cuda, batch_of):
 
 
 # Time, waiting, memory ------------------------------------------------------------------------
-
-
 def test_the_engines_seconds_are_those_of_a_clock_outside(cuda, record_property):
     """Which is read when the device is idle; so the images/s that a run reports are no illusion."""
     model = build_model("vit_tiny", num_classes=CLASSES, image_size=64, depth=3).to(cuda)

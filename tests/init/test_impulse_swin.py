@@ -36,11 +36,8 @@ def without_content(model: nn.Module) -> nn.Module:
 
 
 def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
-    """(N, N): the softmax over what each token sees on the unshifted map, token by token.
-
-    Row r sees row s if ⌊(r − shift) / w⌋ is the same for both; it is −1 for the rows that wrap
-    around.
-    """
+    """(N, N): the softmax over what each token sees on the unshifted map, token by token. Row r
+    sees row s if ⌊(r − shift) / w⌋ is the same for both; it is −1 for the rows that wrap around."""
     (height, width), tokens = block.grid, block.window[0] * block.window[1]
     strength = mass * (tokens - 1) / (1.0 - mass)                        # e^β
 

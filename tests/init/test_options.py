@@ -1,8 +1,6 @@
 """Every init of every family: it can be trained, and options of any value are finite weights or a
 line."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import random

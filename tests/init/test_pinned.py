@@ -1,16 +1,12 @@
 """Weights must not change unnoticed: every init on small models, and on the shapes of the recipes.
-
 What is pinned can be reproduced on other machines. Weights are equal to the bit only with equal
 kernels; with another number of threads single factors change sign, but the products Q·Kᵀ and V·proj
 do not. So three things are pinned per model, each as a projection on fixed directions and a norm:
 Q·Kᵀ of all heads, V·proj of all heads, and all other tensors. The tolerance is 1e-4 of the norm.
 The largest difference between one thread and two is 1.7e-5 of it (Q·Kᵀ of ViT-B's impulse; V·proj
 2.6e-6, the rest 1.1e-14; torch 2.15.0, two cores of a shared x86-64 server). Kernels without AVX
-pass, too.
-
-`python tests/init/test_pinned.py` rewrites pinned_weights.json, which is right only if an init's
-weights were meant to change.
-"""
+pass, too. `python tests/init/test_pinned.py` rewrites pinned_weights.json, which is right only if
+an init's weights were meant to change."""
 
 import inspect
 import json

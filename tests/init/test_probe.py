@@ -17,8 +17,6 @@ IMAGES = torch.randn(5, 3, 20, 28, generator=seeded(1))
 
 
 # Attentions that compute something else --------------------------------------------------------
-
-
 class Attention(OtherAttention):
     """One that has the attributes of timm's, and does something else with Q, K and logits."""
 
@@ -110,8 +108,6 @@ def test_a_swins_windows_and_bias_are_compared(kind):
 
 
 # Which token is which patch --------------------------------------------------------------------
-
-
 class Plain(nn.Module):
     """vit-pytorch's kind of ViT: no attribute says the size of images or the grid."""
 
@@ -170,8 +166,6 @@ def test_a_stem_of_several_convolutions_is_seen_by_what_moves_with_the_patches()
 
 
 # Recognition ------------------------------------------------------------------------------------
-
-
 def test_a_stack_that_is_known_in_part_is_refused():
     model = OtherViT("timm")
     put(model.blocks[1].attn, "key_value", model.blocks[1].attn.qkv)
@@ -269,8 +263,6 @@ def test_the_one_model_of_a_lightning_module():
 
 
 # What a probe leaves behind ---------------------------------------------------------------------
-
-
 class Counting(OtherViT):
     def __init__(self) -> None:
         super().__init__("timm")

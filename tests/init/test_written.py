@@ -1,7 +1,5 @@
 """Every init writes what its docstring lists alone, and refuses options before it draws."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

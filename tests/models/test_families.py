@@ -49,8 +49,6 @@ def drawn_images(batch: int = 3, height: int = 12, width: int = 20) -> torch.Ten
 
 
 # Features: held against hooks on the modules that make them -----------------------------------
-
-
 @each_family
 @torch.no_grad()
 def test_features_are_what_leaves_the_blocks_and_enters_the_head(family):
@@ -136,8 +134,6 @@ def test_images_of_another_size_or_shape_are_one_line(family):
 
 
 # Precision, compiling, exporting, full size ---------------------------------------------------
-
-
 @one_of_each
 @torch.no_grad()
 def test_a_model_in_half_precision_is_near_itself(family):
@@ -189,8 +185,6 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
 
 
 # Names and sizes, as in checkpoints -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, options, parameters, digest", [
     ("vit_tiny", {}, 5_717_416, "1d65166950a3"),
     ("vit_tiny_distilled", {}, 5_910_800, "65c9f7da3355"),
@@ -215,10 +209,8 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
 ])
 def test_names_and_sizes_are_those_of_checkpoints(name, options, parameters, digest):
     """The number of parameters, as published, and all names and shapes of the state dict in order.
-
     The names and shapes were found equal to timm's, where timm has the model. Of the other ViTs the
-    cards of DeiT's recipes state the numbers of parameters.
-    """
+    cards of DeiT's recipes state the numbers of parameters."""
     size = 32 if MODELS[name][1]["patch_size"] == 2 else 224
     with torch.device("meta"):                       # shapes and no values
         model = vitinit.build_model(name, num_classes=1000, image_size=size, **options)

@@ -42,8 +42,6 @@ def set_refusal(*texts: str) -> str:
 
 
 # The recipes that come with the project -------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_recipe_is_read_as_it_is_written_and_written_as_it_is_read(path, tmp_path):
     """It states all keys in one order; options that it does not state have their defaults."""
@@ -154,8 +152,6 @@ def test_the_families_at_32_pixels_train_by_the_command_of_arxiv_2404_01139s_cod
 
 
 # What a recipe is -----------------------------------------------------------------------------
-
-
 def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
     names = typing.get_args(typing.get_type_hints(sections.DataSection)["name"])
     assert names == tuple(datasets.DATA_SETS)
@@ -179,8 +175,6 @@ def test_other_ways_to_write_a_value():
 
 
 # What a recipe refuses ------------------------------------------------------------------------
-
-
 def test_a_wrong_table_is_refused_with_the_nearest_right_one(tmp_path):
     path = tmp_path / "trial.toml"
     for old, new, words in [
@@ -331,8 +325,6 @@ def test_values_that_contradict_each_other_are_refused_up_to_the_edge(wrong, rig
 
 
 # --set ----------------------------------------------------------------------------------------
-
-
 def test_set_takes_toml_and_bare_words():
     for text, key, value in [
             ("run.seed = 3", "run.seed", 3), ("optim.base_lr=1e-3", "optim.base_lr", 1e-3),
@@ -395,8 +387,6 @@ def test_what_set_gets_wrong_is_named_with_what_was_written():
 
 
 # Writing and reading back ---------------------------------------------------------------------
-
-
 def test_awkward_folders_and_values_write_back_to_equal_ones(tmp_path):
     path = tmp_path / "quickstart.toml"
     for text in ('say "cheese"', "back\\slash", "\\n", "ümläut ☃ 図 😀", "two\nlines", "a\ttab", "'",

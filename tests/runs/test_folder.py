@@ -1,7 +1,5 @@
 """The run folder: its lines and checkpoints, how the run was started, and who writes to it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -177,8 +175,6 @@ def test_the_commit_counts_changes_of_tracked_files_alone(tmp_path, monkeypatch)
 
 
 # The lock, which ends with its process, however that ends ----------------------------------------
-
-
 def forked(action: Callable[[], None]) -> int:
     """Fork a child that does `action` and then waits to be killed; return its process id."""
     ready, written = os.pipe()

@@ -1,7 +1,5 @@
 """The page of vitinit/runs names every file and column, and its programs and its script run."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

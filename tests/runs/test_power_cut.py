@@ -126,10 +126,8 @@ def _left(synced: bytes, now: bytes, share: float) -> bytes:
 
 @pytest.fixture
 def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[Disk, list]:
-    """The record of a run of 12 steps that is stopped after the ninth and resumed.
-
-    Also, for each last.pt that was saved, the number of events by then and its step.
-    """
+    """The record of a run of 12 steps that is stopped after the ninth and resumed. Also, for each
+    last.pt that was saved, the number of events by then and its step."""
     folder, saved = tmp_path / "run", []
     with monkeypatch.context() as patch:
         disk, real = Disk(folder, patch), RunFolder.save

@@ -1,7 +1,5 @@
 """Agreement between processes: alone, and in two real processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

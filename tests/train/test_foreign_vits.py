@@ -1,7 +1,5 @@
 """ViT checkpoints of other projects: the same function here, or a one-line error that says why not.
-
-Each original is written out, from the forward pass of its paper or repository, in float64.
-"""
+Each original is written out, from the forward pass of its paper or repository, in float64."""
 
 from pathlib import Path
 
@@ -66,9 +64,7 @@ def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_features_and_outputs_are_the_originals(name):
     """Token maps after each block, tokens before the patches, what the classifier reads, logits.
-
-    Also on a grid that is not square, where only the model tells which tokens have positions.
-    """
+    Also on a grid that is not square, where only the model tells which tokens have positions."""
     layout, has_head = LAYOUTS[name], LAYOUTS[name].get("head", True)
     for grid in ((5, 5), (3, 11)):
         tensors, blocks = theirs(name, grid), []

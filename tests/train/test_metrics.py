@@ -62,10 +62,8 @@ def simple_vit_flops(tokens: int, width: int, inner: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("reads", ["content", "position"])
 def test_flops_are_those_of_the_products_that_the_formulas_name(reads):
-    """Four heads of 5 channels each; the width of the residual stream is 28.
-
-    Queries and keys that depend on positions alone are computed once for all images of a batch.
-    """
+    """Four heads of 5 channels each; the width of the residual stream is 28. Queries and keys that
+    depend on positions alone are computed once for all images of a batch."""
     model = build_model("simple_vit", num_classes=7, image_size=20, patch_size=4, embed_dim=28,
                         depth=2, num_heads=4, head_dim=5, mlp_ratio=1.0, reads=reads,
                         input_pos_embed=reads == "content")

@@ -1,7 +1,5 @@
 """A run whose one part is slowed down says which, and what it advises would be enough."""
 
-from __future__ import annotations
-
 import math
 import time
 
