@@ -140,22 +140,16 @@ def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
         assert not isinstance(built(fault), OneLineError)
 
 
-def test_a_line_shows_what_it_quotes():
+def test_a_line_shows_what_it_quotes_and_if_long_loses_its_middle_or_end():
     for text, shown in (("train/ant 1/ü–日本.jpg: gone", "train/ant 1/ü–日本.jpg: gone"),
                         ("a\nb\r\tc \\", r"a\nb\r\tc \ "[:-1]), ("\x1b[2J\u202e", r"\x1b[2J\u202e"),
                         (os.fsdecode(b"caf\xe9.jpg"), r"caf\udce9.jpg")):
         assert one_line(text) == shown == one_line(one_line(text))
-
-
-def test_a_long_line_loses_its_middle():
     text = "start" + "x" * 5000 + "end"
     shown = one_line(text)
     assert len(shown) == LONGEST and shown.startswith("startx") and shown.endswith("xend")
     assert one_line("abcdefgh", longest=5) == "ab…gh"
     assert one_line("abcde", longest=5) == "abcde"
-
-
-def test_what_another_library_says_is_brief():
     essay = "Weights only load failed.\n\n\tIt can \x1b[1mstill\x1b[0m be loaded " + "so " * 99
     shown = in_brief(essay)
     assert shown.startswith(r"Weights only load failed. It can \x1b[1mstill\x1b[0m be loaded so so")

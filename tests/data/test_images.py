@@ -161,8 +161,7 @@ def test_too_little_memory_names_the_image(tmp_path, monkeypatch):
             assert refused(DataError, decode_image, str(path), view) == (
                 f"{path}: too little memory to read it ({reason})")
     monkeypatch.setattr(images, "resize", Mock(side_effect=RuntimeError("a mistake")))
-    with pytest.raises(RuntimeError, match="a mistake"):
-        decode_image(str(path), view)
+    assert "a mistake" in refused(RuntimeError, decode_image, str(path), view)
 
 
 @pytest.mark.parametrize("interpolation", PILLOWS)

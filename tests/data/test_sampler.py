@@ -37,7 +37,8 @@ def plans(count: int = 60) -> Iterator[tuple[BatchPlan, int]]:
                            strided=bool(rng.integers(2))), max_batch
 
 
-def test_micro_batches_are_the_largest_that_divide_into_pairs_and_each_image_is_in_one():
+def test_micro_batches_are_the_largest_that_divide_and_partners_mirrored_images_of_a_group():
+    """The definition: group g is every G-th image from g on, and is mixed with itself reversed."""
     for plan, max_batch in plans():
         unit, share = min(plan.group, 2), plan.global_batch // plan.world_size
         assert plan.micro_batch_size == max(
@@ -46,16 +47,11 @@ def test_micro_batches_are_the_largest_that_divide_into_pairs_and_each_image_is_
         positions = micro_batches(plan)
         assert sorted(sum(sum(positions, []), [])) == list(range(plan.global_batch))
         assert {len(one) for process in positions for one in process} == {plan.micro_batch_size}
-
-
-def test_partners_are_the_mirrored_images_of_a_group_and_opposite_each_other():
-    """The definition: group g is every G-th image from g on, and is mixed with itself reversed."""
-    for plan, _ in plans():
         images = list(range(plan.global_batch))
         groups = [images[first::plan.groups] for first in range(plan.groups)]
         partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
-        for positions in sum(micro_batches(plan), []):
-            assert plan.group == 1 or [partner[image] for image in positions] == positions[::-1]
+        for part in sum(positions, []):
+            assert plan.group == 1 or [partner[image] for image in part] == part[::-1]
 
 
 def test_pairs_of_a_micro_batch_are_neighbours_or_as_far_apart_as_can_be():

@@ -77,12 +77,18 @@ def test_each_real_folder_is_read_once_as_of_the_class_that_it_lies_in(
             item for item in expected.items() if item[1]]
 
 
-def test_a_link_to_another_class_is_no_class(tmp_path):
+def test_a_folder_without_images_or_that_cannot_be_listed_is_one_line(tmp_path):
     tree(tmp_path, "a/1.png", "b/2.png")
     (tmp_path / "c").symlink_to("a")
     line = refusal(ImageFolder, tmp_path)
     assert line.startswith(f"{tmp_path / 'c'}: no image in this class; ")
     assert line.endswith(f"left out: 1 read elsewhere in {tmp_path}")
+    tree(root := tmp_path / "root", "a/1.HEIF", "a/2.heif", "b/1.jpg")
+    for line in (refusal(ImageFolder, root), refusal(LooseImages, root / "a", 3)):
+        assert f"left out: 2 .heif in {root}" in line and line.endswith(HEIF_REMEDY)
+    for folder in ("missing", "a/1.png", "x" * 300):
+        for function in (ImageFolder, lambda path: LooseImages(path, 3)):
+            assert refusal(function, tmp_path / folder).startswith(f"{tmp_path / folder}: ")
 
 
 def test_what_is_left_out_is_counted_by_suffix(tmp_path):
@@ -96,19 +102,6 @@ def test_what_is_left_out_is_counted_by_suffix(tmp_path):
     assert found == Counter({".heic": 2, ".mov": 1, "without suffix": 1})
     assert in_words(Counter({".b\n": 5}), "x") == "left out: 5 .b in x"
     assert in_words(Counter(), "x") == ""
-
-
-def test_a_folder_of_nothing_else_says_how_to_convert_it(tmp_path):
-    tree(tmp_path, "a/1.HEIF", "a/2.heif", "b/1.jpg")
-    for line in (refusal(ImageFolder, tmp_path), refusal(LooseImages, tmp_path / "a", 3)):
-        assert f"left out: 2 .heif in {tmp_path}" in line and line.endswith(HEIF_REMEDY)
-
-
-def test_a_folder_that_cannot_be_listed_is_one_line(tmp_path):
-    tree(tmp_path, "a/1.jpg")
-    for folder in ("missing", "a/1.jpg", "x" * 300):
-        for function in (ImageFolder, lambda path: LooseImages(path, 3)):
-            assert refusal(function, tmp_path / folder).startswith(f"{tmp_path / folder}: ")
 
 
 def test_loose_images_are_the_first_of_any_folders_and_have_one_class(tmp_path):

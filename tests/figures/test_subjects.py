@@ -62,7 +62,7 @@ def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run)
     assert names == ["trial, epoch 0"] * 2           # several runs are named by their folders
 
 
-def test_photographs_are_normalised_evaluation_views(image_tree):
+def test_photographs_are_normalised_evaluation_views_and_shapes_are_drawn(image_tree):
     subject, = fresh(["deit_tiny"], [None], seed=0, sets=["data.image_size=32",
                                                           "model.options.depth=1"])
     images = photographs(image_tree / "val", 5, subject.recipe)
@@ -72,9 +72,6 @@ def test_photographs_are_normalised_evaluation_views(image_tree):
         view = resize_and_centre_crop(decode_image(str(path)), (32, 32), 0.875, "bicubic")
         expected = (view / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
         torch.testing.assert_close(image, expected)
-
-
-def test_images_of_shapes_are_drawn():
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
     drawn, _ = shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 2))
     torch.testing.assert_close(photographs(None, 3, subject.recipe)[2],

@@ -136,30 +136,19 @@ def test_images_of_another_size_or_shape_are_one_line(family):
 # Precision, compiling, exporting, full size ---------------------------------------------------
 @one_of_each
 @torch.no_grad()
-def test_a_model_in_half_precision_is_near_itself(family):
+def test_in_half_precision_compiled_to_one_graph_or_exported_for_any_batch_a_model_is_the_same(
+        family):
     full = built(family)(drawn_images())
     half = built(family).bfloat16()(drawn_images().bfloat16())
     assert half.dtype == torch.bfloat16 and 0 < (half - full).norm() / full.norm() < 0.06
-
-
-@one_of_each
-@torch.no_grad()
-def test_a_compiled_model_is_one_graph_also_where_it_returns_features(family):
     torch._dynamo.reset()
     model = built(family)
 
     class Chosen(nn.Module):
         def forward(self, images):                   # as the model does, for two blocks
             return model.classify(model.features(images, blocks=[0, -1]))
-
     logits = torch.compile(Chosen(), fullgraph=True, backend="eager")(drawn_images())
     torch.testing.assert_close(logits, model(drawn_images()), rtol=0, atol=1e-6)
-
-
-@one_of_each
-@torch.no_grad()
-def test_an_exported_model_takes_any_batch(family):
-    model = built(family)
     program = torch.export.export(model, (drawn_images(),), strict=False,
                                   dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
     for images in map(drawn_images, (1, 7)):

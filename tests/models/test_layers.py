@@ -73,16 +73,13 @@ def test_the_named_views_are_the_layout_that_forward_uses():
     torch.testing.assert_close(attention(x), output)
 
 
-def test_drop_path_scales_are_zero_or_the_inverse_survival_rate_with_mean_one():
+def test_drop_path_scales_are_zero_or_the_inverse_survival_rate_and_keep_the_precision():
     drop_path = draw_drop_path([0.0, 0.2, 0.5], 20_011, np.random.default_rng(0))
     assert drop_path.shape == (3, 20_011) and drop_path.dtype == torch.float32
     assert (drop_path[0] == 1).all()
     assert set(drop_path[1].unique().tolist()) == {0.0, 1.25}
     assert (drop_path == 0).double().mean(1).tolist() == pytest.approx([0, .2, .5], abs=.01)
     assert drop_path.mean(1).tolist() == pytest.approx([1, 1, 1], abs=.02)
-
-
-def test_drop_path_scales_do_not_change_a_branchs_precision():
     x = torch.ones(3, 2, 5, dtype=torch.bfloat16)
     assert add_branch(x, x, torch.tensor([0.0, 1.0, 1.25])).dtype == torch.bfloat16
 

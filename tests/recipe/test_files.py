@@ -157,7 +157,7 @@ def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
     assert names == tuple(datasets.DATA_SETS)
 
 
-def test_a_recipe_is_frozen():
+def test_a_recipe_is_frozen_and_takes_one_number_for_a_square_and_integers_for_numbers():
     recipe = with_sets()
     for place in (recipe, *(getattr(recipe, title) for title in SECTIONS)):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -165,10 +165,6 @@ def test_a_recipe_is_frozen():
     for options in (recipe.model.options, recipe.init.options):
         with pytest.raises(TypeError):
             options["rank"] = 5
-
-
-def test_other_ways_to_write_a_value():
-    """One number for a square, and integers for numbers."""
     recipe = with_sets("data.image_size=36", "optim.weight_decay=1", "data.mean=[0, 0.5, 1]")
     assert recipe.data.image_size == (36, 36) and recipe.data.mean == (0.0, 0.5, 1.0)
     assert type(recipe.optim.weight_decay) is float
@@ -273,16 +269,13 @@ def bounds_in(kind) -> list[Bounds | None]:
     return [bounds for part in dict.fromkeys(typing.get_args(kind)) for bounds in bounds_in(part)]
 
 
-def test_every_number_of_a_recipe_has_bounds():
-    """A number without bounds would be infinite in float32, or overflow a C integer, say."""
+def test_every_number_has_bounds_and_none_is_beyond_all_floats():
+    """A number without bounds would be infinite in float32, or overflow a C integer, say. From
+    Python; of a text, the parser of TOML takes no number as long."""
     unbounded = [f"{title}.{key}" for title, section in SECTIONS.items()
                  for key, kind in typing.get_type_hints(section, include_extras=True).items()
                  if None in bounds_in(kind)]
     assert unbounded == []
-
-
-def test_an_integer_beyond_all_floats_is_refused():
-    """From Python; of a text, the parser of TOML takes no number as long."""
     for changes in ([Override("optim.base_lr", 10**399, "here")],
                     [Override("optim.base_lr", f"1{'0' * 399}", "here")]):
         message = refusal(load_recipe, QUICKSTART, changes)

@@ -46,16 +46,8 @@ def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tm
     assert box.rows[-1]["val_top1"] > 90.0 > max(tops.values()) == tops["deep_impulse-muon"]
 
 
-def test_a_recipe_starts_from_it_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = load_recipe("cifar10_small", overrides(
-        data_dir="data", sets=["init.checkpoint=cifar10_small"]))
-    start, head = fine_tune(build(recipe), recipe, CLASSES)
-    assert start.startswith("start   cifar10_small: ")
-    assert head == "head    10 of 10 rows by class name, 0 as drawn"
-
-
-def test_it_is_called_by_its_name(eval_program, tmp_path, monkeypatch, capsys):
+def test_it_is_called_by_its_name_and_a_recipe_starts_from_it(
+        eval_program, tmp_path, monkeypatch, capsys):
     """Wherever one is, and not by the absolute path of the folder that it is in. What it predicts
     is on the README, whose test runs it."""
     monkeypatch.chdir(tmp_path)
@@ -65,3 +57,9 @@ def test_it_is_called_by_its_name(eval_program, tmp_path, monkeypatch, capsys):
     assert next(trained.model.parameters()).dtype == torch.float32
     assert eval_program.main(["cifar10_small", "--data", "shapes"]) == 2
     assert capsys.readouterr().err.endswith("; the model is cifar10_small/last.pt\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("cifar10_small", overrides(
+        data_dir="data", sets=["init.checkpoint=cifar10_small"]))
+    start, head = fine_tune(build(recipe), recipe, CLASSES)
+    assert start.startswith("start   cifar10_small: ")
+    assert head == "head    10 of 10 rows by class name, 0 as drawn"

@@ -239,10 +239,18 @@ def test_pixels_that_are_scaled_or_resized_otherwise_are_read_or_refused(their_f
         vitinit.load(folder)
 
 
-def test_labels_without_names_are_numbers(their_folder):
-    """transformers writes id2label only where it is not its default, of two labels."""
+def test_labels_without_names_are_numbers_and_positions_those_of_the_size_that_is_stated(
+        their_folder):
+    """transformers writes id2label only where it is not its default, of two labels. As many patches
+    may be of another grid, which only the file shows."""
     trained = vitinit.load(their_folder("ViT", id2label={}, num_labels=CLASSES))
     assert trained.classes == tuple(map(str, range(CLASSES)))
+    folder = their_folder("ViT", image_size=[PATCH, 9 * PATCH])
+    assert vitinit.load(folder).model.grid == (1, 9)
+    recipe = load_recipe("deit_tiny", overrides(sets=[
+        *OPTIONS, SAME_EPS, f"init.checkpoint={folder}"]))
+    start, *_ = fine_tune(build(recipe), recipe)
+    assert "pos_embed 1×9 → 3×3 resized" in start
 
 
 def test_names_of_other_functions_are_traps_as_whole_words(tmp_path):
@@ -324,16 +332,6 @@ def test_a_runs_own_recipe_is_compared_too_and_what_it_says_of_itself_is_checked
     state["recipe"]["model"]["options"]["num_heads"] += 1
     torch.save(state, tmp_path / "a.pt")
     assert "a.pt: num_heads is " in refused(ValueError, fine_tune, build(recipe), recipe)
-
-
-def test_positions_are_those_of_the_size_that_a_file_states(their_folder):
-    """As many patches may be of another grid, which only the file shows."""
-    folder = their_folder("ViT", image_size=[PATCH, 9 * PATCH])
-    assert vitinit.load(folder).model.grid == (1, 9)
-    recipe = load_recipe("deit_tiny", overrides(sets=[
-        *OPTIONS, SAME_EPS, f"init.checkpoint={folder}"]))
-    start, *_ = fine_tune(build(recipe), recipe)
-    assert "pos_embed 1×9 → 3×3 resized" in start
 
 
 def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(capsys):

@@ -101,7 +101,7 @@ def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
     assert matrix_rate(torch.device("cuda")) is None
 
 
-def test_the_epochs_line_fits_a_terminal():
+def test_the_epochs_line_fits_a_terminal_and_notes_take_the_place_of_what_is_known():
     row = dict.fromkeys(METRICS) | {"epoch": 3, "train_loss": 2.0, "images_per_second": 51.24}
     assert epoch_line(row, 10) == "epoch  3/10  loss 2.000  51.24 img/s"
     row |= {"val_loss": 10.5, "val_top1": 100.0, "val_top5": 90.0, "ema_top1": 51.25,
@@ -109,6 +109,10 @@ def test_the_epochs_line_fits_a_terminal():
     line = epoch_line(row, 100)
     assert line == "epoch   3/100  loss 2.000  val 10.500  top-1 100.00 %  EMA 51.25 %  51241 img/s"
     assert len(line) <= 80
+    lines = [f"{title:8}x" for title in ("recipe", "data", "root", "model", "init", "start", "head",
+                                         "teacher", "batch", "steps", "lr", "run")]
+    assert [line.split()[0] for line in at_a_glance(lines, "there")] == [
+        "recipe", "data", "model", "start", "head", "teacher", "steps", "run"]
 
 
 def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, small_run, tmp_path,
@@ -131,10 +135,3 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, sma
     resumed = capsys.readouterr().out.splitlines()
     assert resumed[:-3] == [*(line for line in whole[:-12] if not line.startswith("mass")),
                             f"run     {folder}, resumed at step 0", *whole[-11:]]
-
-
-def test_more_notes_take_the_place_of_what_is_known_anyway():
-    lines = [f"{title:8}x" for title in ("recipe", "data", "root", "model", "init", "start", "head",
-                                         "teacher", "batch", "steps", "lr", "run")]
-    assert [line.split()[0] for line in at_a_glance(lines, "there")] == [
-        "recipe", "data", "model", "start", "head", "teacher", "steps", "run"]

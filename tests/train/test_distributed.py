@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import in_two_processes
+from refused import refused
 
 from vitinit import run
 from vitinit.bench import training
@@ -203,9 +204,7 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
             if not words:
                 assert distributed.start().world_size == 1
                 continue
-            with pytest.raises(LaunchError, match=words) as caught:
-                distributed.start()
-            assert "\n" not in str(caught.value)
+            assert re.search(words, refused(LaunchError, distributed.start))
 
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "used"}
