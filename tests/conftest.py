@@ -128,12 +128,10 @@ def image_tree(drawn_tree, tmp_path_factory, request) -> Path:
 @pytest.fixture
 def small_run(image_tree: Path) -> Callable[..., list[str]]:
     """Arguments of train.py for a run of a few seconds on `image_tree`: 3 epochs of 4 steps.
-
     Everything that could go wrong on resume is on: every augmentation, two views per image,
     accumulation over three micro-batches, EMA with warm-up, clipping, stochastic depth, weights
     that Muon trains beside those of AdamW. Mixing has three groups of four images per step. eps is
-    large for the reason given in train/test_engine.py.
-    """
+    large for the reason given in train/test_engine.py."""
     sets = {
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
         "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
@@ -183,10 +181,8 @@ def straight(train_program, small_run, runs_made) -> Callable[..., Path]:
 @pytest.fixture
 def written_run(tmp_path: Path) -> Callable[..., Path]:
     """Writes the small files of a run that did not take place, with a line of metrics per top-1.
-
     epochs: the number of epochs in the recipe, by default the number of lines.
-    start: further entries of run.json.
-    """
+    start: further entries of run.json."""
     def write(name: str, tops: list[float | None], *, emas: list[float | None] | None = None,
               epochs: int | None = None, seed: int = 0, init: str = "default",
               recipe: str = "quickstart", seconds: float = 3.0, start: dict | None = None,

@@ -27,12 +27,10 @@ class Ended(NamedTuple):
 
 class Fork:
     """A process that calls a function; what that returns and prints is in files in `folder`.
-
     method: "fork" copies this process, which may hold threads. Where one has run a backward pass
         on a fake device, a fork can run none; "forkserver" copies one that has only imported
         vitinit.run, and takes a function that can be pickled.
-    environment: variables that are set there alone.
-    """
+    environment: variables that are set there alone."""
 
     def __init__(self, function: Callable[[], Any], folder: Path, method: str = "fork",
                  **environment: str) -> None:

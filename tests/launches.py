@@ -10,11 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 class Launches(TorchDispatchMode):
     """Counts PyTorch's operations inside `with Launches() as launches:`.
-
     by_name: number of calls of each operation except views, which give a device nothing to do. Most
         of these operations launch one kernel, some none, and some two or three.
-    uploads, downloads: number of copies from the host to another device, and back.
-    """
+    uploads, downloads: number of copies from the host to another device, and back."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,6 @@ def test_ctrl_c_says_nothing_before_the_program_runs_and_one_line_then(repositor
 
 @pytest.mark.parametrize("shell", ["<&- >&- 2>&-", "2>&-", ">&-"])
 def test_a_stream_that_is_closed_is_none_of_a_runs_files(shell, repository, tmp_path):
-    """Children have the null device, too."""
     code = ("file = open(os.environ['FILE'], 'wb')\n"
             "print('printed'); print('said', file=sys.stderr)\n"
             "for number in 1, 2: os.write(number, b'by C, ')\n"

@@ -28,7 +28,6 @@ def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
 
 
 def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, monkeypatch, capsys):
-    """No flag may be abbreviated."""
     monkeypatch.delenv("RANK", raising=False)
     for arguments, words in (
             (["--epochs", "5"], "--epochs"), (["quickstart"], "quickstart"),

@@ -73,7 +73,6 @@ def test_only_seeds_that_both_have_are_paired(printed, six_runs, written_run):
 
 
 def test_fewer_than_two_seeds_in_common_have_no_interval(printed, six_runs):
-    """One sentence names the groups."""
     text = printed(*six_runs[:2], *six_runs[4:])                         # 1, 2 and 2, 5
     assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in text
     assert "t interval" not in text and "minus" not in printed(*six_runs[:3])
@@ -96,7 +95,6 @@ def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
 
 
 def test_an_archive_prints_the_same_as_the_folders(printed, six_runs, tmp_path):
-    """The whole archive, parts of it in another order, and parts beside folders."""
     expected = printed(*six_runs)
     reversed_groups = printed(*six_runs[3:], *six_runs[:3])
     assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00," in reversed_groups

@@ -93,7 +93,6 @@ def decodings(monkeypatch) -> list[int]:
 
 
 def test_a_run_folder_gives_the_last_line_of_training(eval_program, straight, capsys):
-    """Every checkpoint in it names its classes."""
     folder = straight(init="deep_impulse", checkpoint__keep_epochs="[0, 2]")
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     capsys.readouterr()
@@ -200,7 +199,6 @@ def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_
 
 def test_a_foreign_checkpoint_that_does_not_fit_is_one_line(eval_program, image_tree, tmp_path,
                                                             capsys):
-    """Without a recipe; with another model's; on a set of other size than its unnamed classes."""
     torch.save(tiny_vit(5).state_dict(), tmp_path / "a.pth")
     for arguments, message in (
             ([], "say with --recipe what it is a checkpoint of"),

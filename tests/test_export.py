@@ -162,7 +162,6 @@ def counterpart_of(recipe: str, *sets: str, library: str, **options: object
 
 @pytest.mark.parametrize("default, other", [("gelu", "silu"), ((3, 5), [3, 7])])
 def test_an_option_that_no_table_lists_has_to_be_at_its_default(monkeypatch, default, other):
-    """Such as another activation, which no tensor shows, in each family and library."""
     known = [(recipe, library, counterpart_of(recipe, library=library))
              for recipe in ("deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
              for library, (_, families) in LIBRARIES.items()

@@ -153,7 +153,6 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
 
 @pytest.mark.parametrize("name, amp", [*zip(SMALL, ["fp16", "bf16", "off", "bf16", "fp16"])])
 def test_no_backward_pass_waits_for_a_value_either(read, name, amp):
-    """The real backward pass, on fake CPU tensors."""
     cpu = torch.device("cpu")
     with FakeTensorMode():
         state = fresh_state(name, amp, cpu)

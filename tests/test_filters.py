@@ -12,7 +12,6 @@ GRID = (5, 7)
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_a_convolution_matrix_is_conv2d():
-    """Of kernels of any shape; circular ones wrap around where others read zeros."""
     generator = torch.Generator().manual_seed(1)
     for shape in ((1, 1), (3, 5), (5, 3), (1, 7), (2, 3), (4, 1), (2, 2), (5, 5)):
         kernel = torch.randn(*shape, generator=generator, dtype=torch.float64)

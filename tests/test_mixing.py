@@ -114,7 +114,6 @@ def test_a_conv_mixers_matrices_are_its_depthwise_layer_on_one_hot_images_withou
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chosen_blocks_and_heads_are_parts_of_all(family):
-    """And each block has a grid with a cell for each patch token."""
     model = built(family)
     everything = mixing_matrices(model, drawn_images())
     grids = [(12, 20)] * 2 + [(6, 10)] * 3 if family == "swin" else [GRID] * 3

@@ -95,7 +95,6 @@ def test_every_option_that_writes_is_known(monkeypatch):
 @pytest.mark.parametrize("option", COMMANDS)
 def test_an_output_replaces_no_input_no_other_kind_of_file_and_no_file_of_a_run(
         option, place, monkeypatch, capsys):
-    """It replaces a file of its kind, and goes to a pipe."""
     name, *words, flag = option.split()
     command, suffix, input = COMMANDS[option]
     program, arguments = PROGRAMS[name], [*words, *command.split(), flag]

@@ -41,7 +41,6 @@ def test_every_folder_has_a_page_that_can_be_reached_and_every_program_is_shown(
     ("vitinit/models/README.md", "The names", set(MODELS)),
     ("vitinit/data/README.md", "The data sets", {*DATA_SETS, *EVAL_SETS})])
 def test_a_table_is_complete(name, title, entries):
-    """Each row of the section's tables begins with what it is about; none is missing or made up."""
     section = next(page for page in PAGES if page.name == name).section(title)
     rows = [line.split("|") for line in section.text.splitlines() if line.startswith("|")]
     column = 2 if title == "The names" else 1

@@ -98,7 +98,6 @@ def raising(error: BaseException) -> None:
 
 
 def test_what_ends_a_program_is_one_line_and_a_status(capsys):
-    """A fault of its own is not hidden."""
     for error, status, line in (
             (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"),
             (Diverged("loss is nan"), 1, "p: loss is nan"),
@@ -158,7 +157,6 @@ def test_a_line_shows_what_it_quotes_and_if_long_loses_its_middle_or_end():
 
 
 def test_an_error_is_one_line_wherever_it_is_raised():
-    """Out of a loader's worker it keeps its own words."""
     error = OneLineError("a\nb.jpg: gone")
     assert str(error) == r"a\nb.jpg: gone" == str(pickle.loads(pickle.dumps(error)))
     try:

@@ -115,7 +115,6 @@ def test_the_code_of_a_page_gives_the_shape_that_it_states(name, result, shape):
 
 
 def test_a_recipe_is_added_as_the_page_shows(tmp_path, monkeypatch, train_program, capsys):
-    """The copy differs in one line, is found by its path, and builds a model of twice the depth."""
     monkeypatch.chdir(tmp_path)
     page = next(page for page in PAGES if page.name == "recipes/README.md")
     copy, differ, start = page.section("How to add a recipe").blocks("sh")[0].splitlines()

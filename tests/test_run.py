@@ -64,7 +64,6 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("program, skipped", [("train", {"learn_from_teacher"}), ("eval", set())])
 def test_the_page_of_a_program_names_its_parts_in_order(program, skipped, repository, tmp_path,
                                                         monkeypatch):
-    """A small run enters the functions that train.py and eval.py name, one after the other."""
     page = (repository / f"{program}.py").read_text()
     assert page.count("\n") <= 90
     parts = re.findall(r"^    \w[\w ]*  +(vitinit/\S+\.py) +(\w+)  ", page, flags=re.MULTILINE)

@@ -132,7 +132,6 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_dry_run_lists_all_images_that_cannot_be_read(train_program, small_run, image_tree,
                                                         tmp_path, capsys, workers):
-    """A plain one names the option in its last line."""
     arguments = small_run(tmp_path / "run", "--dry-run", data__workers=workers)
     assert train_program.main(arguments) == train_program.main([*arguments, "--read-images"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -206,7 +205,6 @@ def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, str
 def test_too_little_memory_for_an_image_names_its_file(train_program, small_run, image_tree,
                                                        tmp_path, capsys, monkeypatch, init,
                                                        workers):
-    """Whether the init, the training process or a worker meets it."""
     monkeypatch.setattr(images, "resize", Mock(side_effect=RuntimeError("not enough memory: 9 GB")))
     assert train_program.main(small_run(tmp_path / "run", init=init, data__workers=workers)) == 2
     line, = capsys.readouterr().err.splitlines()
@@ -274,7 +272,6 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
 
 def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
         train_program, eval_program, small_run, phone, tmp_path, monkeypatch):
-    """Of one folder, and of one with train/ and val/."""
     decoded = {True: [], False: []}
     real, turn = sources.decode_image, None
 

@@ -48,9 +48,7 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
                 distilled: bool = False, head: bool = True, eps: float = 1e-6,
                 after_blocks: list[Tensor] | None = None) -> Tensor:
     """The original model's logits, or, without a classifier, what one would read.
-
-    after_blocks: a list to which the tokens (B, N, C) after each block are appended.
-    """
+    after_blocks: a list to which the tokens (B, N, C) after each block are appended."""
     def norm(x: Tensor, layer: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()

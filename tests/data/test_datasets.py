@@ -333,7 +333,6 @@ def test_what_is_wrong_with_an_image_folder_is_one_line(tmp_path, name, split, n
 
 
 def test_imagenet_is_train_and_val_of_wordnet_numbers(tmp_path):
-    """A part of it is evaluated as an image folder."""
     write_folders(tmp_path, "train/n00000002/a.JPEG", "train/n00000001/b.JPEG",
                   "val/n00000001/c.JPEG", "val/n00000002/d.JPEG", "test/ILSVRC/e.JPEG")
     train, val = (open_split("imagenet", str(tmp_path), split, 2) for split in ("train", "val"))

@@ -148,7 +148,6 @@ def exact_arguments(settings: RandAugment, magnitude: Fraction, sign: int) -> li
 
 
 def test_arguments_are_timms_formulas_at_every_half_magnitude():
-    """No factor is below .1, no threshold below 0, and at most 128 is added."""
     names = ("rotate_degrees", "shear_factor", "translate_share", "enhance_factor",
              "posterize_bits", "solarize_levels", "solarize_add_levels")
     for extents in ((30.0, 0.3, 0.45, 0.9, 4, 256, 110), (23.0, 0.7, 0.31, 1.3, 7, 307, 211)):

@@ -61,7 +61,6 @@ def jpeg_decoder(request, monkeypatch) -> None:
 
 
 def test_a_decoded_file_equals_pillows_rgb(tmp_path, jpeg_decoder):
-    """Also the first of several frames, and of several images in a JPEG."""
     photographs = {path.name: path.read_bytes() for path in CIFAR10.glob("[a-d]*/*.jpg")}
     for files in (FILES, photographs, *(valid_files(*size) for size in SIZES)):
         for name, content in files.items():
@@ -147,7 +146,6 @@ def test_only_files_are_read_and_none_that_is_too_large_to_be_an_image(tmp_path)
 
 
 def test_too_little_memory_names_the_image(tmp_path, monkeypatch):
-    """Wherever it is missed: when the file is read, decoded or resized."""
     path = tmp_path / "x.png"
     path.write_bytes(FILES["rgb.png"])
     view = partial(crop_and_flip, box=Box(2, 3, 5, 7), flip=False, size=(11, 13),
@@ -192,7 +190,6 @@ def test_a_resized_view_is_channels_last_as_its_image_with_the_bits_of_any_layou
 
 
 def test_crop_equals_slicing_the_zero_padded_image():
-    """Boxes that lie within the image, reach beyond it, contain it, or lie outside."""
     rng = np.random.default_rng(0)
     padded = np.pad(planes(RGB), ((0, 0), (101, 101), (101, 101)))
     for _ in range(503):
@@ -336,9 +333,7 @@ def test_a_torchvision_without_a_decoder_is_done_without(monkeypatch):
 # Damaged, dangerous and strange files ---------------------------------------------------------
 def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):
     """A crash ends the tests, and so does a file that takes a minute; a seed breaks the same files.
-
-    VITINIT_CASES: a longer run, of so many files.
-    """
+    VITINIT_CASES: a longer run, of so many files."""
     decoded = refused = 0
     count = int(os.environ.get("VITINIT_CASES", 4 * len(SIZES) * len(valid_files(1, 1))))
     with warnings.catch_warnings(record=True) as heard:

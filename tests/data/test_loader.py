@@ -56,7 +56,6 @@ def equal(ours: list[Batch], theirs: list[Batch]) -> bool:
 
 
 def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):
-    """Named tuples of tensors, which can be pinned."""
     expected = []
     for each in loader_of(folder, workers=0).sampler:
         labels = torch.from_numpy(folder.labels[[key.image for key in each.keys]])
@@ -91,7 +90,6 @@ def test_an_image_is_decoded_once_for_all_its_views_in_a_micro_batch(folder, mon
     RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most "
                  "recent call last):\nRuntimeError: unable to allocate shared memory(shm)")])
 def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error):
-    """A mistake has its traceback, and without workers every error."""
     def failing(self):
         raise raised[0]
     monkeypatch.setattr(DataLoader, "__iter__", failing)
@@ -122,7 +120,6 @@ def room_for(files: int, size: int = -1) -> list[int] | str:
 @pytest.mark.parametrize("limits, words", [
     ((19,), "(Too many open files); lower"), ((400, 4096), "exited unexpectedly); lower")])
 def test_too_few_files_and_too_little_shared_memory_are_one_line(limits, words, tmp_path):
-    """And no worker waits for ever, or prints a traceback."""
     done = Fork(lambda: room_for(*limits), tmp_path / "fork").ended()
     assert words in done.result and (done.out, done.err) == ("", "")
 

@@ -48,10 +48,8 @@ def images_of_all_kinds(rng: np.random.Generator) -> Iterator[Image.Image]:
 def with_pillow(image: Image.Image, operation: Operation, argument: float, bicubic: bool = True,
                 fill: tuple[int, int, int] = FILL) -> Image.Image:
     """Apply one operation by the calls of Pillow that AutoAugment's and timm's code make.
-
     argument: factor, angle, threshold or share of the side. fill: colour of pixels from outside.
-    Posterising to 0 bits, which Pillow refuses, gives black.
-    """
+    Posterising to 0 bits, which Pillow refuses, gives black."""
     name, level = operation.name, int(argument)
     if name in ("Color", "Contrast", "Brightness", "Sharpness"):
         return getattr(ImageEnhance, name)(image).enhance(argument)

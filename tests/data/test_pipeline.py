@@ -276,9 +276,7 @@ def test_the_budgets_are_the_bytes_of_this_process_share(folder, on_device, cach
 # Batches are prepared in a stream of their own, and the streams wait where they must ----------
 class Queue:
     """A stand-in for a CUDA stream that records what must have ended before each piece of work.
-
-    past: for each queue, how many of its pieces end before the next one in this queue begins.
-    """
+    past: for each queue, how many of its pieces end before the next one in this queue begins."""
 
     current: Queue
 

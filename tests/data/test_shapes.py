@@ -34,7 +34,6 @@ def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
 
 
 def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_place(splits):
-    """All ten classes come about equally often."""
     for number, (split, (images, labels)) in enumerate(splits.items()):
         assert images.shape == (SMALL[split], 3, 32, 32) and images.dtype == torch.uint8
         assert labels.shape == (SMALL[split],) and labels.dtype == np.int64

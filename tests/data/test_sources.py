@@ -36,7 +36,6 @@ refusal = partial(refused, DataError)
 
 def test_the_listing_is_torchvisions_but_for_hidden_files_and_folders_that_are_linked_to_twice(
         tmp_path):
-    """With links to files and to folders, and a name that is not UTF-8."""
     tree(tmp_path, "set/b/2.PNG", "set/b/10.jpg", "set/b/x y/1.Tiff", "set/b/x/1.pgm",
          "set/b/x.jpg/1.gif", "set/b/X/Y/z.JPEG", "set/a/1.bmp", "set/a/notes.txt", "set/a/jpg",
          "set/a/deep/er/3.ppm", "set/a/1.jpg.bak", "set/c-d/0.tif", "set/c/0.jpeg", "far/in/9.webp")

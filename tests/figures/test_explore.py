@@ -105,7 +105,6 @@ def test_the_page_says_how_far_heads_attend_and_what_kernels_they_are(page, cont
 
 
 def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
-    """By hovering, by touch, by keys and from the address of the page."""
     found = in_browser(page, "model=1&beside=0&image=1&block=1&head=2&scale=own", """
         const event = (type, x, y, more = {}) => {
           const photo = document.querySelector(".photo"), box = photo.getBoundingClientRect();

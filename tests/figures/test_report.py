@@ -82,7 +82,6 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
 
 
 def test_a_run_is_judged_on_its_validation_images(report, contents, photographs):
-    """The predictions are those of `vitinit.load`, image by image."""
     meta, levels = contents(report("cifar10_small", "--data-dir", photographs))
     run, = meta["runs"]
     judged, trained = run["judged"], vitinit.load("cifar10_small")

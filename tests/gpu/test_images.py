@@ -34,10 +34,8 @@ WAYS = {
 def epochs_of(program, sets: tuple[str, ...], device: torch.device,
               work: Callable[[], object] = lambda: None) -> list[Tensor]:
     """Two epochs of training, each step's images and targets in order, and two of validation.
-
     work: what keeps the device busy before each micro-batch is made, and before it is copied. It
-    has to be copied, since its memory is used again for a later one.
-    """
+    has to be copied, since its memory is used again for a later one."""
     recipe = recipe_of("quickstart", sets)
     data = program.open_data(recipe, alone(device), dry_run=False)
     found, made = [], []

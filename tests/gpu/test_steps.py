@@ -59,10 +59,8 @@ def in_float64(model: nn.Module) -> dict[str, Tensor]:
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative distance between two gradients of the same tensor, over all tensors.
-
     Relative to the norm of the tensor's gradient in `other` plus a thousandth of that of the whole
-    one: a floor for gradients that are zero but for rounding, such as those of keys' biases.
-    """
+    one: a floor for gradients that are zero but for rounding, such as those of keys' biases."""
     floor = 1e-3 * torch.stack([g.norm() for g in other.values()]).norm()
     return max(float((one[name] - g).norm() / (g.norm() + floor)) for name, g in other.items())
 
@@ -104,7 +102,6 @@ def test_a_compiled_step_is_the_eager_one(small_model, gradients, cuda, record_p
 
 def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of, drop_path_of,
                                                          record_property):
-    """Neither training nor evaluation, whose last batch is smaller."""
     torch.compiler.reset()
     counters.clear()
     model = a_vit.to(device)
@@ -137,10 +134,8 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
         a_vit, device, gradients, process_group, record_property, optimize_ddp):
     """With channels_last, without a warning about strides of gradients that fit no bucket; these
     are exchanged once, after the last of three micro-batches.
-
     None: not compiled. True, False: of the compiler, whether to cut its graph where a bucket of
-    gradients ends, of which a model that is large enough has several.
-    """
+    gradients ends, of which a model that is large enough has several."""
     if optimize_ddp and device.type == "cpu":
         pytest.skip("a small model has one bucket, so nothing is cut")
     torch.compiler.reset()
@@ -177,10 +172,8 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
 def test_attention_in_windows_is_the_plain_product(device, record_property, side, shifted, backend,
                                                    amp, bound):
     """Forward and backward, finite, for windows of 16 and 64 tokens.
-
     cuDNN's kernel for an additive mask and 64 tokens has given NaN in the gradients of queries.
-    backend: the compiler's, which chooses the kernel when it traces; "": not compiled.
-    """
+    backend: the compiler's, which chooses the kernel when it traces; "": not compiled."""
     if backend and device.type == "cpu":
         pytest.skip("where there is one kernel")
     torch.compiler.reset()
@@ -276,7 +269,6 @@ def test_the_moving_average_is_its_formula(small_model, device, warmup):
 
 
 def test_evaluation_counts_as_the_cpu_does(small_model, cuda, batch_of):
-    """The last batch is smaller than the others, and every image counts once."""
     images, targets = batch_of(53)
     labels, results = targets.argmax(1), []
     for on in (cuda, torch.device("cpu")):

@@ -79,7 +79,6 @@ def power_read(model: nn.Module, number: int, images: Tensor) -> Tensor:
 
 
 def test_on_images_the_mass_is_what_was_asked_for(images):
-    """In the first and the last block, of the heads of both kinds, where they have any."""
     for asked in ((0.66, 0.025), (0.3, 0.2)):
         model = initialised(images=images, target_mass=asked)
         mass = mass_on_images(model, "deep_impulse", dict(target_mass=asked), images[:13])

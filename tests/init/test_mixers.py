@@ -21,9 +21,7 @@ TOKENS = 15
 def test_a_token_mlp_is_the_given_map_exactly_or_through_gelus_nearly_linear_part(hidden, bias,
                                                                                   gain):
     """gain · (GELU(Hx + b) − b) with fewer than twice as many hidden units as tokens.
-
-    Surplus units are not dead: they keep their inputs, so that their outputs can be learnt.
-    """
+    Surplus units are not dead: they keep their inputs, so that their outputs can be learnt."""
     mlp, matrix = Mlp(TOKENS, hidden).double(), drawn(TOKENS, TOKENS)
     used = TOKENS * (2 if hidden >= 2 * TOKENS else 1)
     surplus = [tensor[used:].clone() for tensor in mlp.fc1.parameters()]

@@ -51,7 +51,6 @@ def test_extreme_numbers_give_finite_weights_or_a_line_that_names_the_option():
 
 @pytest.mark.parametrize("family", SIZES)
 def test_a_step_lowers_the_loss_and_every_gradient_is_finite(images, family):
-    """In bfloat16 for every second init; the step is one of gradient descent."""
     views, labels = images[:23, :, 3:23, 2:30], torch.arange(23) % 10
     for number, name in enumerate(inits_of(family)):
         model, losses = built(family), []

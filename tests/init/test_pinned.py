@@ -149,7 +149,6 @@ def found(model_name: str, sizes: dict[str, Any], init: str,
 
 @pytest.mark.parametrize("model, init", {(case[0], case[2]): "" for case in CASES.values()})
 def test_weights_are_those_that_were_pinned(model, init):
-    """With every variant of the init's options, on every size of the model."""
     for label, case in CASES.items():
         if (case[0], case[2]) != (model, init):
             continue

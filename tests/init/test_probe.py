@@ -221,7 +221,6 @@ class Clip(nn.Module):
 
 
 def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
-    """The reference is nn.MultiheadAttention, asked for its weights by hand."""
     model, maps = Clip().eval(), []
     with torch.no_grad():
         model.ln_pre.weight.copy_(2.0 * torch.rand(DIM, generator=seeded()))

@@ -39,7 +39,6 @@ def started(words: list[str], program: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
-    """Its commands could start, its overrides are keys, its model has as many parameters."""
     monkeypatch.chdir(tmp_path)
     found = commands(path)
     assert found and path.stem in found[0]           # its own, before any other

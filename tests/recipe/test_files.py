@@ -343,7 +343,6 @@ def test_set_replaces_values_options_and_whole_tables_in_the_order_given():
 
 
 def test_an_init_that_is_named_keeps_the_options_of_the_file_that_it_has(tmp_path):
-    """Those that are set beside it are its own, and must be."""
     path = tmp_path / "trial.toml"
     path.write_text(with_sets("init.options={rank = 3, base = 'torch'}").as_toml())
     defaults = dict(with_sets("init.name=mimetic").init.options)
@@ -396,7 +395,6 @@ def test_awkward_folders_and_values_write_back_to_equal_ones(tmp_path):
 
 
 def test_the_init_of_a_run_that_exists_is_a_record():
-    """It may be of an init that is no longer here."""
     table = with_sets().as_dict()
     table["init"] |= {"name": "an_earlier_one", "options": {"content_scale": 0.5}}
     assert dict(from_dict(table, "last.pt").init.options) == {"content_scale": 0.5}

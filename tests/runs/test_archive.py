@@ -29,7 +29,6 @@ def packed(written_run, tmp_path) -> Path:
 
 
 def test_paths_of_the_machine_stay_out(written_run, tmp_path):
-    """Those of the data and of the program. What else the run records of both is packed."""
     start = {"command": ["/home/somebody/train.py", "--set", "data.root=/home/data"],
              "arguments": {"recipe": "/home/mine.toml", "changes": {"data.root": "/home/data"}},
              "data": {"training images": 3, "root": r'/home/somebody/"my" images'}}

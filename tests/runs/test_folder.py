@@ -263,7 +263,6 @@ def test_a_lock_is_given_back_and_one_that_was_deleted_taken_again_unless_anothe
 
 def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
         train_program, small_run, tmp_path, monkeypatch, capsys):
-    """Another one has taken it, and ended, before the checkpoint of the first epoch."""
     folder, kept = tmp_path / "run", {}
 
     def stolen(self) -> None:

@@ -117,7 +117,6 @@ def their_folder(tmp_path):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsys):
-    """Heads, epsilon, sizes, tokens and preprocessing are its own; no recipe is named."""
     trained = vitinit.load(their_folder(name))
     images = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(6),
                          dtype=torch.float64)

@@ -18,7 +18,6 @@ def test_a_run_is_known_by_its_command_and_ends_with_its_cool_down(written_run):
 
 
 def test_a_record_of_another_version_lacks_what_was_not_measured_then(written_run):
-    """Without metrics or starts a run is unfinished."""
     folder = written_run("a", [10.0, None])
     (folder / "metrics.jsonl").write_text('{"epoch": 1, "val_top1": 10.0}\n{"epoch": 2}\n')
     found = read_run(folder)

@@ -49,7 +49,6 @@ def top1(records, of_muon) -> dict[str, dict[int, float]]:
 
 
 def test_every_choice_was_made_on_held_out_images(records):
-    """And the test images were used on other seeds alone, once: after the last epoch."""
     for name, run in records.items():
         assert run.finished, name
         images = run.keys["data.images_per_class"]
@@ -63,7 +62,6 @@ def test_every_choice_was_made_on_held_out_images(records):
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table[0][0])
 def test_every_row_of_the_page_is_what_the_records_say(table, top1):
-    """Seeds, mean ± standard deviation, and the difference to an earlier row of the table."""
     runs = [top1[row[1].strip("`")] for row in table]
     for number, ((what, _, count, shown, difference), values) in enumerate(zip(table, runs)):
         assert (count, shown) == (str(len(values)), mean_and_std(list(values.values()))), what
@@ -78,7 +76,6 @@ def test_every_row_of_the_page_is_what_the_records_say(table, top1):
 
 
 def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_muon):
-    """Each number is that of the run of seed 0 whose recipe is the row's and the column's."""
     every = [*records.values(), *of_muon]
     muon = "optim.name=muon", "optim.muon_factor=2.5", "optim.base_lr=2e-3"
     columns = (), ("optim.base_lr=2e-3",), muon, (*muon, "optim.weight_decay=1")

@@ -32,7 +32,6 @@ def as_tensor(image: np.ndarray) -> torch.Tensor:
 
 
 def test_predictions_are_those_that_eval_counts(eval_program, image_tree, monkeypatch, capsys):
-    """Of more images than a batch, in their order."""
     monkeypatch.setattr(trained_module, "BATCH", 3)
     assert vitinit.load(RUN).predict_batch([]) == []
     assert eval_program.main([str(RUN), "--data-dir", str(image_tree), "--json", "-"]) == 0

@@ -125,7 +125,6 @@ def everything(folder: Path) -> list:
 
 def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
         image_tree, tmp_path):
-    """All start with the main one's weights, even if the init drew others on another CPU."""
     (first, items, main), (second, other_items, other) = (
         ended.result for ended in in_two_processes(everything, tmp_path, image_tree))
     assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]

@@ -207,10 +207,8 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
 
 def counted_by_hand(model, images, labels, chosen):
     """Loss, top-1, top-5 and hits per class, computed one image at a time in float64.
-
     chosen: the model's classes that compete; labels count within them. A rank is the number of
-    classes that are ahead.
-    """
+    classes that are ahead."""
     loss, top1, top5, hits = 0.0, 0, 0, [0] * len(chosen)
     for image, label in zip(images, labels.tolist()):
         logits = model.double()(image[None].double())[0].tolist()

@@ -99,9 +99,7 @@ def test_features_and_outputs_are_the_originals(name):
 @pytest.mark.parametrize("name", squares)
 def test_resized_positions_are_those_of_the_patches_alone(name):
     """Square grids are recognised without the model's; tokens before the patches keep their own.
-
-    The line says which tokens are taken to have no position: their number alone shows it.
-    """
+    The line says which tokens are taken to have no position: their number alone shows it."""
     tensors = native_tensors(theirs(name))
     model, same = ours(name, (3, 7)), ours(name)
     report = start_from(model, tensors, PATH, None)
