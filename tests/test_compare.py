@@ -60,7 +60,8 @@ All runs: commit c0ffee; torch 2.7; Python 3.11; device CPU; processes 1.
 """
 
 
-def test_only_seeds_that_both_have_are_paired(printed, six_runs, written_run):
+def test_only_seeds_that_both_have_are_paired_and_fewer_than_two_have_no_interval(
+        printed, six_runs, written_run):
     """−6 and 0 on seeds 2 and 5: mean −3, standard deviation √18, 12.706 · √18 / √2 = 38.12."""
     runs = [written_run("m-2", [48.0], seed=2, init="mimetic", epochs=1),
             written_run("m-5", [58.0], seed=5, init="mimetic", epochs=1),
@@ -70,9 +71,6 @@ def test_only_seeds_that_both_have_are_paired(printed, six_runs, written_run):
     assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in text
     assert f"| {label} | EMA" not in text                                 # this run has no EMA
     assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in text
-
-
-def test_fewer_than_two_seeds_in_common_have_no_interval(printed, six_runs):
     text = printed(*six_runs[:2], *six_runs[4:])                         # 1, 2 and 2, 5
     assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in text
     assert "t interval" not in text and "minus" not in printed(*six_runs[:3])
@@ -94,7 +92,8 @@ def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
     assert "validation images" not in printed(*on[:2])
 
 
-def test_an_archive_prints_the_same_as_the_folders(printed, six_runs, tmp_path):
+def test_an_archive_prints_the_same_as_folders_and_unfinished_runs_are_named_and_not_packed(
+        printed, six_runs, tmp_path, written_run):
     expected = printed(*six_runs)
     reversed_groups = printed(*six_runs[3:], *six_runs[:3])
     assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00," in reversed_groups
@@ -108,10 +107,6 @@ def test_an_archive_prints_the_same_as_the_folders(printed, six_runs, tmp_path):
     printed(*six_runs[2:], grown, "--pack", grown)
     assert grown.read_bytes() == out.read_bytes()
     assert printed(*six_runs[:2], out / "default-5", *six_runs[3:]) == expected
-
-
-def test_unfinished_runs_are_named_and_neither_averaged_nor_packed(printed, six_runs, written_run,
-                                                                   tmp_path):
     expected = printed(*six_runs)
     cut, out = written_run("cut", [99.0], epochs=2, seed=9), tmp_path / "six.tar.xz"
     line = f"left out, not finished: {cut}, 1 of 2 epochs\n"
@@ -150,7 +145,7 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
         assert line.startswith("vitinit.compare: ") and message in line
 
 
-def test_t_quantiles_are_those_of_printed_tables_and_of_scipy():
+def test_t_quantiles_are_those_of_tables_and_scipy_and_one_value_has_no_deviation():
     for degrees, quantile in ((1, 12.706205), (2, 4.302653), (3, 3.182446), (120, 1.979930)):
         assert t_quantile(degrees) == pytest.approx(quantile, abs=5e-7)
     stats = pytest.importorskip("scipy.stats")
@@ -158,9 +153,6 @@ def test_t_quantiles_are_those_of_printed_tables_and_of_scipy():
         for confidence in (0.5, 0.9, 0.99):
             expected = stats.t.ppf((1 + confidence) / 2, degrees)
             assert t_quantile(degrees, confidence) == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_deviation_is_that_of_a_sample_and_one_value_has_none():
     assert mean_and_std([50.0, 54.0, 58.0]) == "54.00 ± 4.00"
     assert mean_and_std([50.0]) == "50.00"
     assert mean_and_std([11.0, 12.0], places=0) == "12 ± 1"      # 11.5, .71

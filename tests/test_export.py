@@ -135,7 +135,7 @@ TIMM_VIT = dict(img_size=[224, 224], patch_size=16, embed_dim=192, depth=12, num
                 mlp_ratio=4.0, qkv_bias=True)
 
 
-def test_the_timm_model_that_takes_the_weights_is_named():
+def test_the_model_that_takes_the_weights_is_named_and_what_a_library_cannot_express_refused():
     """With timm 1.0.31 each of these took the weights and gave the same logits, to 5.5e-7. Its
     functions fix the sizes of a mixer."""
     assert counterpart("timm.create_model", "conv_mixer", image_size=(224, 224),
@@ -151,6 +151,16 @@ def test_the_timm_model_that_takes_the_weights_is_named():
                 mlp_ratio=[0.5, 3.0]))):
         assert counterpart_of(recipe, *sets, library="timm")[:2] == (f"timm.models.{name}",
                                                                      arguments)
+    for library, recipe, change, expected in (
+            ("timm", "deit_tiny", "norm_eps=1e-5", "norm_eps = 1e-06"),
+            ("timm", "convmixer_768_32", "depth=3", "depth = 32|activation = gelu"),
+            ("timm", "cifar10_simple_vit", "depth=3", "another family"),
+            ("torchvision", "deit_tiny", "pool=mean", "pool = class"),
+            ("torchvision", "deit_tiny", "patch_size=[16, 8]", "a square patch_size"),
+            ("torchvision", "swin_tiny", "window_size=14", "a window_size within every grid"),
+            ("transformers", "convmixer_768_32", "depth=3", "another family")):
+        with pytest.raises(ValueError, match=f"no model of {library} .*expected ({expected})"):
+            counterpart_of(recipe, f"model.options.{change}", library=library)
 
 
 def counterpart_of(recipe: str, *sets: str, library: str, **options: object
@@ -180,19 +190,6 @@ def test_an_option_that_no_table_lists_has_to_be_at_its_default(monkeypatch, def
         with pytest.raises(ValueError, match=f"no model of {library} .*expected .*new = ") as error:
             counterpart_of(recipe, library=library, new=other)
         assert "\n" not in str(error.value)
-
-
-def test_what_a_library_cannot_express_is_refused_with_what_it_expects():
-    for library, recipe, change, expected in (
-            ("timm", "deit_tiny", "norm_eps=1e-5", "norm_eps = 1e-06"),
-            ("timm", "convmixer_768_32", "depth=3", "depth = 32|activation = gelu"),
-            ("timm", "cifar10_simple_vit", "depth=3", "another family"),
-            ("torchvision", "deit_tiny", "pool=mean", "pool = class"),
-            ("torchvision", "deit_tiny", "patch_size=[16, 8]", "a square patch_size"),
-            ("torchvision", "swin_tiny", "window_size=14", "a window_size within every grid"),
-            ("transformers", "convmixer_768_32", "depth=3", "another family")):
-        with pytest.raises(ValueError, match=f"no model of {library} .*expected ({expected})"):
-            counterpart_of(recipe, f"model.options.{change}", library=library)
 
 
 def views_and_logits(trained: vitinit.Trained) -> tuple[torch.Tensor, torch.Tensor]:

@@ -138,7 +138,6 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
             backward_passes.append(loss)
             put_gradients(state.model)
         monkeypatch.setattr(Tensor, "backward", backward)
-
         with Launches() as launches:
             train(state, training_steps(), amp, clip_norm, CUDA)
     assert len(backward_passes) == STEPS * ACCUMULATION

@@ -196,17 +196,12 @@ READINGS = {"target_mass": lambda weights: target_mass(weights, [(0, 1), (-1, 0)
 
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_any_number_of_dimensions_before_the_heads_is_read(read):
-    """mean_kernel keeps those dimensions, target_mass is their mean."""
+def test_any_dimensions_before_the_heads_half_precision_and_rows_without_mass_are_read(read):
+    """mean_kernel keeps those dimensions, target_mass is their mean. Entries are normal in fp16."""
     weights = attention_like(3, 5)
     each = torch.stack([read(matrices) for matrices in weights.flatten(0, 1)])
     expected = each.view(3, 5, 2, 5, 5) if read is READINGS["mean_kernel"] else each.mean(0)
     torch.testing.assert_close(read(weights), expected)
-
-
-@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_half_precision_is_read_as_float32_and_rows_without_mass_as_zeros(read):
-    """For entries that are normal numbers in fp16; what underflows there is lost anyway."""
     weights = (0.01 + attention_like(3)) / 1.16
     found = read(weights.half())
     assert found.dtype == torch.float32

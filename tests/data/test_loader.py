@@ -160,37 +160,24 @@ def test_an_epoch_goes_on_after_signals_to_its_worker(folder):
 
 
 PROGRAM = """
-import multiprocessing
-import os
-import signal
-import sys
-
-import torch
-
+import multiprocessing, os, signal, sys, torch
 from vitinit.data.loader import Loader
 
-
-class Views:
-    '''Each worker holds a pipe open for as long as it lives.'''
-
-    def __init__(self, pipe):
-        self.pipe, self.held = pipe, None
-
-    def __len__(self):
-        return 7
-
+class Views(list):
     def __getitem__(self, index):
-        self.held = self.held or open(self.pipe, "wb")
-        # Of a size that threads share; a fork has none of them.
+        # Each worker holds the pipe open for as long as it lives. Of a size that threads share; a
+        # fork has none of them.
+        self.held = getattr(self, "held", None) or open(self.pipe, "wb")
         return torch.full((1, 3, 512, 512), 2.0).sqrt().mean() * 0 + index
-
 
 if __name__ == "__main__":
     method, pipe, ending = sys.argv[1:]
     torch.set_num_threads(2)
     torch.full((1 << 22,), 2.0).sqrt().sum()         # now the threads exist
     multiprocessing.set_start_method(method)
-    loader = Loader(Views(pipe), workers=2, batch_size=2, persistent_workers=True)
+    views = Views(range(7))
+    views.pipe = pipe
+    loader = Loader(views, workers=2, batch_size=2, persistent_workers=True)
     batches = iter(loader)
     assert next(batches).tolist() == [0, 1]
     exec(ending)

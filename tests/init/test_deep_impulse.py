@@ -149,21 +149,18 @@ def test_it_writes_what_its_docstring_lists_and_nothing_else(name):
             assert torch.equal(value, was), key
 
 
-def test_the_other_channels_start_with_whitened_patches_where_that_is_asked_for(images):
-    model = initialised(images=images, patch_init="whitened")
-    whitened = written("whitened", built("mean"), 3, base="lecun", images=images)
-    ours, theirs = (each.patch_embed.proj.weight for each in (model, whitened))
-    assert torch.equal(ours[CONTENT], theirs[CONTENT]) and not ours[:10].any()
-
-
-def test_values_are_mimetic_on_the_other_channels_and_every_weight_gets_a_gradient(images):
+def test_on_other_channels_values_are_mimetic_and_patches_whitened_and_all_weights_get_gradients(
+        images):
     model = initialised(images=images, value_alpha=0.0, value_beta=0.3)
     attention = model.blocks[2].attn
     product = torch.einsum("chd, hdk -> ck", attention.proj_weight, attention.v_weight)
     wanted = -0.3 * torch.eye(51)
     wanted[:10] = 0.0
     assert torch.allclose(product, wanted, atol=1e-6)
-
     model = initialised(images=images)
     model(images[:7]).square().sum().backward()
     assert all(parameter.grad.any() for parameter in model.parameters())
+    model = initialised(images=images, patch_init="whitened")
+    whitened = written("whitened", built("mean"), 3, base="lecun", images=images)
+    ours, theirs = (each.patch_embed.proj.weight for each in (model, whitened))
+    assert torch.equal(ours[CONTENT], theirs[CONTENT]) and not ours[:10].any()

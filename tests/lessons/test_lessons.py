@@ -37,7 +37,7 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
 
 
 @lessons
-def test_a_page_is_short_and_ends_in_one_exercise_with_a_hidden_answer_that_runs(path):
+def test_a_page_is_short_and_ends_in_one_exercise_whose_answer_its_notebook_hides_too(path):
     text, page = path.read_text(encoding="utf-8"), read_page(path)
     assert page.minutes <= 15 and page.text() == text
     before, _, exercise = text.partition("\n## Exercise\n")
@@ -46,6 +46,24 @@ def test_a_page_is_short_and_ends_in_one_exercise_with_a_hidden_answer_that_runs
     assert "```python" in answer and answer.endswith("\n\n</details>\n")
     for code in page.codes:
         assert ("steps=" in code.source and not code.pictures) or not code.trains
+    book = notebook(page)
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+    codes = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    for cell, code in zip(codes, page.codes, strict=True):
+        assert cell["source"] + "\n" == code.source
+        kinds = [output["output_type"] for output in cell["outputs"]]
+        assert kinds == ["stream"] * bool(code.output) + ["display_data"] * len(code.pictures)
+        assert not code.output or cell["outputs"][0]["text"] == code.output
+    # From the first cell of the answer to the end, each is collapsed; before it, none is.
+    asked = False
+    for cell in book["cells"]:
+        prose = cell["cell_type"] == "markdown"
+        assert not (prose and re.search(r"!\[|\]\((?!http)", cell["source"]))
+        folded = cell["source"].startswith("<details>\n<summary>Answer</summary>\n\n")
+        hidden = cell["metadata"].get("jupyter") == {"source_hidden": True, "outputs_hidden": True}
+        assert (folded, hidden) == (asked and prose, asked and not prose)
+        asked |= "## Exercise\n" in cell["source"]
 
 
 def test_lessons_are_numbered_and_every_picture_belongs_to_one():
@@ -91,7 +109,8 @@ def written_page(tmp_path):
     return write
 
 
-def test_a_page_is_taken_apart(written_page):
+def test_a_page_is_taken_apart_and_an_update_writes_what_code_prints_that_trains_in_full(
+        written_page, tmp_path):
     page = written_page()
     assert page.title == "A page"
     first, second = page.codes
@@ -100,6 +119,10 @@ def test_a_page_is_taken_apart(written_page):
     assert "not ours" in page.prose[1] and page.prose[2] == "\nAfter it.\n"
     assert written_page("# 1. One\n" + 148 * "word ").minutes == 2
     assert written_page("# 1. One\n\n```python\n" + 25 * "pass\n" + "```\n").minutes == 2
+    wrong = PAGE.replace("0.43", "0.45").replace("a = 3\n", "a = 3.5\n")
+    wrong += "\n```python train\nprint(dict(steps=1200), a)\n```\n"
+    text = updated_page(written_page(wrong), tmp_path).text()
+    assert text == wrong.replace("0.45\n", "0.5\n") + ("\n```text\n{'steps': 1200} 3.5\n```\n")
 
 
 def test_outputs_agree_to_a_unit_of_the_last_digit():
@@ -127,36 +150,6 @@ def test_code_that_fails_or_prints_something_else_is_named_by_its_line(written_p
     assert (trace.tb_frame.f_code.co_filename, trace.tb_lineno) == (str(page.path), 18)
     with pytest.raises(LessonError, match=r"^7_page\.md:4: line 1 of the output is '0\.4.*0\.45'"):
         list(check_page(written_page(PAGE.replace("0.43", "0.45")), tmp_path))
-
-
-def test_an_update_writes_what_code_prints_that_trains_in_full(written_page, tmp_path):
-    wrong = PAGE.replace("0.43", "0.45").replace("a = 3\n", "a = 3.5\n")
-    wrong += "\n```python train\nprint(dict(steps=1200), a)\n```\n"
-    text = updated_page(written_page(wrong), tmp_path).text()
-    assert text == wrong.replace("0.45\n", "0.5\n") + (
-        "\n```text\n{'steps': 1200} 3.5\n```\n")
-
-
-@lessons
-def test_a_notebook_has_the_pages_code_outputs_and_pictures_and_hides_its_answer(path):
-    page, book = read_page(path), notebook(read_page(path))
-    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
-    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
-    codes = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-    for cell, code in zip(codes, page.codes, strict=True):
-        assert cell["source"] + "\n" == code.source
-        kinds = [output["output_type"] for output in cell["outputs"]]
-        assert kinds == ["stream"] * bool(code.output) + ["display_data"] * len(code.pictures)
-        assert not code.output or cell["outputs"][0]["text"] == code.output
-    # From the first cell of the answer to the end, each is collapsed; before it, none is.
-    asked = False
-    for cell in book["cells"]:
-        prose = cell["cell_type"] == "markdown"
-        assert not (prose and re.search(r"!\[|\]\((?!http)", cell["source"]))
-        folded = cell["source"].startswith("<details>\n<summary>Answer</summary>\n\n")
-        hidden = cell["metadata"].get("jupyter") == {"source_hidden": True, "outputs_hidden": True}
-        assert (folded, hidden) == (asked and prose, asked and not prose)
-        asked |= "## Exercise\n" in cell["source"]
 
 
 def test_the_command_lists_lessons_and_writes_a_notebook(tmp_path, capsys):

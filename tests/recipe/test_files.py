@@ -318,7 +318,7 @@ def test_values_that_contradict_each_other_are_refused_up_to_the_edge(wrong, rig
 
 
 # --set ----------------------------------------------------------------------------------------
-def test_set_takes_toml_and_bare_words():
+def test_set_takes_toml_and_bare_words_for_values_options_and_tables_in_the_order_given():
     for text, key, value in [
             ("run.seed = 3", "run.seed", 3), ("optim.base_lr=1e-3", "optim.base_lr", 1e-3),
             ("engine.compile=true", "engine.compile", True),
@@ -330,9 +330,6 @@ def test_set_takes_toml_and_bare_words():
             ("data.root=", "data.root", "")]:
         override = parse_override(text)
         assert override == (key, value, f"--set {text}") and type(override.value) is type(value)
-
-
-def test_set_replaces_values_options_and_whole_tables_in_the_order_given():
     recipe = with_sets("schedule.epochs=5", "model.options={depth = 2}", "init.options={rank = 11}",
                        "init.options.qk_norm=3", "schedule.epochs=3", "model.options.num_heads=2")
     assert recipe.schedule.epochs == 3 and recipe.data == with_sets().data

@@ -22,7 +22,7 @@ def finding(data_set: EvaluatedSet = EvaluatedSet("pets", "/data/pets"),
                    ["ant", "bee", "cat"], results or {"model": MODEL, "ema": EMA})
 
 
-def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
+def test_one_finding_is_a_line_for_each_weights_and_json_and_classes_are_sorted(capsys):
     print_results([finding()], per_class=False, json_file=STDOUT)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["model  top-1 50.000 %  top-5 75.000 %  loss 1.2500  over 1,004 images",
@@ -39,9 +39,6 @@ def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
     line, row = capsys.readouterr().out.splitlines()                 # a set of few classes
     assert line == "model  top-1 50.000 %  loss 1.2500  over 1,004 images"
     assert json.loads(row)["model"]["top5"] is None
-
-
-def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
     print_results([finding()], per_class=True, json_file=None)
     printed = capsys.readouterr().out
     assert "runs/a/last.pt on pets=/data/pets, top-1 of every class in %:" in printed

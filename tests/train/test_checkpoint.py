@@ -32,7 +32,7 @@ def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tm
     assert load(path) == {"step": 1} and os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_a_pipe_is_written_to_under_whatever_name(tmp_path):
+def test_a_pipe_and_a_folder_whose_name_is_not_utf_8_are_written_to(tmp_path):
     """Also one without a name of its own, as /dev/stdout is in `eval.py --json /dev/stdout | …`."""
     reader, writer = os.pipe()
     os.symlink(f"/dev/fd/{writer}", tmp_path / "out")
@@ -41,9 +41,6 @@ def test_a_pipe_is_written_to_under_whatever_name(tmp_path):
         assert os.read(reader, 100) == b"seven"
     os.close(reader), os.close(writer)
     assert os.listdir(tmp_path) == ["out"]
-
-
-def test_a_folder_whose_name_is_not_utf_8_is_written_and_read(tmp_path):
     path = tmp_path / os.fsdecode(b"caf\xe9") / "last.pt"
     path.parent.mkdir()
     save_atomically({"model": {"a": torch.arange(3)}}, path)

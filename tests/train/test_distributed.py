@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from forks import in_two_processes
+from forks import Fork, in_two_processes
 from refused import refused
 
 from vitinit import run
@@ -228,14 +229,13 @@ def test_an_environment_that_no_launcher_sets_is_one_line_of_each_process(monkey
     assert re.fullmatch(f"train.py: {words}.*\n", capsys.readouterr().err)
 
 
-def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch):
+def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch, tmp_path):
     """In a run, which a new process shows, and in a benchmark, which asks for the same."""
     code = ("import torch, resource as r; from vitinit.train.distributed import start; start()\n"
             "for _ in range(17): before = r.getrusage(0).ru_minflt; torch.ones(2**24)\n"
             "print(r.getrusage(0).ru_minflt - before)")          # 64 MiB, so 16,384 pages
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                           env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True)
-    assert int(found.stdout) < 1000
+    found = Fork(partial(exec, code, {}), tmp_path / "fork", "forkserver", CUDA_VISIBLE_DEVICES="")
+    assert int(found.ended().out) < 1000
     asked = []
     monkeypatch.setattr(training, "keep_freed_memory", lambda: asked.append(True))
     training.clock_of(torch.device("cpu"))
