@@ -133,8 +133,7 @@ def test_the_loader_is_measured_beside_torchvisions_pipeline_and_feeding_a_step(
     assert [row["workers"] for row in fed] == ["0", "1"]
 
 
-def test_photographs_are_drawn_unless_a_folder_is_given_and_one_without_any_is_one_line(
-        capsys, tmp_path):
+def test_photographs_are_drawn_unless_a_folder_is_given_an_empty_one_is_one_line(capsys, tmp_path):
     sets = loader.image_folder(tmp_path / "data", None, 60)
     links = sorted((tmp_path / "data" / "train").rglob("*.jpg"))
     assert len(links) == 60 and len({link.resolve() for link in links}) == 50
@@ -157,8 +156,7 @@ def test_after(number): pass
 """
 
 
-def test_what_hangs_crashes_or_fails_leaves_a_report_all_the_same(monkeypatch, tmp_path, capsys,
-                                                                  repository):
+def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, capsys, repository):
     """On the terminal and in a file, of every check and every command. Each comes to its end. A
     process that outlived its command would hold the GPU that the next one needs."""
     checks, left = tmp_path / "checks", tmp_path / "left"

@@ -125,8 +125,7 @@ def test_a_folder_gets_the_report_and_the_curves(printed, six_runs, tmp_path):
     assert last_line == f"wrote {out / 'comparison.md'} and {out / 'curves.png'}\n"
 
 
-def test_without_matplotlib_the_report_is_written_and_the_extra_named(without_matplotlib, six_runs,
-                                                                      tmp_path):
+def test_without_matplotlib_a_report_and_the_extra_stand(without_matplotlib, six_runs, tmp_path):
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
         compare.main([*map(str, six_runs), "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "comparison.md").exists()

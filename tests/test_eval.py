@@ -160,8 +160,7 @@ def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
         assert row["model"] == by_hand(vitinit.load(folder).model, data.train_set, [0, 1, 2])
 
 
-def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_part, image_tree,
-                                                         capsys):
+def test_a_run_is_validated_on_held_out_images(eval_program, run_on_part, image_tree, capsys):
     """Of 17 images per class, 4 are held out and 9 trained on: ⌊0.7 · 13 + ½⌋."""
     folder, data = run_on_part("run", data__subset="0.7")
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -184,7 +183,8 @@ def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_pa
         judge(folder, None, 100, "model")
 
 
-def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys):
+def test_a_foreign_checkpoint_needs_only_a_recipe_and_one_that_misfits_is_one_line(
+        eval_program, image_tree, tmp_path, capsys):
     """Like DeiT's files: a state dict under "model", and a Namespace beside it."""
     state = {f"module.{name}": value for name, value in tiny_vit(3).state_dict().items()}
     torch.save({"model": state, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "deit.pth")
@@ -195,10 +195,6 @@ def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_
     row, = rows_of(eval_program, capsys, *given, "--train-images", "--set",
                    "data.held_out_per_class=10")
     assert (row["data"], row["model"]["images"]) == ("train", 21)
-
-
-def test_a_foreign_checkpoint_that_does_not_fit_is_one_line(eval_program, image_tree, tmp_path,
-                                                            capsys):
     torch.save(tiny_vit(5).state_dict(), tmp_path / "a.pth")
     for arguments, message in (
             ([], "say with --recipe what it is a checkpoint of"),
@@ -233,7 +229,8 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
     assert rows[0]["model"]["loss"] != rows[1]["model"]["loss"]
 
 
-def test_another_resolution_and_crop(eval_program, image_tree, tmp_path, capsys):
+def test_another_resolution_and_crop_and_class_names_of_a_checkpoint_in_another_order(
+        eval_program, image_tree, tmp_path, capsys):
     """tests/train/test_transfer.py says how position embeddings are resized."""
     torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
     result, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
@@ -244,6 +241,12 @@ def test_another_resolution_and_crop(eval_program, image_tree, tmp_path, capsys)
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert result["model"] == by_hand(resized, source, [0, 1, 2], (12, 20), 1.0)
     assert result["image_size"] == [12, 20]
+    torch.save({"model": tiny_vit(5).state_dict(),
+                "classes": ["red", "pink", "blue", "grey", "green"]}, tmp_path / "a.pth")
+    row, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
+                   f"image_folder={image_tree}", *as_recipe(5))
+    source = open_split("image_folder", str(image_tree), "val", 3)
+    assert row["model"] == by_hand(tiny_vit(5), source, [2, 4, 0])
 
 
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
@@ -278,8 +281,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
             for root in (image_tree, other)]
 
 
-def test_a_folder_of_classes_that_data_names_is_evaluated_whole(eval_program, one_epoch_run,
-                                                                 image_tree, capsys):
+def test_a_folder_of_classes_is_evaluated_whole(eval_program, one_epoch_run, image_tree, capsys):
     """Where it is the recipe's own folder, it is not: it might be what was trained on."""
     given = ["--data", f"image_folder={image_tree / 'train'}"]
     assert eval_program.main([str(one_epoch_run), *given, "--json", "-"]) == 0
@@ -317,18 +319,7 @@ def test_every_wrong_input_is_one_line(eval_program, one_epoch_run, capsys):
         assert out == "", arguments
 
 
-def test_a_checkpoints_own_class_names_say_which_logit_is_which(eval_program, image_tree,
-                                                                tmp_path, capsys):
-    torch.save({"model": tiny_vit(5).state_dict(),
-                "classes": ["red", "pink", "blue", "grey", "green"]}, tmp_path / "a.pth")
-    row, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
-                   f"image_folder={image_tree}", *as_recipe(5))
-    source = open_split("image_folder", str(image_tree), "val", 3)
-    assert row["model"] == by_hand(tiny_vit(5), source, [2, 4, 0])
-
-
-def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, one_epoch_run,
-                                                                  tmp_path, capsys):
+def test_nan_weights_are_one_line_and_no_accuracy(eval_program, one_epoch_run, tmp_path, capsys):
     state = torch.load(one_epoch_run / "last.pt")
     state["ema"]["model"]["head.bias"][1] = float("nan")
     path = tmp_path / "diverged.pt"

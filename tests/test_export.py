@@ -315,7 +315,8 @@ def test_integers_such_as_batch_norms_count_are_not_rounded(checkpoint, tmp_path
         for name, value in theirs.items()})
 
 
-def test_a_run_that_half_precision_spoils_leaves_no_folder(tmp_path, capsys):
+def test_a_run_that_half_precision_spoils_and_a_program_that_is_not_the_model_leave_nothing(
+        tmp_path, capsys, monkeypatch):
     """Weights that overflow; and weights whose differences are small compared with their size."""
     for factor, shift, problem in (
             (1e7, 0.0, "'head.weight' is not finite"),
@@ -329,9 +330,6 @@ def test_a_run_that_half_precision_spoils_leaves_no_folder(tmp_path, capsys):
         assert exported(tmp_path / "spoilt.pt", "--to", "run", "--out", tmp_path / "small") == 2
         assert problem in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["spoilt.pt"]
-
-
-def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, capsys, monkeypatch):
     real = torch.export.load
 
     def changed(file):

@@ -78,16 +78,13 @@ def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(
     assert len(json.loads((folder / "run.json").read_text())) == len(PHASES) + 1
 
 
-def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch,
-                                              capsys):
+def test_ctrl_c_while_starting_leaves_nothing_and_stops_an_evaluation_with_one_line(
+        train_program, small_run, tmp_path, monkeypatch, capsys, eval_program, straight):
     monkeypatch.setattr(opening, "open_split", signalling(opening.open_split, 1, signal.SIGINT))
     assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_evaluation_stops_at_a_signal_with_one_line(eval_program, straight, monkeypatch, capsys):
     run = straight(schedule__epochs="1")
     capsys.readouterr()
     monkeypatch.setattr(augment.ToDevice, "__call__",
@@ -189,14 +186,12 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
         assert second["train_loss"] == pytest.approx(first["train_loss"], abs=4e-5)
         assert second["val_loss"] == pytest.approx(first["val_loss"], abs=4e-5)
         assert second["val_top1"] == first["val_top1"]
-
     # The two validated every image once, although 21 is not divisible by two.
     capsys.readouterr()
     assert eval_program.main([str(two), "--json", "-"]) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert alone["model"]["top1"] == pytest.approx(their_rows[-1]["val_top1"])
     assert alone["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
-
     main, other = in_two_processes(trained, tmp_path / "first", small_run(stopped, **epochs), True)
     assert main.result == other.result == 128 + signal.SIGTERM
     assert f"stopped by signal {signal.SIGTERM:d} after step 4" in main.out

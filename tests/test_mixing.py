@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import written
+from small_models import seeded, written
 from torch import nn
 
 import vitinit
@@ -35,8 +35,7 @@ def built(family: str, **sizes) -> nn.Module:
 
 
 def drawn_images(height: int = 12, width: int = 20) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(5, 3, height, width, generator=generator, dtype=torch.float64)
+    return torch.randn(5, 3, height, width, generator=seeded(1), dtype=torch.float64)
 
 
 def inputs_of(modules: list[nn.Module], model: nn.Module) -> list[torch.Tensor]:
@@ -186,8 +185,7 @@ def test_the_mass_is_counted_over_patch_tokens_alone():
 
 def attention_like(*batch: int) -> torch.Tensor:
     """(*batch, 2 heads, 16, 16): softmaxes whose rows are sharp, with a prefix token."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(*batch, 2, 16, 16, dtype=torch.float64, generator=generator)
+    logits = torch.randn(*batch, 2, 16, 16, dtype=torch.float64, generator=seeded(3))
     return (5.0 * logits).softmax(-1)
 
 

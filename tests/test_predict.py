@@ -103,8 +103,7 @@ def test_json_holds_every_image(folder, tmp_path, capsys):
                 (name, pytest.approx(share, rel=1e-5)) for name, share in trained.predict(path)]
 
 
-def test_no_file_and_too_little_memory_are_named_and_passed_over(folder, tmp_path, monkeypatch,
-                                                                 capsys):
+def test_no_file_and_too_little_memory_are_named_and_passed(folder, tmp_path, monkeypatch, capsys):
     def resize_small_ones(image, *arguments):
         if image.shape[2] > 99:
             raise MemoryError
@@ -124,8 +123,7 @@ def test_no_file_and_too_little_memory_are_named_and_passed_over(folder, tmp_pat
         "an image: too little memory to read it (MemoryError)")
 
 
-def test_the_sheet_shows_images_with_their_guesses_in_an_even_selection(folder, tmp_path,
-                                                                        monkeypatch):
+def test_the_sheet_shows_an_even_selection_of_images_with_guesses(folder, tmp_path, monkeypatch):
     drawn, places = [], [0, 4, 8, 12, 16]
     monkeypatch.setattr(predict_module, "SHEET", 5)
     monkeypatch.setattr(predict_module, "draw_sheet",

@@ -71,8 +71,7 @@ def test_a_wrong_argument_is_one_line(capsys):
         assert line.startswith(f"{program}: ") and words in line and len(line) <= 200
 
 
-def test_a_model_is_loaded_predicts_and_is_exported_with_what_windows_has(
-        repository, tmp_path, monkeypatch):
+def test_a_model_loads_predicts_and_exports_as_on_windows(repository, tmp_path, monkeypatch):
     monkeypatch.chdir(repository)
     image, out = "tests/data/cifar10/cat/0000.jpg", tmp_path / "out"
     done = Fork(lambda: as_on_windows(image, out), tmp_path / "fork").ended()
@@ -97,7 +96,8 @@ def raising(error: BaseException) -> None:
     raise error
 
 
-def test_what_ends_a_program_is_one_line_and_a_status(capsys):
+def test_what_ends_a_program_is_a_line_and_a_status_and_a_closed_pipe_no_error(capsys, monkeypatch):
+    """As in `python -m vitinit.compare … | head -1`."""
     for error, status, line in (
             (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"),
             (Diverged("loss is nan"), 1, "p: loss is nan"),
@@ -111,10 +111,6 @@ def test_what_ends_a_program_is_one_line_and_a_status(capsys):
     with pytest.raises(KeyError):
         run_program("p", lambda: {}["fault"])
     assert run_program("p", lambda: None) == 0 and run_program("p", lambda: 3) == 3
-
-
-def test_a_closed_pipe_is_no_error(monkeypatch):
-    """As in `python -m vitinit.compare … | head -1`."""
     read, written = os.pipe()
     os.close(read)
     with open(written, "w") as stream:
@@ -128,7 +124,6 @@ def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
         with pytest.raises((Exception, Interrupted)) as caught, building("recipe r", "model"):
             action()
         return caught.value
-
     assert str(built(lambda: raising(ValueError("no fit")))) == "recipe r: no fit"
     assert str(built(lambda: raising(RecipeError("--set a: wrong")))) == "--set a: wrong"
     message = str(built(lambda: torch.empty(2**60, dtype=torch.uint8)))

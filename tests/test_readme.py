@@ -128,7 +128,8 @@ def test_a_recipe_is_added_as_the_page_shows(tmp_path, monkeypatch, train_progra
     assert "recipe  quickstart_deep" in printed and "depth = 8" in printed
 
 
-def test_the_numbers_of_quickstart_are_those_of_its_records():
+def test_the_numbers_of_quickstart_and_cifar10_10k_are_those_of_their_records():
+    """Each init's and each difference, paired by seed, on its card; the inits' also in tables."""
     runs = read_archive(REPOSITORY / "recipes" / "quickstart.tar.xz")
     last = {init: [run.rows[-1] for run in runs if run.keys["init.name"] == init]
             for init in ("default", "impulse")}
@@ -140,10 +141,6 @@ def test_the_numbers_of_quickstart_are_those_of_its_records():
         assert f"| {mean_and_std(top1, 1)} (3) |" in README.text
     mean, half = t_interval([two["val_top1"] - one["val_top1"] for one, two in zip(*last.values())])
     assert f"is {mean:.1f} ± {half:.1f} points" in " ".join(README.text.split())
-
-
-def test_the_numbers_of_cifar10_10k_are_those_of_its_records():
-    """Each init's and each difference, paired by seed, on its card; the inits' also in tables."""
     archive = REPOSITORY / "recipes" / "cifar10_10k.tar.xz"
     top1: dict[str, list[float]] = {}
     for run in read_archive(archive):

@@ -89,7 +89,6 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     assert run.epochs == 5                           # with the cool-down
     assert (run.amp, run.clip_norm, run.save_every) == ("bf16", 0.61, 3)
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
-
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.
     rows = rows_of(tmp_path / "run")
     assert [row["val_loss"] is not None for row in rows] == [False, False, True, False, True]
@@ -103,8 +102,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     assert len(compiled) == 3                        # the model to train, and model and average
 
 
-def test_the_best_checkpoint_is_best_by_what_the_recipe_says(train_program, small_run, tmp_path,
-                                                             monkeypatch):
+def test_the_best_checkpoint_is_that_by_the_recipe(train_program, small_run, tmp_path, monkeypatch):
     """The loss and the EMA's top-1 are best at different epochs; one loss is NaN."""
     for best_by, epoch in (("val_loss", 3), ("ema_top1", 1)):
         found = iter([(float("nan"), 30.0, 60.0), (1.5, 50.0, 40.0), (1.2, 40.0, 50.0)])

@@ -20,8 +20,7 @@ from vitinit.runs import model
 from vitinit.train.metrics import METRICS, StepRow
 
 
-def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_run, tmp_path,
-                                                          capsys):
+def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp_path, capsys):
     folder = tmp_path / "run"
     arguments = small_run(folder, init="impulse", checkpoint__keep_epochs="[0, 2]")
     assert train_program.main(arguments) == 0
@@ -48,7 +47,6 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     printed = capsys.readouterr().out
     assert "12 = 1 process × 3 micro-batches × 4 images" in printed
     assert "init    impulse: {base = \"default\", kernel_size = 3" in printed
-
     # All options are written out, and the recorded recipe repeats the run.
     recipe = load_recipe(folder / "recipe.toml")
     assert recipe.init.options["qk_norm"] == 7.0 and recipe.model.options["mlp_ratio"] == 4.0
@@ -151,8 +149,7 @@ def test_a_dry_run_lists_all_images_that_cannot_be_read(train_program, small_run
     assert "--read-images is what a dry run may do" in capsys.readouterr().err
 
 
-def test_dark_images_of_16_bits_are_a_warning_at_the_start(train_program, small_run, image_tree,
-                                                           tmp_path, capsys):
+def test_dark_16_bit_images_are_a_warning(train_program, small_run, image_tree, tmp_path, capsys):
     for path in image_tree.glob("train/*/*"):
         Image.fromarray(np.full((10, 14), 4095, np.uint16)).save(path)
     assert train_program.main(small_run(tmp_path / "run", "--dry-run")) == 0
@@ -213,8 +210,7 @@ def test_too_little_memory_for_an_image_names_its_file(train_program, small_run,
     assert reason.startswith("too little memory to read it (not enough memory: 9 GB)")
 
 
-def test_a_diverging_run_ends_and_leaves_the_last_good_checkpoint(
-        train_program, small_run, tmp_path, capsys):
+def test_a_diverging_run_leaves_a_last_good_checkpoint(train_program, small_run, tmp_path, capsys):
     folder = tmp_path / "run"
     assert train_program.main(small_run(folder, optim__base_lr="1e30", optim__clip_norm="0",
                                         checkpoint__every_steps="1")) == 1
@@ -263,7 +259,6 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
     first, *_, last = capsys.readouterr().out.splitlines()
     assert f"warning {first}" == line
     assert json.loads(last)["model"]["top1"] == rows_of(folder)[0]["val_top1"]
-
     shutil.rmtree(phone / "green")
     command[command.index(str(folder))] = str(tmp_path / "new")
     assert train_program.main(command) == 2

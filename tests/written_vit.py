@@ -56,7 +56,6 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
 
     def linear(x: Tensor, layer: str) -> Tensor:
         return x @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"]
-
     filters = tensors["patch_embed.proj.weight"]
     patches = F.conv2d(images, filters, tensors["patch_embed.proj.bias"],
                        stride=filters.shape[2:]).flatten(2).mT
@@ -70,7 +69,6 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
         x = torch.cat([x[:, :1], *some, x[:, 1:]], dim=1)
     else:
         x = torch.cat([*one, *some, patches], dim=1) + tensors["pos_embed"]
-
     for block in (f"blocks.{index}" for index in range(DEPTH)):
         gammas = [tensors[f"{block}.{scale.format(branch)}"] if scale else 1.0 for branch in "12"]
         q, k, v = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").split(WIDTH, dim=-1)
@@ -84,7 +82,6 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
         x = x + gammas[1] * linear(hidden, f"{block}.mlp.fc2")
         if after_blocks is not None:
             after_blocks.append(x)
-
     before = x.shape[1] - patches.shape[1]           # these tokens are not averaged
     if read == "mean":
         x = norm(x[:, before:].mean(1), "fc_norm")

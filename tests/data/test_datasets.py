@@ -272,8 +272,7 @@ def test_an_image_folder_is_train_and_val_or_test_or_one_folder(tmp_path, monkey
 @pytest.mark.parametrize("train, val, unused", [
     ("Train", "Valid", ["masks", "old", "test"]), ("training", "validation", ["TESTING"]),
     ("TRAINING", "VAL", ["x"]), ("Train", "dev", ["Testing"]), ("Training", "test", [])])
-def test_splits_go_by_any_of_their_names_and_what_is_beside_them_is_said(tmp_path, train, val,
-                                                                         unused):
+def test_splits_go_by_any_of_their_names_and_others_are_said(tmp_path, train, val, unused):
     write_folders(tmp_path, *(f"{split}/{name}/a.png" for split in [train, val, *unused]
                               for name in ("ant", "bee")))
     names = ", ".join(f"{name}/" for name in unused)
@@ -298,8 +297,7 @@ def test_splits_go_by_any_of_their_names_and_what_is_beside_them_is_said(tmp_pat
      "train/<class>/<image>; if all are classes, they belong into {}/train/ or {}/val/"),
     ("val", "car. train. van.", "no val/ or test/ in it, but car/, train/, van/; expected train/"),
     ("val", "test. train", "no class folders in test/; train.py needs none with --set ")])
-def test_a_folder_that_is_not_laid_out_as_splits_or_classes_is_one_line(tmp_path, split, folders,
-                                                                        line):
+def test_a_folder_not_laid_out_as_splits_or_classes_is_one_line(tmp_path, split, folders, line):
     write_folders(tmp_path, *(f"{name.replace('.', '/')}{inner}a.png" for name in folders.split()
                               for inner in ([""] if name[-1] == "." else ["/ant/", "/bee/"])))
     assert refusal(open_split, "image_folder", str(tmp_path), split, 0).startswith(

@@ -255,8 +255,7 @@ def test_of_a_thin_image_only_the_centre_is_enlarged(interpolation, monkeypatch)
 
 @pytest.mark.parametrize("kind, options, words", [
     (np.int32, {}, "32"), (np.float32, {}, "32"), (np.uint16, {"tiffinfo": {339: 2}}, "signed 16")])
-def test_32_bit_values_and_signed_ones_are_refused_whatever_they_are(
-        tmp_path, kind, options, words):
+def test_32_bit_and_signed_values_are_refused_whatever_they_are(tmp_path, kind, options, words):
     Image.fromarray(np.array([[0, 100, 255]], kind)).save(tmp_path / "x.tif", **options)
     assert refusal(tmp_path / "x.tif").endswith(
         f"(an image of {words}-bit values, whose black and white are not known; expected 8 or 16 "

@@ -124,8 +124,9 @@ def test_too_few_files_and_too_little_shared_memory_are_one_line(limits, words, 
     assert words in done.result and (done.out, done.err) == ("", "")
 
 
-def test_workers_may_open_many_files_and_their_server_does_not_hear_ctrl_c(tmp_path, start_by,
-                                                                          monkeypatch):
+def test_workers_may_open_many_files_hear_no_ctrl_c_and_are_not_forked_beside_communication(
+        tmp_path, start_by, monkeypatch):
+    """A fork may copy a lock that a thread of communication holds, which nobody then releases."""
     (soft, hard), masks = resource.getrlimit(resource.RLIMIT_NOFILE), []
     start_by("forkserver")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(997, soft), hard))
@@ -137,10 +138,6 @@ def test_workers_may_open_many_files_and_their_server_does_not_hear_ctrl_c(tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert masks == [{signal.SIGINT}] and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
-
-def test_where_processes_train_together_workers_are_not_forked(start_by, monkeypatch):
-    """A fork may copy a lock that a thread of communication holds, which nobody then releases."""
     start_by("fork")
     for together, method in ((False, "fork"), (True, "forkserver")):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: together)

@@ -144,8 +144,7 @@ EVERY = replace(RAND_AUGMENT, layers=3, probability=0.9, interpolation="random")
 
 
 @pytest.mark.parametrize("height, width, extreme", [(29, 23, False), (1, 3, False), (9, 11, True)])
-def test_an_image_has_the_same_bits_in_any_batch_and_in_parts_of_any_size(monkeypatch, height,
-                                                                          width, extreme):
+def test_an_image_has_the_same_bits_in_any_batch_or_parts(monkeypatch, height, width, extreme):
     settings = replace(EVERY, magnitude_std=100.0, rotate_degrees=360.0, shear_factor=100.0,
                        translate_share=100.0, enhance_factor=100.0) if extreme else EVERY
     images, drawn = noisy_batch(61, height, width), random_operations(61, settings)

@@ -218,8 +218,7 @@ def expected_of(source: ImageFolder, rank: int = 0, world_size: int = 1) -> list
 
 
 @pytest.mark.parametrize("rank, world_size, workers", [(0, 1, 0), (1, 2, 2), (4, 5, 1)])
-def test_every_pass_gives_each_image_of_the_share_once_kept_or_not(folder, rank, world_size,
-                                                                   workers):
+def test_every_pass_gives_each_image_of_a_share_once_kept_or_not(folder, rank, world_size, workers):
     """What is kept is decoded once. Workers end where views are kept, and else wait."""
     others = set(multiprocessing.active_children())
     source = Counted(folder)

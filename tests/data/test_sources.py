@@ -57,8 +57,7 @@ def test_the_listing_is_torchvisions_but_for_hidden_files_and_folders_that_are_l
     ({"a/x": "set/b", "a/y": "set/b", "b/x": "set/a", "b/y": "set/a"}, None, None),
     ({"b/x": "far", "a/deep/x": "far", "../far/y": "set/a", "../far/z": "set/b/deep"}, "b", "b"),
     ({"b/x": "far", "a/x": "far/deep"}, "b", "a"), ({"b/x": "far", "c": "far"}, "c", "c")])
-def test_each_real_folder_is_read_once_as_of_the_class_that_it_lies_in(
-        tmp_path, monkeypatch, links, far, deep):
+def test_each_real_folder_is_read_once_as_of_its_own_class(tmp_path, monkeypatch, links, far, deep):
     """Or that the first link of the highest gives it, in whatever order the disk lists."""
     tree(tmp_path, "far/1.png", "far/deep/2.png", "set/a/3.png", "set/a/deep/4.png", "set/b/5.png",
          "set/b/deep/6.png")
@@ -143,11 +142,16 @@ def test_a_digest_of_sizes_is_of_a_drawn_part_of_each_split(tmp_path, monkeypatc
     assert file_sizes([numbered([2, 3])], 3) == {}
 
 
-def test_each_class_of_a_set_is_found_at_its_index_in_the_model():
+def test_each_class_is_found_at_its_index_in_the_model_and_one_with_too_few_images_named():
     known = ["ant", "bee", "cat", "dog", "eel"]
     assert class_indices(known, ["dog", "ant", "eel"]) == [3, 0, 4]
     assert refusal(class_indices, known, ["bee", "cow"]) == (
         "class 'cow' is none of the model's 5 classes (ant, bee, … eel)")
+    for choose, least, held_out in ((partial(held_out_part, images_per_class=3), 1, 3), (
+            partial(stratified_part, images_per_class=2, held_out=2), 2, 2)):
+        assert refusal(choose, numbered([7, 3])) == (
+            f"class 'class 1' has 3 images, too few to train on {least} and hold out {held_out} of "
+            "them; expected less of data.images_per_class or data.held_out_per_class")
 
 
 def numbered(sizes: Sequence[int]) -> ImagesInMemory:
@@ -182,11 +186,3 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
             assert part.labels.tolist() == source.labels[expected].tolist()
             assert part.classes == source.classes
     assert stratified_part(source) is source
-
-
-def test_a_class_with_too_few_images_is_named():
-    for choose, least, held_out in ((partial(held_out_part, images_per_class=3), 1, 3), (
-            partial(stratified_part, images_per_class=2, held_out=2), 2, 2)):
-        assert refusal(choose, numbered([7, 3])) == (
-            f"class 'class 1' has 3 images, too few to train on {least} and hold out {held_out} of "
-            "them; expected less of data.images_per_class or data.held_out_per_class")

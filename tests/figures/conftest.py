@@ -133,7 +133,6 @@ def in_browser(tmp_path) -> Iterator[Callable[[Path, str, str], Any]]:
             log.seek(0)
             assert [line for line in log if "CONSOLE" in line] == []
         return json.loads(answer)
-
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield call

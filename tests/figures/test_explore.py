@@ -152,7 +152,6 @@ def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
             alphas = np.array(pixels).reshape(64, 4)[:, 3]               # rise with the root
             np.testing.assert_allclose(alphas, 90 + 130 * np.sqrt(row / row.max()), atol=5)
         assert f"row {int(y * 8)}, column {int(x * 8)}" in state["facts"]
-
     agrees(found["hover"], .7, .3, head=2)
     agrees(found["held"], .4, .9, head=2)
     agrees(found["still"], .4, .9, head=2)

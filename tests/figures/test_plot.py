@@ -71,8 +71,7 @@ QUICK = "--recipe quickstart --set model.options.depth=2 "
     ("curves {tmp}/empty", "neither a run's folder nor an archive of runs"),
     (f"kernels {QUICK} --set model.options.patch_size=5", "patches of 5×5 pixels do not tile"),
 ])
-def test_what_cannot_be_drawn_is_refused_in_one_line(complains, image_tree, tmp_path, arguments,
-                                                     text):
+def test_what_cannot_be_drawn_is_one_line(complains, image_tree, tmp_path, arguments, text):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pth")
     (tmp_path / "empty").mkdir()
     photo = image_tree / "val" / "red" / "03.png"

@@ -60,7 +60,6 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
     assert meta["comparison"]["intervals"] == [{
         "label": "impulse", "weights": "model", "by_seed": [10.0, 14.0],
         "interval": [mean, pytest.approx(half, rel=1e-3)]}]
-
     panels = {panel["title"]: panel for panel in meta["curves"]}
     assert list(panels) == ["validation top-1 (%)", "training loss", "learning rate",
                             "gradient norm"]
@@ -71,7 +70,6 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
     assert panels["training loss"]["lines"][0]["mean"] == [3.5, 2.0, 1.5]
     norm = panels["gradient norm"]
     assert norm["lines"][0]["mean"] == [2.0, None, 2.0] and norm["log"]
-
     one = meta["runs"][3]
     assert (one["name"], one["group"], one["seed"]) == ("impulse|1", "impulse", 1)
     changes = {key: values for key, *values in one["changes"]}
@@ -97,7 +95,6 @@ def test_a_run_is_judged_on_its_validation_images(report, contents, photographs)
         (pytest.approx(share, rel=1e-3), *pair) for share, *pair in mistakes]
     assert (judged["images"], judged["of"], judged["parameters"]) == (50, 50, 683_050)
     assert meta["comparison"] is None and dict(run["facts"])["top-1, last"] == "90.23 %"
-
     meta, _ = contents(report("cifar10_small", "--data-dir", photographs, "--images", 20))
     few = meta["runs"][0]["judged"]
     assert (few["images"], few["of"]) == (17, 50)                        # every third

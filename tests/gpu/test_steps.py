@@ -223,8 +223,7 @@ def test_attention_is_the_plain_product(device, record_property, amp, bound):
 
 # fp16, the moving average, evaluation ---------------------------------------------------------
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_a_step_whose_fp16_gradients_overflow_is_skipped(a_vit, device, batch_of, drop_path_of,
-                                                         optimiser):
+def test_a_step_whose_fp16_overflows_is_skipped(a_vit, device, batch_of, drop_path_of, optimiser):
     """Weights, moments and moving average stay the same to the bit, the scale halves. The next
     step, at a lower scale, is made."""
     model, part = a_vit.to(device), batch_of(device=device)
@@ -296,8 +295,7 @@ def test_the_engines_seconds_are_those_of_a_clock_outside(cuda, record_property)
     assert 0.95 * outside - 0.02 < state.progress.seconds - before <= outside
 
 
-def test_the_host_waits_less_than_once_in_a_step(cuda, a_vit, batch_of, drop_path_of,
-                                                 record_property):
+def test_the_host_waits_less_than_once_a_step(cuda, a_vit, batch_of, drop_path_of, record_property):
     """By torch's debug mode: the engine reads losses every ten steps, checks weights at the end."""
     model, part = a_vit.to(cuda), batch_of(device=cuda)
     state = state_of(model, OPTIMISERS["adamw"](model), ema=Ema(model, decay=0.9, warmup=False))

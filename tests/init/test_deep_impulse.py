@@ -149,8 +149,7 @@ def test_it_writes_what_its_docstring_lists_and_nothing_else(name):
             assert torch.equal(value, was), key
 
 
-def test_on_other_channels_values_are_mimetic_and_patches_whitened_and_all_weights_get_gradients(
-        images):
+def test_on_other_channels_values_are_mimetic_patches_white_and_all_weights_get_gradients(images):
     model = initialised(images=images, value_alpha=0.0, value_beta=0.3)
     attention = model.blocks[2].attn
     product = torch.einsum("chd, hdk -> ck", attention.proj_weight, attention.v_weight)

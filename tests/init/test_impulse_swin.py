@@ -44,7 +44,6 @@ def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
     def window_of(token: int) -> tuple[int, int]:
         cell = token // width, token % width
         return tuple((x - s) // w for x, s, w in zip(cell, block.shift, block.window))
-
     matrix = torch.zeros(height * width, height * width, dtype=torch.float64)
     for query in range(height * width):
         for key in range(height * width):

@@ -41,8 +41,7 @@ def test_all_products_of_a_swin_are_those_of_the_matrices_that_were_drawn():
 
 
 @pytest.mark.parametrize("reads, size, head_dim", [("content", 68, 11), ("free", 35, 41)])
-def test_a_simple_vits_products_are_the_best_low_rank_parts_of_the_matrices_drawn(reads, size,
-                                                                                  head_dim):
+def test_a_simple_vits_products_are_the_best_low_rank_parts_of_what_is_drawn(reads, size, head_dim):
     model, generator = drawn(f"simple_vit, {reads}", head_dim=head_dim, qk_alpha=0.6, qk_beta=0.5)
     for attention in (block.attn for block in model.blocks):
         query, key = ((attention.query, attention.key) if reads == "free" else

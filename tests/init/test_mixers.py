@@ -18,8 +18,7 @@ TOKENS = 15
 
 @pytest.mark.parametrize("hidden, bias, gain", [(30, 4.0, 1.0), (37, 4.0, -0.75),
                                                 (15, 4.0, 1.0), (23, 8.0, -0.75)])
-def test_a_token_mlp_is_the_given_map_exactly_or_through_gelus_nearly_linear_part(hidden, bias,
-                                                                                  gain):
+def test_a_token_mlp_is_the_given_map_exactly_or_through_gelus_near_linear_part(hidden, bias, gain):
     """gain · (GELU(Hx + b) − b) with fewer than twice as many hidden units as tokens.
     Surplus units are not dead: they keep their inputs, so that their outputs can be learnt."""
     mlp, matrix = Mlp(TOKENS, hidden).double(), drawn(TOKENS, TOKENS)
@@ -48,8 +47,7 @@ def test_each_block_mixes_tokens_as_the_shift_whose_turn_it_is(family, bias, dis
 
 @pytest.mark.parametrize("size, kernel_size, num_filters, gain", [
     (3, 0, 0, 3**-0.5), (4, 0, 0, 1.0), (5, 3, 7, -2.0), (7, 2, 0, 1.0)])
-def test_each_filter_reads_one_neighbour_in_the_order_of_the_offsets(size, kernel_size, num_filters,
-                                                                     gain):
+def test_each_filter_reads_one_neighbour_in_order_of_offsets(size, kernel_size, num_filters, gain):
     """Even kernels, too: a smaller kernel's offsets are the same cells in the larger one."""
     model = vitinit.build_model("convmixer_256_8", num_classes=7, image_size=(20, 28), patch_size=4,
                                 embed_dim=31, depth=2, kernel_size=size, num_filters=num_filters)

@@ -63,7 +63,6 @@ def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
             in model.named_parameters() if name not in matrices}
     assert left == {weight: group["weight_decay"] for group in adamw.param_groups
                     for weight in group["params"]}
-
     start, other = copy.deepcopy(model), copy.deepcopy(model)
     ours = muon(other, factor=names["factor"], momentum=0.95, weight_decay=names["decay"])
     set_learning_rate(ours, names["rate"])

@@ -109,8 +109,7 @@ def written_page(tmp_path):
     return write
 
 
-def test_a_page_is_taken_apart_and_an_update_writes_what_code_prints_that_trains_in_full(
-        written_page, tmp_path):
+def test_a_page_is_taken_apart_and_updated_by_code_that_trains_in_full(written_page, tmp_path):
     page = written_page()
     assert page.title == "A page"
     first, second = page.codes
@@ -152,7 +151,8 @@ def test_code_that_fails_or_prints_something_else_is_named_by_its_line(written_p
         list(check_page(written_page(PAGE.replace("0.43", "0.45")), tmp_path))
 
 
-def test_the_command_lists_lessons_and_writes_a_notebook(tmp_path, capsys):
+def test_the_command_lists_lessons_writes_a_notebook_and_runs_a_lesson(
+        tmp_path, capsys, monkeypatch, written_page):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("2  A convolution is a sum of shifts: ")
@@ -161,9 +161,6 @@ def test_the_command_lists_lessons_and_writes_a_notebook(tmp_path, capsys):
     assert main(["1", "--notebook", str(file)]) == 0
     assert json.loads(file.read_text(encoding="utf-8")) == notebook(read_page(PATHS[1]))
     assert capsys.readouterr().out == f"{file}\n"
-
-
-def test_the_command_runs_a_lesson(capsys, monkeypatch, written_page):
     page = written_page(PAGE.replace("raise ValueError", "return ")
                         + "\n```python train\nprint(dict(steps=1200, images=9))\n```\n")
     monkeypatch.setattr(command, "lesson_paths", lambda: {7: page.path})

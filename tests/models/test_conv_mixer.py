@@ -28,7 +28,6 @@ def written_out(state: dict[str, Tensor], images: Tensor, activation=F.gelu,
 
     def conv(x, name, **options):
         return F.conv2d(x, state[f"{name}.weight"], state[f"{name}.bias"], **options)
-
     x = conv(images, "stem.0", stride=state["stem.0.weight"].shape[2:])
     x = norm(activation(x), "stem.2")
     for block in ("blocks.0", "blocks.1"):

@@ -136,8 +136,7 @@ def test_images_of_another_size_or_shape_are_one_line(family):
 # Precision, compiling, exporting, full size ---------------------------------------------------
 @one_of_each
 @torch.no_grad()
-def test_in_half_precision_compiled_to_one_graph_or_exported_for_any_batch_a_model_is_the_same(
-        family):
+def test_in_half_precision_compiled_to_one_graph_or_exported_a_model_is_the_same(family):
     full = built(family)(drawn_images())
     half = built(family).bfloat16()(drawn_images().bfloat16())
     assert half.dtype == torch.bfloat16 and 0 < (half - full).norm() / full.norm() < 0.06

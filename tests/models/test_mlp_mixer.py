@@ -18,7 +18,6 @@ def written_out(state: dict[str, Tensor], images: Tensor, depth: int) -> Tensor:
     def mlp(x, name):
         x = F.linear(x, state[f"{name}.fc1.weight"], state[f"{name}.fc1.bias"])
         return F.linear(F.gelu(x), state[f"{name}.fc2.weight"], state[f"{name}.fc2.bias"])
-
     kernel = state["stem.proj.weight"]
     x = F.conv2d(images, kernel, state["stem.proj.bias"], stride=kernel.shape[2:])
     x = torch.einsum("bchw->bhwc", x).flatten(1, 2)

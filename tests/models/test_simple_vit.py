@@ -48,7 +48,6 @@ def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, read
 
     def linear(x, name):
         return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
-
     patches = [[image[channel, 2 * row + down, 3 * column + right]
                 for down in range(2) for right in range(3) for channel in range(3)]
                for row in range(3) for column in range(5)]

@@ -239,7 +239,6 @@ def test_a_key_takes_values_of_its_kind_within_its_bounds():
     for written, words in {"bf6": "'bf6'; did you mean 'bf16'?",
                            "[1]": "[1]; valid: auto, bf16, fp16, off"}.items():
         assert set_refusal(f"engine.amp={written}") == f"engine.amp is {words}"
-
     table, checked = load_recipe(SHIPPED[0]).as_dict(), 0
     for title, section in SECTIONS.items():
         for key, kind in typing.get_type_hints(section, include_extras=True).items():

@@ -59,8 +59,7 @@ def test_the_same_runs_give_the_same_bytes_and_what_is_in_their_folders(packed, 
                                   for file in FILES]
 
 
-def test_a_path_is_a_folder_an_archive_or_an_archive_with_a_pattern(packed, tmp_path, monkeypatch,
-                                                                    capsys):
+def test_a_path_is_a_folder_or_an_archive_with_a_pattern(packed, tmp_path, monkeypatch, capsys):
     """Others, which a pattern such as runs/* finds after a sweep with --jobs, are left out."""
     all_runs = ["runs.tar.xz/a-s1", "runs.tar.xz/a-s2", "runs.tar.xz/b-s10"]
     assert chosen(packed) == all_runs

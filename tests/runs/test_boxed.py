@@ -46,8 +46,7 @@ def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tm
     assert box.rows[-1]["val_top1"] > 90.0 > max(tops.values()) == tops["deep_impulse-muon"]
 
 
-def test_it_is_called_by_its_name_and_a_recipe_starts_from_it(
-        eval_program, tmp_path, monkeypatch, capsys):
+def test_it_is_called_by_name_and_recipes_start_there(eval_program, tmp_path, monkeypatch, capsys):
     """Wherever one is, and not by the absolute path of the folder that it is in. What it predicts
     is on the README, whose test runs it."""
     monkeypatch.chdir(tmp_path)

@@ -119,7 +119,6 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
     line, = capsys.readouterr().err.splitlines()
     assert "last.pt: damaged after it was written, the checksum of" in line
     assert line.endswith(f"; going on with {folder.previous}")
-
     # The next save does not replace the good checkpoint by the damaged one; the one after it does.
     (tmp_path / "best.pt.partial").write_bytes(b"cut short")
     folder.tidy(epochs=0, steps=0)
@@ -208,7 +207,7 @@ def holder(tmp_path):
     kill(process)
 
 
-def test_a_second_run_is_told_who_writes_and_reads_and_writes_nothing(
+def test_a_second_run_is_told_who_writes_and_a_killed_one_keeps_no_lock_though_its_child_lives(
         train_program, small_run, tmp_path, holder, capsys):
     """Not even a file that it could not read: the other process may be writing it."""
     (tmp_path / "metrics.jsonl").write_text("half a li")
@@ -219,9 +218,6 @@ def test_a_second_run_is_told_who_writes_and_reads_and_writes_nothing(
         assert f"is writing here (process {holder[0]} on {socket.gethostname()}, since " in error
         assert error.count("\n") == 1
     assert (tmp_path / "metrics.jsonl").read_text() == "half a li"
-
-
-def test_a_killed_process_keeps_no_lock_though_its_child_lives_on(tmp_path, holder):
     process, worker = holder
     kill(process)
     os.kill(worker, 0)                               # raises if the worker has ended
@@ -242,7 +238,8 @@ def is_free(folder: Path) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_a_lock_is_given_back_and_one_that_was_deleted_taken_again_unless_another_run_has(tmp_path):
+def test_a_lock_is_given_back_and_if_deleted_taken_again_or_refused_and_a_disk_without_any_told(
+        tmp_path, monkeypatch, capsys):
     """Another one's stops this run even once that one has ended: its results are newer."""
     with RunLock() as lock:
         for _ in range(2):                           # again is fine, and changes nothing
@@ -260,6 +257,14 @@ def test_a_lock_is_given_back_and_one_that_was_deleted_taken_again_unless_anothe
         assert is_free(tmp_path)
         assert "another run has begun here; this one writes" in refused(CheckpointError, lock.keep)
 
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+    assert capsys.readouterr().err == (f"warning {tmp_path}: this file system has no locks, so "
+                                       "nothing keeps a second run out\n")
+
 
 def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
         train_program, small_run, tmp_path, monkeypatch, capsys):
@@ -276,13 +281,3 @@ def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
     assert capsys.readouterr().err == (f"train.py: {folder}: run.lock was deleted, and another run "
                                        "has begun here; this one writes nothing more\n")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
-
-
-def test_without_locks_a_run_goes_on_with_a_line(tmp_path, monkeypatch, capsys):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    with RunLock() as lock:
-        lock.take(tmp_path)
-    assert capsys.readouterr().err == (f"warning {tmp_path}: this file system has no locks, so "
-                                       "nothing keeps a second run out\n")

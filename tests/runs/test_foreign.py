@@ -238,8 +238,7 @@ def test_pixels_that_are_scaled_or_resized_otherwise_are_read_or_refused(their_f
         vitinit.load(folder)
 
 
-def test_labels_without_names_are_numbers_and_positions_those_of_the_size_that_is_stated(
-        their_folder):
+def test_labels_without_names_are_numbers_and_positions_those_of_the_size_stated(their_folder):
     """transformers writes id2label only where it is not its default, of two labels. As many patches
     may be of another grid, which only the file shows."""
     trained = vitinit.load(their_folder("ViT", id2label={}, num_labels=CLASSES))
@@ -252,16 +251,7 @@ def test_labels_without_names_are_numbers_and_positions_those_of_the_size_that_i
     assert "pos_embed 1×9 → 3×3 resized" in start
 
 
-def test_names_of_other_functions_are_traps_as_whole_words(tmp_path):
-    for name in ("europe.pth", "vit_ropes.pth", "rpn/vit.pth"):
-        assert read_description(tmp_path / name) is None
-    for name, architecture in (("vit_base_patch16_rope_224.pth", ""), ("vit.RPN.pth", ""),
-                               ("vit_rope/model.safetensors", ""), ("a.pth", "vit_rope_224")):
-        with pytest.raises(CheckpointError, match="would fit and compute another function here"):
-            read_description(tmp_path / name, architecture)
-
-
-def test_timms_hub_states_the_preparation_and_arguments(tmp_path):
+def test_timms_hub_states_preparation_and_sizes_and_names_of_other_functions_are_traps(tmp_path):
     config = {
         "architecture": "vit", "num_classes": 3, "label_names": {"0": "ant", "2": "eel"},
         "model_args": {"num_heads": 3, "reg_tokens": 2, "depth": None, "in_chans": 3,
@@ -283,6 +273,12 @@ def test_timms_hub_states_the_preparation_and_arguments(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="config.json: act_layer is silu, which is not known"):
         read_description(tmp_path / "model.safetensors")
+    for name in ("europe.pth", "vit_ropes.pth", "rpn/vit.pth"):
+        assert read_description(tmp_path / name) is None
+    for name, architecture in (("vit_base_patch16_rope_224.pth", ""), ("vit.RPN.pth", ""),
+                               ("vit_rope/model.safetensors", ""), ("a.pth", "vit_rope_224")):
+        with pytest.raises(CheckpointError, match="would fit and compute another function here"):
+            read_description(tmp_path / name, architecture)
 
 
 # What their ViT needs of deit_tiny, but for its epsilon.

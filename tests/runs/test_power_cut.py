@@ -147,8 +147,7 @@ def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[
     return disk, saved
 
 
-def test_power_that_fails_at_any_moment_costs_no_line_and_no_checkpoint(disk, tmp_path,
-                                                                        monkeypatch):
+def test_power_that_fails_at_any_moment_costs_no_line_or_checkpoint(disk, tmp_path, monkeypatch):
     disk, saved = disk
     assert disk.kept
     assert [step for _, step in saved] == [0, 4, 4, 5, 8, 8, 9, 10, 12, 12]

@@ -56,8 +56,7 @@ def learning(distill: Distill, *, two_heads: bool = False, mean=MEAN, std=STD,
 
 @pytest.mark.parametrize("two_heads", [False, True])
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_losses_are_deits_and_each_head_of_a_distilled_student_learns_from_its_own_teacher(
-        kind, two_heads):
+def test_losses_are_deits_and_each_head_of_a_distilled_student_has_its_own_teacher(kind, two_heads):
     student = vitinit.build_model(f"vit_tiny{'_distilled' * two_heads}", num_classes=5,
                                   image_size=(8, 12), patch_size=4, embed_dim=6, depth=1,
                                   num_heads=2).double()

@@ -150,8 +150,7 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
     (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
     (RuntimeError("CUDA error: the launch timed out and was terminated"), False),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False)])
-def test_a_connection_that_breaks_is_one_line_of_each_process_and_a_defect_is_none(
-        monkeypatch, error, lost):
+def test_a_broken_connection_is_one_line_of_each_process_a_defect_none(monkeypatch, error, lost):
     monkeypatch.setattr(distributed, "start", lambda: ALONE)
     with pytest.raises(LostProcess if lost else RuntimeError) as caught, distributed.joined():
         raise error
