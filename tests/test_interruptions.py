@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from unittest.mock import Mock
 
 import pytest
 import torch
 from forks import in_two_processes
-from lost_output import lost_stream
+from lost_output import LOST, lost_stream
 from same_run import assert_identical, assert_same_run, checkpoint as left_in, family_run, rows_of
 
 from vitinit import run
@@ -24,16 +24,30 @@ from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
 
 
-def signalling(function: Callable, call: int, number: int) -> Callable:
+def signalling(function: Callable, call: int, number: int, before: Callable = bool) -> Callable:
     """Wrap `function` so that call number `call`, from 1, sends this process the signal."""
     calls = []
 
     def signalled(*arguments, **keywords):
         calls.append(None)
         if len(calls) == call:
+            before()
             os.kill(os.getpid(), number)
         return function(*arguments, **keywords)
     return signalled
+
+
+@contextlib.contextmanager
+def closing_terminal(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Let this process print to a terminal; yields what closes it."""
+    screen, terminal = os.openpty()
+    os.set_blocking(terminal, False)                 # nobody reads
+    with open(terminal, "w") as stream:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, stream)
+        yield lambda: os.close(screen)
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 # One after the other in the same run: the function in whose call of this number, from when the run
@@ -53,23 +67,23 @@ PHASES = {
 }
 
 
+@pytest.mark.parametrize("terminal", ["stays", "closes"])
 def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(
-        train_program, small_run, straight, tmp_path, monkeypatch, capsys):
-    """Equal to the bit to a run without. Each phase has one of the signals, each signal a phase; in
-    every third one nothing can be printed, as on a terminal that was closed."""
+        train_program, small_run, straight, tmp_path, monkeypatch, capsys, terminal):
+    """Equal to the bit to a run without. Each phase has one of the signals, each signal a phase; if
+    a terminal closes, nothing can be printed from then on."""
     folder, two_epochs = tmp_path / "run", dict(schedule__epochs="2", checkpoint__every_steps="5")
     command, uncut = small_run(folder, **two_epochs), straight(**two_epochs)
-    for count, ((phase, (place, name, call, step)), number) in enumerate(
-            zip(PHASES.items(), cycle(STOP_SIGNALS))):
+    for (phase, (place, name, call, step)), number in zip(PHASES.items(), cycle(STOP_SIGNALS)):
         place = train_program if place == "train_program" else place
         threads = threading.enumerate()
-        with monkeypatch.context() as patch, lost_stream("terminal") as closed:
-            for stream in ("stdout", "stderr") if count % 3 == 0 else ():
-                patch.setattr(sys, stream, closed)
-            patch.setattr(place, name, signalling(getattr(place, name), call, number))
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+            before = (stack.enter_context(closing_terminal(patch)) if terminal == "closes" else
+                      bool)
+            patch.setattr(place, name, signalling(getattr(place, name), call, number, before))
             assert train_program.main(command) == 128 + number, phase
-        assert count % 3 == 0 or (f"stopped by signal {int(number)} after step {step};"
-                                  in capsys.readouterr().out), phase
+        assert terminal == "closes" or (f"stopped by signal {int(number)} after step {step};"
+                                        in capsys.readouterr().out), phase
         assert threading.enumerate() == threads, phase
         assert left_in(folder)["step"] == step, phase
         command = ["--resume", str(folder)]
@@ -78,13 +92,16 @@ def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(
     assert len(json.loads((folder / "run.json").read_text())) == len(PHASES) + 1
 
 
-def test_ctrl_c_while_starting_leaves_nothing_and_stops_an_evaluation_with_one_line(
-        train_program, small_run, tmp_path, monkeypatch, capsys, eval_program, straight):
+def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch,
+                                              capsys):
     monkeypatch.setattr(opening, "open_split", signalling(opening.open_split, 1, signal.SIGINT))
     assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_evaluation_stops_at_a_signal_with_one_line(eval_program, straight, monkeypatch, capsys):
     run = straight(schedule__epochs="1")
     capsys.readouterr()
     monkeypatch.setattr(augment.ToDevice, "__call__",
@@ -126,7 +143,7 @@ def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, 
             f"{key}=2 where it takes 4 images now\n")
 
 
-@pytest.mark.parametrize("kind", ["disk", "closed", "ascii"])
+@pytest.mark.parametrize("kind", LOST)
 def test_a_run_of_which_nothing_can_be_printed_is_the_same(train_program, small_run, straight,
                                                            tmp_path, monkeypatch, kind):
     uncut = straight(schedule__epochs="1")
@@ -139,6 +156,8 @@ def test_a_run_of_which_nothing_can_be_printed_is_the_same(train_program, small_
 
 
 # Two processes -----------------------------------------------------------------------------------
+
+
 def trained(arguments: list[str], stops: bool = False, kind: str = "") -> int:
     """Run in each of two processes: train.py; the second one has five batches of evaluation, and
     where it `stops` a signal comes in the second of them. kind: of a stream that takes nothing."""
@@ -169,7 +188,9 @@ def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image
 def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
         eval_program, small_run, straight, repository, tmp_path, capsys):
     """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step.
-    First with torchrun itself, and with workers; then without both."""
+
+    First with torchrun itself, and with workers; then without both.
+    """
     two, stopped, epochs = tmp_path / "two", tmp_path / "stopped", dict(schedule__epochs="2")
     one = straight(data__workers="1", **epochs)
     result = subprocess.run(
@@ -186,12 +207,14 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
         assert second["train_loss"] == pytest.approx(first["train_loss"], abs=4e-5)
         assert second["val_loss"] == pytest.approx(first["val_loss"], abs=4e-5)
         assert second["val_top1"] == first["val_top1"]
+
     # The two validated every image once, although 21 is not divisible by two.
     capsys.readouterr()
     assert eval_program.main([str(two), "--json", "-"]) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert alone["model"]["top1"] == pytest.approx(their_rows[-1]["val_top1"])
     assert alone["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
+
     main, other = in_two_processes(trained, tmp_path / "first", small_run(stopped, **epochs), True)
     assert main.result == other.result == 128 + signal.SIGTERM
     assert f"stopped by signal {signal.SIGTERM:d} after step 4" in main.out
