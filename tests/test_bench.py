@@ -122,7 +122,7 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return {"batch": batch}
     monkeypatch.setattr(step, "measure", measure)
-    assert step.step_rows(recipe, torch.device("cpu"), 13) == [{"batch": 3}] and tried == [13, 6, 3]
+    assert step.step_row(recipe, torch.device("cpu"), 13) == {"batch": 3} and tried == [13, 6, 3]
 
 
 def test_the_loader_is_measured_beside_torchvisions_pipeline_and_feeding_a_step(capsys, image_tree):

@@ -231,7 +231,7 @@ def test_a_set_is_read_as_it_was_written(tmp_path, write, name, offline):
             assert image.dtype == torch.uint8
             assert np.array_equal(image.permute(1, 2, 0).numpy(), pixels)
         if isinstance(source, ImagesInMemory):
-            assert source.images.is_contiguous(memory_format=torch.channels_last)
+            assert source.stored.is_contiguous(memory_format=torch.channels_last)
     before = sorted(tmp_path.rglob("*"))
     download(name, str(tmp_path))                    # it is complete, so nothing is downloaded
     assert sorted(tmp_path.rglob("*")) == before
@@ -390,7 +390,7 @@ def test_what_is_missing_or_damaged_is_answered_with_what_was_expected(
     assert refusal(open_split, name, str(tmp_path / "x"), split, 0) == (
         f"{tmp_path}/x: no such folder; {name} is {holds}")
     (empty := tmp_path / "empty").mkdir()
-    if DATA_SETS[name].downloads:
+    if DATA_SETS[name].torchvision:
         line = refusal(download, name, str(empty))
         assert line.startswith(f"{name}: not complete in {empty} and cannot be downloaded (")
         assert "Network is unreachable" in line and line.endswith(f"; put there {holds}")
@@ -422,8 +422,8 @@ def test_what_is_wrong_with_a_set_is_one_short_line(error, monkeypatch, tmp_path
         raise error
     root = tmp_path / "a\nb"
     root.mkdir()
-    monkeypatch.setitem(DATA_SETS, "pets", DATA_SETS["pets"]._replace(open=fails,
-                                                                      downloads=[fails]))
+    monkeypatch.setitem(DATA_SETS, "pets", DATA_SETS["pets"]._replace(open=fails))
+    monkeypatch.setattr(datasets, "fetch", fails)
     for line in (refusal(open_split, "pets", str(root), "val", 10),
                  refusal(download, "pets", str(root))):
         shown = f"{tmp_path}/a\\nb"
@@ -443,7 +443,7 @@ def fetch(root: Path, asked, begun, go_on) -> None:
         asked.set()
         real(*arguments)
 
-    def stub(folder: Path) -> None:
+    def stub(name: str, folder: Path) -> None:
         begun.set()
         if not (folder / "data").exists():
             with open(folder / "downloads", "a") as log:
@@ -451,7 +451,7 @@ def fetch(root: Path, asked, begun, go_on) -> None:
             assert go_on.wait(60)
             (folder / "data").write_text("whole")
     fcntl.lockf = lockf
-    datasets.DATA_SETS["cifar10"] = datasets.DataSet(None, "data", 10, [stub])
+    datasets.fetch = stub
     download("cifar10", str(root))
 
 
@@ -484,6 +484,6 @@ def test_of_several_processes_one_downloads_and_the_next_goes_on_if_it_is_killed
 def test_a_folder_that_cannot_be_written_needs_no_lock(tmp_path, monkeypatch):
     (tmp_path / "file").touch()                      # in the place of a folder
     seen = []
-    monkeypatch.setitem(DATA_SETS, "cifar10", datasets.DataSet(None, "data", 10, [seen.append]))
+    monkeypatch.setattr(datasets, "fetch", lambda name, folder: seen.append(folder))
     download("cifar10", str(tmp_path / "file"))
     assert seen == [tmp_path / "file"]

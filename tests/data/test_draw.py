@@ -41,8 +41,8 @@ def crops(count: int, height: int, width: int, *, scale=(0.08, 1.0), ratio=(3 / 
           padding=0) -> np.ndarray:
     """(count, 4): top, left, height and width of crops."""
     rng = np.random.default_rng(7)
-    return np.array([draw_crop(rng, height, width, scale=scale, ratio=ratio, padding=padding)
-                     for _ in range(count)])
+    augment = replace(AUGMENT, crop_scale=scale, crop_ratio=ratio, crop_padding=padding)
+    return np.array([draw_crop(rng, augment, height, width) for _ in range(count)])
 
 
 def distance_between(one: np.ndarray, two: np.ndarray) -> float:

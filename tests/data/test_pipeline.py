@@ -135,7 +135,7 @@ def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step():
 # Images that are stored on the device ---------------------------------------------------------
 def test_a_cut_is_the_crop_of_the_image_wherever_the_window_lies():
     for height, width, flip in ((7, 7, True), (5, 11, False), (5, 11, True)):
-        images = random_images(height, width).images
+        images = random_images(height, width).stored
         corners = [(top, left) for top in range(-height - 1, height + 2)
                    for left in (-13, -2, 0, 3, 12)]
         indices = (torch.arange(len(corners)) % 3).tolist()
@@ -155,7 +155,7 @@ def test_images_are_stored_if_views_only_move_pixels_and_all_fit(tmp_path):
         draws = replace(DRAWS, size=size, augment=replace(DRAWS.augment, **augment))
         return decode_to_device(source, CPU, draws, gib, lambda: calls.append(1))
     calls = []
-    assert torch.equal(stored(), random_images().images) and len(calls) == COUNT
+    assert torch.equal(stored(), random_images().stored) and len(calls) == COUNT
     assert stored(crop_padding=0, flip=0.0) is not None
     for unfit in (dict(gib=exactly * 0.999), dict(crop_scale=(0.5, 1.0)),
                   dict(size=(SIDE, 8), gib=1.0), dict(crop_ratio=(1.0, 1.9)),
@@ -171,7 +171,7 @@ def test_workers_that_only_draw_are_not_sent_the_images():
     source = random_images(height=53)
     sent, whole = (len(pickle.dumps(TrainViews(source, DRAWS, decode=decode)))
                    for decode in (False, True))
-    assert sent < 3_000 < source.images.nbytes < whole
+    assert sent < 3_000 < source.stored.nbytes < whole
 
 
 # Evaluation views -----------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_paths_come_back_as_they_were_from_one_tensor_of_their_bytes():
     names = ["/data/a/1.jpg", "b c/é.png", os.fsdecode(b"caf\xe9.jpg"), "b/" + 211 * "x", "日本.gif"]
     source = ImageFiles(names, range(5), ["a"] * 5)
     assert source.paths == names and source.part(np.array([3, 0])).paths == [names[3], names[0]]
-    assert source.encoded.shape == (5, 213) and source.encoded.dtype == torch.uint8
+    assert source.stored.shape == (5, 213) and source.stored.dtype == torch.uint8
     assert "caf\\udce9.jpg: cannot be read" in refusal(source.image, 2)
 
 
@@ -178,7 +178,8 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
             end += order[len(order) - held:]
             own += [index for index in other if index not in order[len(order) - held:]][:kept]
         for part, expected in (
-                (stratified_part(source, held_out=held, seed=seed, **limits), sorted(front)),
+                (stratified_part(source, held_out=held, seed=seed, held_out_seed=seed, **limits),
+                 sorted(front)),
                 (held_out_part(source, images_per_class=held, seed=seed), sorted(end)),
                 (stratified_part(source, held_out=held, seed=seed + 1, held_out_seed=seed,
                                  **limits), sorted(own))):

@@ -45,8 +45,8 @@ def gradients(device, batch_of, drop_path_of):
         images = images.contiguous(memory_format=layout)
         parts = list(zip(images.chunk(micro_batches), targets.chunk(micro_batches)))
         state = state_of(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        train_on(state, [given_step(0, parts)], forward=wrap(model), lr=1.0, amp=amp,
-                 drop_path=drop_path_of(model))
+        train_on(state, [given_step(0, parts)], forward=wrap(model), amp=amp,
+                 learning_rate=lambda step: 1.0, drop_path=drop_path_of(model))
         after = in_float64(model)
         return {name: before[name] - after[name] for name in before}, state.progress.loss_sum
     return compute

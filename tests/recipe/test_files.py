@@ -13,7 +13,6 @@ import torchvision
 from refused import refused
 
 from vitinit.data import datasets, rand_augment
-from vitinit.recipe import sections
 from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict, load_recipe,
                                   parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
@@ -152,11 +151,6 @@ def test_the_families_at_32_pixels_train_by_the_command_of_arxiv_2404_01139s_cod
 
 
 # What a recipe is -----------------------------------------------------------------------------
-def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
-    names = typing.get_args(typing.get_type_hints(sections.DataSection)["name"])
-    assert names == tuple(datasets.DATA_SETS)
-
-
 def test_a_recipe_is_frozen_and_takes_one_number_for_a_square_and_integers_for_numbers():
     recipe = with_sets()
     for place in (recipe, *(getattr(recipe, title) for title in SECTIONS)):

@@ -20,8 +20,8 @@ from ..command_line import Output, Parser, integer, one_of, real, run_program
 from ..train.device import cores
 from ..train.slowness import BOUNDS
 from .all import bench_all, machine
-from .loader import fed_in_words, fed_rows, image_folder, loader_rows
-from .step import memory_row, step_rows
+from .loader import fed_in_words, fed_rows, image_folder, in_batches, loader_rows
+from .step import memory_row, step_row
 from .training import recipe_of, row_table
 
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.bench == "step":
         for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:
             batch = args.batch or recipe.optim.max_batch_per_process
-            row, = step_rows(recipe, device, batch)
+            row = step_row(recipe, device, batch)
             print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {row['bound by']}: "
                   f"{BOUNDS[row['bound by']]}", flush=True)
     elif args.bench == "loader":
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
             sets = [*args.set, *image_folder(Path(folder), args.data_dir, max(50, 40 * batch))]
             print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)),
                   flush=True)
-            rows = fed_rows(args.recipe, sets, device, batch, args.workers)
+            recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
+            rows = fed_rows(recipe, device, args.workers)
             print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")
     return 0
 

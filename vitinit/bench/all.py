@@ -77,6 +77,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     if out is not None and (out.exists() or out.suffix != ".md"):
         raise OneLineError(f"{out} exists already or is no .md; choose another --out")
     deadline, streams = time.monotonic() + 60 * minutes, [sys.stdout]
+    failed: list[bool] = []
     # The checks would else take the CPU where a GPU is lost.
     environment = os.environ | {"VITINIT_DEVICE": device, "PYTHONUNBUFFERED": "1",
                                 "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -93,46 +94,44 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
                 with suppress(OSError, ValueError):  # a closed terminal, a full disk
                     print(text, end="", file=stream, flush=True)
 
-        def part(words: Sequence[str], seconds: float, looked_for: str = "") -> tuple[int, str]:
-            """Run Python within some seconds; the exit status, of a part that hangs 1, and what
-            it printed."""
+        def part(words: Sequence[str], seconds: float, looked_for: str = "") -> str:
+            """Run Python within some seconds, all that one that hangs has; what it printed."""
             title = "Is it right?" if "pytest" in words else f"`python {' '.join(words)}`"
             tell(f"\n## {title}\n\n"
                  + f"Looked for on an H100: {looked_for}.\n\n" * bool(looked_for))
             seconds = min(seconds, deadline - time.monotonic())
             if seconds <= 0:
                 tell("Not begun: the time is over.\n")
-                return 0, ""
+                return ""
             fence = "" if list(words[:2]) == BENCH else "```\n"          # which prints Markdown
             tell(fence)
             status, printed = run_within(words, seconds, environment, tell)
             tell(fence)
             if status is None:
                 tell(f"\n**Ended** after {seconds:.0f} s, all that it has.\n")
-                status = int(time.monotonic() < deadline)
+                failed.append(time.monotonic() < deadline)
             elif status:
                 tell(f"\n**Failed**: exit status {status}.\n")
-            return status, printed
+                failed.append(True)
+            return printed
 
         tell("# What vitinit does on this machine\n")
-        results = [part([*BENCH, "machine", "--device", device], 12 * minutes)[0]]
+        part([*BENCH, "machine", "--device", device], 12 * minutes)
         begun, end = list[str](), time.monotonic() + 30 * minutes
         count = int((REPOSITORY / CHECKS[-1]).is_dir())
         if not count:
             tell("\nNothing is checked: the checks are in the repository alone.\n")
         # A check that hangs or crashes, and an error of CUDA's, end their process; others follow.
         while len(begun) < count:
-            status, printed = part([*CHECKS, *(f"--deselect={name}" for name in begun)],
-                                   end - time.monotonic())
+            printed = part([*CHECKS, *(f"--deselect={name}" for name in begun)],
+                           end - time.monotonic())
             names = re.findall(r"^(\S+\.py::\w+(?:\[.*?\])?) ", printed, re.MULTILINE)
             collected = re.search(r"collected (\d+)", printed)
             count = int(collected[1]) if collected and names else 0
             begun += names
-            results.append(status)
         for words, looked_for in speeds(device, data):
-            more = place if words is TRAINING else []
-            results.append(part([*words, *more], 12 * minutes, looked_for)[0])
-    return int(any(results))
+            part(words + place * (words is TRAINING), 12 * minutes, looked_for)
+    return int(any(failed))
 
 
 def run_within(words: Sequence[str], seconds: float, environment: Mapping[str, str],

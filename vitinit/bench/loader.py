@@ -79,17 +79,15 @@ def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
 def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
     """Views/s that one core and the device prepare as a recipe of `image_folder`'s set says."""
     recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
-    paths = sorted((root / "train").rglob("*.*"))[:BATCH]
     pipeline = torchvisions_pipeline(recipe.data.image_size)
-    source = open_data(recipe, alone(device), dry_run=False).train_set
-    steps = steps_of(recipe, device)
+    source, steps = LooseImages(root / "train", BATCH), steps_of(recipe, device)
     seconds = interleave({
         "decoding alone, each image once": lambda: [
             source.image(index) for index in range(0, BATCH, recipe.augment.repeats)],
         "+ crop, flip, draws: the loader": lambda: next(steps),
         "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
         "torchvision's pipeline on Pillow": lambda: [
-            pipeline(Image.open(path).convert("RGB")) for path in paths]}, clock_of(device))
+            pipeline(Image.open(path).convert("RGB")) for path in source.paths]}, clock_of(device))
     _, _, whole, pillow = seconds.values()
     return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
              "views/s": BATCH / median(times), "× as fast as torchvision's":
@@ -97,18 +95,16 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
             for part, times in seconds.items()]
 
 
-def fed_rows(name: str, sets: list[str], device: torch.device, batch: int,
-             counts: list[int]) -> list[Row]:
+def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Row]:
     """A step fed from files, beside the same step on a synthetic batch, by loader processes.
 
     Both on the wall clock, since the work is that of several processes; steps that loader processes
     had ready before the clock started are not counted. counts: numbers of loader processes.
     """
-    rows, batches = [], in_batches(batch)
-    state, forward = set_up(recipe_of(name, [*sets, *batches], device), device)
+    rows, batch = [], recipe.optim.global_batch
+    (state, forward), part = set_up(recipe, device), synthetic_batch(recipe, batch, device)
     for workers in counts:
-        recipe = recipe_of(name, [*sets, *batches, f"data.workers={workers}"], device)
-        steps, part = steps_of(recipe, device), synthetic_batch(recipe, batch, device)
+        steps = steps_of(recipe.with_data(workers=workers), device)
         ahead, count = 2 * workers + 2, max(4, 2 * workers)
         given = [given_step(number, [part]) for number in range(count)]
 

@@ -34,7 +34,7 @@ MUON_BYTES = 16                 # the same with Muon's one moment
 SHARE = 0.5                     # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
-def step_rows(recipe: Recipe, device: torch.device, batch: int) -> list[Row]:
+def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
     """A training step of the recipe on synthetic images, with a batch that fits on the device.
 
     The step is train.py's. It is compared with a bare loop (forward, cross-entropy, backward, fused
@@ -46,7 +46,7 @@ def step_rows(recipe: Recipe, device: torch.device, batch: int) -> list[Row]:
     while True:
         gc.collect()                                 # frees what an earlier measurement left
         try:
-            return [measure(recipe, device, batch)]
+            return measure(recipe, device, batch)
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise
@@ -173,12 +173,11 @@ def memory_row(recipe: Recipe, card_gib: float) -> Row:
     Memory is counted with fake tensors, so nothing is computed; which tensors are saved is decided
     by the operations that PyTorch uses on a CPU.
     """
-    height, width = recipe.data.image_size
     with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
         model = build(without_data(recipe)).train()
         # In bf16 `attend` calls no fused kernel on a CPU; fp16 has as many bytes.
         amp = recipe.engine.amp.replace("bf16", "fp16")
-        two, four = (saved_bytes(model, torch.zeros(count, 3, height, width), amp)
+        two, four = (saved_bytes(model, torch.zeros(count, 3, *recipe.data.image_size), amp)
                      for count in (2, 4))
     image = (four - two) // 2                        # a part that does not grow with B cancels
     matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()

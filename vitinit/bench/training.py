@@ -5,12 +5,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..data.pipeline import MicroBatch
 from ..recipe.files import load_recipe, overrides
 from ..recipe.sections import Recipe
 from ..runs.model import initial_state, wrap_models
@@ -101,21 +102,11 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, nn.Module]
     return state, wrap_models(state, recipe, alone(device))[0]
 
 
-class GivenPart(NamedTuple):
-    """A micro-batch of given tensors, in the form that the engine expects."""
-
-    part: Part
-    positions: np.ndarray       # (B,), of its images in the global batch
-
-    def prepare(self) -> Part:
-        return self.part
-
-
-def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[GivenPart]]:
+def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[MicroBatch]]:
     """Step number `number`, on one process, of micro-batches `parts`."""
-    ends = np.cumsum([len(images) for images, _ in parts])
-    return number, [GivenPart(part, np.arange(end - len(part[0]), end))
-                    for part, end in zip(parts, ends)]
+    def micro_batch(part: Part, end: int) -> MicroBatch:
+        return MicroBatch(lambda: part, np.arange(end - len(part[0]), end))
+    return number, [*map(micro_batch, parts, np.cumsum([len(images) for images, _ in parts]))]
 
 
 @dataclass
@@ -145,12 +136,12 @@ class GivenSteps:
 
 
 def train_on(state: TrainState, steps: Iterable, *, forward: nn.Module | None = None,
-             lr: float = 1e-4, drop_path: Tensor | None = None, **options: Any) -> None:
+             drop_path: Tensor | None = None, **options: Any) -> None:
     """Train on `steps` as one epoch of the engine.
 
-    forward: what computes the logits, such as a compiled model; None: the model itself. lr: of
-    every step. drop_path: scales (branches, B) of every step. options: fields of `GivenSteps`.
+    forward: what computes the logits, such as a compiled model; None: the model itself.
+    drop_path: scales (branches, B) of every step. options: fields of `GivenSteps`.
     """
     given = GivenSteps(state, state.model if forward is None else forward, steps,
-                       learning_rate=lambda step: lr, drop_path=lambda step: drop_path, **options)
+                       drop_path=lambda step: drop_path, **options)
     train_epochs(given, alone(next(state.model.parameters()).device), StopRequest())

@@ -21,8 +21,8 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def normalise(images: Tensor, mean: Sequence[float] | Tensor,
               std: Sequence[float] | Tensor) -> Tensor:
     """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with 3 means and 3 stds."""
-    mean = torch.as_tensor(mean, dtype=torch.float64, device=images.device).view(3, 1, 1)
-    std = torch.as_tensor(std, dtype=torch.float64, device=images.device).view(3, 1, 1)
+    mean, std = (torch.as_tensor(values, dtype=torch.float64, device=images.device).view(3, 1, 1)
+                 for values in (mean, std))
     # One product and one difference, because devices divide float32 in different ways.
     return (images * (1.0 / (255.0 * std)).float()).sub_((mean / std).float())
 

@@ -10,7 +10,7 @@ Four test sets are for models that were trained on ImageNet-1K:
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -137,21 +137,19 @@ def published(name: str) -> Any:
     return kind
 
 
-def fetch(name: str, root: Path, **options: str) -> None:
-    published(name)(root, download=True, **options)
+def fetch(name: str, root: Path) -> None:
+    for part in ({"split": "train"}, {"split": "test"}) if name == "SVHN" else ({},):
+        published(name)(root, download=True, **part)
 
 
-def read_arrays(name: str, labels: str, splits: Mapping[str, str | bool], root: Path, split: str
-                ) -> ImagesInMemory:
-    """Read a split of a set of torchvision that holds its images in an array `data`.
-
-    labels: the attribute that holds its labels. splits: what torchvision calls "train" and "val".
-    """
-    arrays = published(name)(root, splits[split])
+def read_arrays(name: str, root: Path, split: str) -> ImagesInMemory:
+    """Read a split of a set of torchvision that holds its images in an array `data`."""
+    cifar = name.startswith("CIFAR")
+    arrays = published(name)(root, split == "train" if cifar else TRAIN_AND_TEST[split])
     images = torch.from_numpy(arrays.data)           # (N, 3, H, W), or (N, H, W, 3) of CIFAR
     images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
     return ImagesInMemory(images.contiguous(memory_format=torch.channels_last),
-                          np.array(getattr(arrays, labels), np.int64),
+                          arrays.targets if cifar else arrays.labels,
                           list(getattr(arrays, "classes", "0123456789")))    # SVHN's digits
 
 
@@ -184,8 +182,7 @@ class DataSet(NamedTuple):
     open: Callable[[Path, str], Source]     # a split under a root folder; see `open_folder`
     holds: str                              # what the root folder has to hold, for error messages
     num_classes: int | None                 # how many classes the set has; None: any number
-    # Each downloads into a root folder what is missing there of the set, or of a part of it.
-    downloads: Sequence[Callable[[Path], object]] = ()
+    torchvision: str = ""                   # its class that downloads the set; "": none does
 
 
 DATA_SETS: dict[str, DataSet] = {
@@ -196,28 +193,24 @@ DATA_SETS: dict[str, DataSet] = {
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
     "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
-    "cifar10": DataSet(partial(read_arrays, "CIFAR10", "targets", {"train": True, "val": False}),
-                       "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
-                       [partial(fetch, "CIFAR10")]),
-    "cifar100": DataSet(partial(read_arrays, "CIFAR100", "targets", {"train": True, "val": False}),
-                        "cifar-100-python/ (cifar-100-python.tar.gz unpacked)", 100,
-                        [partial(fetch, "CIFAR100")]),
-    "stl10": DataSet(partial(read_arrays, "STL10", "labels", TRAIN_AND_TEST),
-                     "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
-                     [partial(fetch, "STL10")]),
-    "svhn": DataSet(                                 # without its extra images
-        partial(read_arrays, "SVHN", "labels", TRAIN_AND_TEST),
-        "train_32x32.mat and test_32x32.mat", 10,
-        [partial(fetch, "SVHN", split=split) for split in ("train", "test")]),
-    "food101": DataSet(list_food101, "food-101/ (food-101.tar.gz unpacked)", 101,
-                       [partial(fetch, "Food101")]),
+    "cifar10": DataSet(
+        partial(read_arrays, "CIFAR10"), "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)",
+        10, "CIFAR10"),
+    "cifar100": DataSet(
+        partial(read_arrays, "CIFAR100"), "cifar-100-python/ (cifar-100-python.tar.gz unpacked)",
+        100, "CIFAR100"),
+    "stl10": DataSet(partial(read_arrays, "STL10"), "stl10_binary/ (stl10_binary.tar.gz unpacked)",
+                     10, "STL10"),
+    "svhn": DataSet(partial(read_arrays, "SVHN"),            # without its extra images
+                    "train_32x32.mat and test_32x32.mat", 10, "SVHN"),
+    "food101": DataSet(list_food101, "food-101/ (food-101.tar.gz unpacked)", 101, "Food101"),
     "flowers102": DataSet(
         list_flowers102,
         "flowers-102/ with imagelabels.mat, setid.mat and jpg/ (102flowers.tgz unpacked)", 102,
-        [partial(fetch, "Flowers102")]),
+        "Flowers102"),
     "pets": DataSet(
         list_pets, "oxford-iiit-pet/ with images/ and annotations/ (two archives unpacked)", 37,
-        [partial(fetch, "OxfordIIITPet")]),
+        "OxfordIIITPet"),
     "tiny_imagenet": DataSet(
         open_tiny_imagenet, "train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)",
         200),
@@ -237,7 +230,7 @@ def download(name: str, root: str) -> None:
     dies, the next goes on. Raises DataError if the download fails.
     """
     data_set, folder = DATA_SETS[name], folder_of(root)
-    if not data_set.downloads:
+    if not data_set.torchvision:
         return
     import fcntl  # which Windows has not
     try:
@@ -249,8 +242,7 @@ def download(name: str, root: str) -> None:
                 # Two may enter once everything is there.
                 stack.callback(lock.unlink, missing_ok=True)
                 fcntl.lockf(file, fcntl.LOCK_EX)
-            for download_part in data_set.downloads:
-                download_part(folder)
+            fetch(data_set.torchvision, folder)
     except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
         reason = in_brief(getattr(error, "reason", error))
         raise DataError(f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "

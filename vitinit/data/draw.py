@@ -67,8 +67,7 @@ class View(NamedTuple):
 
 def draw_view(rng: np.random.Generator, augment: Augment, height: int, width: int) -> View:
     """Draw the crop and flip of an image of height × width pixels."""
-    box = draw_crop(rng, height, width, scale=augment.crop_scale, ratio=augment.crop_ratio,
-                    padding=augment.crop_padding)
+    box = draw_crop(rng, augment, height, width)
     flip = bool(rng.random() < augment.flip)
     interpolation = augment.interpolation
     if interpolation == "random":
@@ -88,16 +87,16 @@ def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float]
     return round(math.sqrt(area * quotient)), round(math.sqrt(area / quotient))
 
 
-def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple[float, float],
-              ratio: tuple[float, float], padding: int) -> Box:
+def draw_crop(rng: np.random.Generator, augment: Augment, height: int, width: int) -> Box:
     """Draw the box of a random resized crop (Szegedy et al., arXiv 1409.4842).
 
-    As in torchvision and timm: sides by `draw_sides`, a position uniform on the image extended by
-    `padding` pixels on each side; after ten boxes that do not fit the centre of the image, at the
-    allowed ratio that is nearest to the image's.
+    As in torchvision and timm: sides by `draw_sides`, a position uniform on the image with its
+    padding; after ten boxes that do not fit the centre of the image, at the allowed ratio that is
+    nearest to the image's.
     """
+    ratio, padding = augment.crop_ratio, augment.crop_padding
     for _ in range(ATTEMPTS):
-        box_width, box_height = draw_sides(rng, height * width, scale, ratio)
+        box_width, box_height = draw_sides(rng, height * width, augment.crop_scale, ratio)
         if 0 < box_width <= width + 2 * padding and 0 < box_height <= height + 2 * padding:
             top = int(rng.integers(-padding, height + padding - box_height, endpoint=True))
             left = int(rng.integers(-padding, width + padding - box_width, endpoint=True))

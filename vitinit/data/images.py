@@ -4,10 +4,10 @@ Images are (3, H, W) uint8 tensors whose memory is channels-last. The JPEG decod
 and torch's antialiased interpolation of uint8 is fastest with that layout.
 """
 
-import contextlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ def jpeg_decoder() -> Callable[..., Tensor] | None:
     return partial(decode_jpeg, mode=ImageReadMode.RGB)
 
 
-@contextlib.contextmanager
+@contextmanager
 def room_for(name: str) -> Iterator[None]:
     """A context in which too little memory is DataError, which calls the image `name`."""
     try:
@@ -97,7 +97,7 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
         try:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads its header
                 if image.format in ("JPEG", "MPO") and (decode := jpeg_decoder()):
-                    with contextlib.suppress(RuntimeError):  # Pillow may decode it, or say why not
+                    with suppress(RuntimeError):  # Pillow may decode it, or say why not
                         decoded = decode(torch.frombuffer(content, dtype=torch.uint8),
                                          apply_exif_orientation=apply_exif_orientation)
                         return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
@@ -122,7 +122,7 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
                         "black and white are not known; expected 8 or 16 bits per channel")
     image.load()                                     # turns a TIFF in any case
     if apply_exif_orientation:
-        with contextlib.suppress(Exception):         # of many kinds, where EXIF data are damaged
+        with suppress(Exception):         # of many kinds, where EXIF data are damaged
             image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):
         # convert("RGB") clips 16-bit grey levels above 255; of colours it keeps the higher byte.
@@ -136,7 +136,7 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
     highest = []                                     # value of each file of 16 bits, white being 1
     for path in filter(os.path.isfile, paths):       # a pipe may wait for ever
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
-        with (contextlib.suppress(Exception), without_warnings(),
+        with (suppress(Exception), without_warnings(),
               Image.open(path, formats=("PNG", "TIFF", "PPM")) as image):
             if ";16" in (raw := str(image.tile)) or ";12" in raw:
                 grey = image.mode.startswith("I")

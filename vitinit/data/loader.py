@@ -108,9 +108,6 @@ class Loader(DataLoader):
     """
 
     def __init__(self, views: Dataset, *, workers: int, **options: Any) -> None:
-        if workers:
-            atexit.unregister(end_workers)           # so that it is registered only once
-            atexit.register(end_workers)
         prepare_workers(workers)
         super().__init__(views, num_workers=workers, worker_init_fn=begin_work, **options,
                          multiprocessing_context=start_method() if workers else None)
@@ -120,7 +117,7 @@ class Loader(DataLoader):
             if self.num_workers:
                 with ExitStack() as files:           # with too few, or no locks, workers would hang
                     for _ in range(16 + 8 * self.num_workers):
-                        files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+                        files.enter_context(open(os.devnull))
                     self.multiprocessing_context.Lock()          # in /dev/shm
             batches = super().__iter__()
             if self.num_workers:
@@ -154,16 +151,19 @@ def start_method() -> str:
 
 
 def prepare_workers(workers: int) -> None:
-    """Allow this process more open files, of which workers need many. If they are started by a fork
-    server, let it import torch early, once for all of them, and not hear Ctrl-C.
+    """Allow this process more open files, of which workers need many, and let it end them. If they
+    are started by a fork server, let it import torch early, once for all, and not hear Ctrl-C.
     """
-    if workers:
-        import resource  # which Windows has not
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-        if soft < most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if workers and start_method() == "forkserver":
+    if not workers:
+        return
+    import resource  # which Windows has not
+    atexit.unregister(end_workers)                   # so that it is registered only once
+    atexit.register(end_workers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if start_method() == "forkserver":
         forkserver.set_forkserver_preload(["__main__", __name__])
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         forkserver.ensure_running()

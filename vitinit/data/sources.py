@@ -1,12 +1,4 @@
-"""Sources of images: in memory, or in files; and parts of them, drawn class by class.
-
-All sources of N images have `len`, `image(i)` → (3, H, W) uint8 or `image(i, view)`, what `view`
-makes of it (DataError if memory is too little, or if it cannot be decoded), `labels`, (N,) int64,
-the names `classes`, `left_out`, lines about what is left out of a folder, and `part(indices)`: only
-these images, in this order.
-"""
-
-from __future__ import annotations
+"""Sources of images: in memory, or in files; and parts of them, drawn class by class."""
 
 import copy
 import hashlib
@@ -15,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 import torch
@@ -29,25 +21,38 @@ SIZES = "sizes of files"        # the name of their digest among what a run reco
 SIZED = 5_000                   # files of a split whose sizes it is of
 
 
-class ImagesInMemory:
-    """Images in one tensor in memory, (N, 3, H, W) uint8, so all of one size."""
+class Source:
+    """N images, their labels, (N,) int64, and the names of their classes.
 
-    left_out = ""
+    `image(i)` is (3, H, W) uint8, and `image(i, view)` what `view` makes of it: DataError if memory
+    is too little, or if it cannot be decoded.
+    """
 
-    def __init__(self, images: Tensor, labels: np.ndarray, classes: list[str]) -> None:
-        self.images, self.labels, self.classes = images, labels, classes
+    image: Callable[..., Any]
+    left_out = ""                                    # lines about what is left out of a folder
+
+    def __init__(self, stored: Tensor, labels: Sequence[int] | np.ndarray,
+                 classes: list[str]) -> None:
+        self.stored, self.labels, self.classes = stored, np.array(labels, np.int64), classes
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def part(self, indices: np.ndarray) -> Self:
+        """Only these images, in this order."""
+        part = copy.copy(self)
+        part.stored, part.labels = self.stored[indices], self.labels[indices]
+        return part
+
+
+class ImagesInMemory(Source):
+    """Images in one tensor in memory, (N, 3, H, W) uint8, so all of one size."""
+
     def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
-        return view(self.images[index])
-
-    def part(self, indices: np.ndarray) -> ImagesInMemory:
-        return ImagesInMemory(self.images[indices], self.labels[indices], self.classes)
+        return view(self.stored[index])
 
 
-class ImageFiles:
+class ImageFiles(Source):
     """Images on disk; each is decoded anew whenever it is read.
 
     Their paths are bytes, (N, length of the longest) uint8, filled up by zeros: a tensor, whose
@@ -55,31 +60,21 @@ class ImageFiles:
     """
 
     apply_exif_orientation = True                    # `oriented` changes it
-    left_out = ""
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
         encoded = np.array(list(map(os.fsencode, paths)), bytes)
-        self.encoded = torch.from_numpy(encoded[:, None].view(np.uint8))
-        self.labels, self.classes = np.array(labels, np.int64), classes
+        super().__init__(torch.from_numpy(encoded[:, None].view(np.uint8)), labels, classes)
         jpeg_decoder()                               # which forked workers then have
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     @property
     def paths(self) -> list[str]:
-        encoded = self.encoded.numpy()
+        encoded = self.stored.numpy()
         return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
 
     def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:
-        path = os.fsdecode(self.encoded[index].numpy().tobytes().rstrip(b"\0"))
+        path = os.fsdecode(self.stored[index].numpy().tobytes().rstrip(b"\0"))
         return decode_image(path, *view, apply_exif_orientation=self.apply_exif_orientation)
-
-    def part(self, indices: np.ndarray) -> ImageFiles:
-        part = copy.copy(self)
-        part.encoded, part.labels = self.encoded[indices], self.labels[indices]
-        return part
 
 
 class ImageFolder(ImageFiles):
@@ -109,9 +104,6 @@ class LooseImages(ImageFiles):
     def __init__(self, folder: Path, count: int) -> None:
         paths = images_in(folder)[0][:count]
         super().__init__(paths, np.zeros(len(paths)), [""])
-
-
-Source = ImagesInMemory | ImageFiles
 
 
 def oriented(source: Source, apply_exif_orientation: bool) -> Source:
@@ -173,11 +165,11 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
 # on are taken from its front, held-out images from its end. So with the same seed a smaller part is
 # contained in every larger one, and no image is both trained on and held out.
 def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int = 0,
-                    held_out: int = 0, seed: int = 0, held_out_seed: int | None = None) -> Source:
+                    held_out: int = 0, seed: int = 0, held_out_seed: int = 0) -> Source:
     """The part of `source` to train on: a share of each class, or a number of images of each class.
 
-    held_out, held_out_seed: how many images per class `held_out_part` takes, by which seed (None:
-        the same). They are left out here, and `share` is a share of the remaining images.
+    held_out, held_out_seed: how many images per class `held_out_part` takes, by which seed. They
+        are left out here, and `share` is a share of the remaining images.
 
     A class of which n images remain keeps share · n of them, rounded to the nearest integer (halves
     up), but at least one; or `images_per_class` of them if that is not 0. Images stay in the order
@@ -186,7 +178,7 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     if share == 1.0 and not images_per_class and not held_out:
         return source
     orders, others = (shuffled_classes(source, number, max(images_per_class, 1), held_out)
-                      for number in (seed, seed if held_out_seed is None else held_out_seed))
+                      for number in (seed, held_out_seed))
     fronts = []
     for order, other in zip(orders, others):
         order = order[~np.isin(order, other[len(other) - held_out:])]

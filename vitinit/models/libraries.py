@@ -42,7 +42,7 @@ class Counterpart(NamedTuple):
         return arguments, needs
 
 
-def same(*names: str) -> dict[str, Statement]:
+def same(*names: str) -> dict[str, str]:
     """Options that the library calls as we do."""
     return dict(zip(names, names))
 
@@ -81,6 +81,7 @@ UNSTATED: dict[str, Statement] = dict.fromkeys(("drop_path", "train_filters", "p
 SIDES: dict[str, Statement] = {name: square(name) for name in ("image_size", "patch_size")}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
 
+SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")     # as all libraries do
 TIMM_VIT = same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size") | {
     "image_size": "img_size"} | only(norm_eps=1e-6)
 TIMM_MIXER = {"image_size": "img_size", "channels_ratio": None,
@@ -95,9 +96,8 @@ TIMM: dict[str, list[Counterpart]] = {
                     "token" if o["pool"] == "class" else "avg")}}),
             Counterpart("deit.VisionTransformerDistilled", TIMM_VIT | only(
                 distilled=True, num_registers=0, pool="class"))],
-    "swin": [Counterpart("swin_transformer.SwinTransformer", same(
-        "patch_size", "embed_dim", "depths", "num_heads", "window_size", "mlp_ratio", "qkv_bias"
-        ) | {"image_size": "img_size"})],
+    "swin": [Counterpart("swin_transformer.SwinTransformer", SWIN_OPTIONS | same(
+        "patch_size", "window_size", "qkv_bias") | {"image_size": "img_size"})],
     "mlp_mixer": [Counterpart("mlp_mixer.MlpMixer", TIMM_MIXER | same(
         "patch_size", "embed_dim") | {"depth": "num_blocks"})],
     "conv_mixer": [Counterpart("convmixer.ConvMixer", TIMM_CONV_MIXER | same(
@@ -120,17 +120,15 @@ TORCHVISION: dict[str, list[Counterpart]] = {
         "num_heads": "num_heads", "depth": "num_layers", "embed_dim": "hidden_dim",
         "mlp_ratio": mlp_width("mlp_dim")} | only(
             norm_eps=1e-6, pool="class", qkv_bias=True, **PLAIN), TORCHVISION_VIT)],
-    "swin": [Counterpart("SwinTransformer", only(qkv_bias=True) | same(
-        "embed_dim", "depths", "num_heads", "mlp_ratio") | {
+    "swin": [Counterpart("SwinTransformer", SWIN_OPTIONS | only(qkv_bias=True) | {
             "patch_size": lambda o: {"patch_size": list(to_pair(o["patch_size"]))},
             "window_size": lambda o: {"window_size": list(to_pair(o["window_size"]))},
             "image_size": whole_windows}, TORCHVISION_SWIN)],
 }
 
-# Our options → keys of a config.json; of ViT and DeiT, and of Swin.
+# Our options → keys of a config.json; of ViT and DeiT.
 VIT_OPTIONS = {"embed_dim": "hidden_size", "depth": "num_hidden_layers",
                "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"}
-SWIN_OPTIONS = {key: key for key in ("embed_dim", "depths", "num_heads", "mlp_ratio")}
 A_CONFIG = {"num_channels": 3, "hidden_act": "gelu"}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
@@ -29,8 +30,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
-                  "food101", "flowers102", "pets", "tiny_imagenet"]
+    name: Annotated[str, Literal[tuple(DATA_SETS)]]
     root: str                                       # folder of the data set; "" for `shapes`
     num_classes: Count                              # 0: as many as the data set has
     subset: Fraction                                # share of each class that is trained on

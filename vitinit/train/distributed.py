@@ -86,12 +86,11 @@ class Processes:
             return
         of_each: list[dict[str, object]] = [{}] * self.world_size
         dist.all_gather_object(of_each, dict(facts))
-        for name in dict.fromkeys(name for stated in of_each for name in stated):
-            values = [stated.get(name) for stated in of_each]
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if other is not None:
-                raise LaunchError(f"process {other} has {name} = {values[other]} and process 0 has "
-                                  f"{values[0]}; all processes of a run need the same")
+        for rank, stated in enumerate(of_each):
+            for name in of_each[0] | stated:
+                if (value := stated.get(name)) != (first := of_each[0].get(name)):
+                    raise LaunchError(f"process {rank} has {name} = {value} and process 0 has "
+                                      f"{first}; all processes of a run need the same")
 
     def share(self, *models: torch.nn.Module) -> None:
         """Copy the main process's tensors to all: draws and BatchNorm's statistics may differ."""

@@ -9,9 +9,9 @@ kernels: nothing within a step waits for a value from the device. Only every ten
 (`STEPS_PER_ROW`) are the losses copied to the host.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -101,7 +101,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
     state, progress, device = run.state, run.state.progress, processes.device
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
     # pass stay local. Those of the last micro-batch are averaged, with all accumulated before.
-    keep_local = getattr(run.forward, "no_sync", contextlib.nullcontext)
+    keep_local = getattr(run.forward, "no_sync", nullcontext)
     start, done, last_loss = time.perf_counter(), 0, ""              # for the bar
     for epoch in range(progress.epochs, run.epochs):
         run.forward.train()
@@ -117,7 +117,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                 if row_due and progress.paces is not None and device.type == "cuda":
                     torch.cuda.synchronize(device)   # this step is measured alone
                 began = time.perf_counter()
-                progress.waiting_seconds += time.perf_counter() - idle_since
+                progress.waiting_seconds += began - idle_since
                 lr = run.learning_rate(step)
                 set_learning_rate(state.optimizer, lr)
                 drop_path = run.drop_path(step)                      # (branches, global batch)
@@ -127,7 +127,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                     scales = () if drop_path is None else (
                         copy_to(drop_path[:, micro_batch.positions], device),)   # (branches, B)
                     last = number == len(micro_batches)
-                    with contextlib.nullcontext() if last else keep_local():
+                    with nullcontext() if last else keep_local():
                         with autocast(device, run.amp):
                             loss = run.objective(run.forward, images, scales, targets)
                         loss = loss / len(micro_batches)
