@@ -151,7 +151,7 @@ def require_image_size(images: Tensor, size: Sides) -> None:
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
                          f"{tuple(images.shape)}")
-    if images.shape[2] != size[0] or images.shape[3] != size[1]:
+    if images.shape[2:] != size:
         raise ValueError(f"the model was built for images of {size[0]}×{size[1]} pixels and got "
                          f"{images.shape[2]}×{images.shape[3]}")
 

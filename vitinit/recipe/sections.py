@@ -3,12 +3,10 @@
 Sections that a module takes as they are stand in that module, such as `Optim` in train/optim.py.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
@@ -133,11 +131,11 @@ class Recipe:
                 lines += [f"{key} = {to_toml(value)}" for key, value in table.items()]
         return "\n".join(lines) + "\n"
 
-    def with_data(self, **values: Any) -> Recipe:
+    def with_data(self, **values: Any) -> Self:
         """The recipe with other values of [data], such as the number of classes of the data set."""
         return replace(self, data=replace(self.data, **values))
 
-    def with_amp(self, amp: Any) -> Recipe:
+    def with_amp(self, amp: Any) -> Self:
         """The recipe with this engine.amp, if its own is "auto"."""
         auto = self.engine.amp == "auto"
         return replace(self, engine=replace(self.engine, amp=amp)) if auto else self

@@ -1,14 +1,12 @@
 """Ctrl-C and other signals that ask a run to end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 # Sent by Ctrl-C, launchers, a terminal that closes, SLURM before a time limit; Windows has two.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
@@ -37,7 +35,7 @@ class StopRequest:
         self.number = 0                              # of the first signal that arrived; 0: none
         self.since = 0.0                             # when that was
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         hears = threading.current_thread() is threading.main_thread()
         self.handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS
                          if hears and signal.getsignal(number) is not signal.SIG_IGN}
