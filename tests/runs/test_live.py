@@ -23,7 +23,7 @@ PAGE = read_page(Path(live.__file__).with_name("README.md"))
 class WeightsAndBiases:
     """A stand-in for wandb, whose runs outlive the process: an id's steps only increase."""
 
-    Settings = dict
+    Settings, __spec__ = dict, object()           # as an installed module has one
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[int, dict]] = {}
@@ -100,11 +100,11 @@ def test_a_logger_that_fails_or_hangs_is_one_line_and_changes_nothing(
         train_program, small_run, straight, tmp_path, monkeypatch, capsys):
     going_on = threading.Event()
 
-    def fails_at_the_second_row(folder, step):
-        rows = iter([None])
-        return 0, lambda moment, values: next(rows), lambda: None
+    def fails_at_the_second_row(folder, step, rows):
+        next(rows), next(rows)
+        raise StopIteration
 
-    def hangs(folder, step):
+    def hangs(folder, step, rows):
         going_on.wait()
         raise ConnectionError                        # long after the run
     monkeypatch.setattr(live, "LOGGERS", {"tensorboard": fails_at_the_second_row, "wandb": hangs})
@@ -127,17 +127,16 @@ def test_a_logger_that_fails_or_hangs_is_one_line_and_changes_nothing(
     assert threading.active_count() == threads
 
 
-@pytest.mark.parametrize("name, reason", [("wandb", "cannot be imported (import of wandb halted"),
-                                          ("tensorbord", "cannot be imported ('tensorbord')")])
+@pytest.mark.parametrize("name", ["wandb", "tensorbord"])
 def test_a_logger_that_there_is_not_is_one_line_before_anything(train_program, small_run, tmp_path,
-                                                                monkeypatch, capsys, name, reason):
+                                                                monkeypatch, capsys, name):
     from vitinit import sweep
     monkeypatch.setitem(sys.modules, "wandb", None)
     for program, command in ((train_program, small_run(tmp_path / "run")),
                              (sweep, ["--recipe", "quickstart", "--seeds", "0"])):
         assert program.main([*command, "--log", name]) == 2
         message, = capsys.readouterr().err.splitlines()
-        assert f"--log {name}: {reason}" in message and "pip install 'vitinit[" in message
+        assert f"--log {name}: expected" in message and "pip install 'vitinit[" in message
     assert not (tmp_path / "run").exists()
 
 
