@@ -41,8 +41,7 @@ from torch import Tensor, nn
 from . import __version__
 from .command_line import Output, Parser, add_run, building, run_arguments, run_program
 from .data.augment import normalise
-from .files import (FileError, read_bytes, require_replaceable, write_text_atomically,
-                    written_atomically)
+from .files import read_bytes, require_replaceable, write_text_atomically, written_atomically
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
 from .models.libraries import counterpart
@@ -267,10 +266,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.folder and (args.out.exists() or not args.out.parent.is_dir()):
         parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
     if not args.folder:
-        try:
-            require_replaceable(args.out, ".pt2" if args.to == "torch" else ".safetensors")
-        except FileError as error:
-            parser.error(f"--out {error}")
+        require_replaceable(args.out, ".pt2" if args.to == "torch" else ".safetensors")
     return args
 
 

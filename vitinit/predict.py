@@ -60,9 +60,9 @@ class Guess(NamedTuple):
 
     def as_json(self) -> str:
         classes = [{"class": name, "probability": share} for name, share in self.ranked]
-        return json.dumps({"image": self.path}
-                          | ({} if self.truth is None else {"truth": self.truth})
-                          | ({"problem": self.problem} if self.problem else {"classes": classes}))
+        facts = {"image": self.path, "truth": self.truth, "problem": self.problem or None,
+                 "classes": None if self.problem else classes}
+        return json.dumps({key: value for key, value in facts.items() if value is not None})
 
 
 class Tile(NamedTuple):
@@ -100,9 +100,8 @@ def classify(trained: Trained, paths: Sequence[str], *, top: int
             chunk = paths[start:start + BATCH]
             views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
             readable = [view for view in views if isinstance(view, Tensor)]
-            inputs = trained.inputs(torch.stack(readable)) if readable else None
-            ranked = iter(() if inputs is None else
-                          trained.ranked(trained.probabilities(inputs), top))
+            ranked = iter(trained.ranked(trained.probabilities(trained.inputs(
+                torch.stack(readable))), top) if readable else ())
             for path, view in zip(chunk, views):
                 folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
                 truth = folder if folder in trained.classes else None

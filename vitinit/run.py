@@ -36,13 +36,13 @@ from .runs.model import initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
-from .train.device import cores, describe_device, memory_for, peak_gib
+from .train.device import describe_device, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, read_losses, set_precision, train_epochs,
                            tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
 from .train.metrics import Diverged, Evaluation, StepRow, epoch_line, metrics_row, training_flops
 from .train.optim import learning_rate, set_learning_rate
-from .train.slowness import Pace, waits_for
+from .train.slowness import paces_of_all, waits_for
 
 
 class Run:
@@ -98,10 +98,9 @@ class Run:
                 return self
             facts = self._open_data(choice)                              # images and teacher
             self._start_state(choice)                                    # model, init, optimiser
-            starts_again, resumed = self.request.resume is not None, choice.saved is not None
             del choice                               # frees the second copy of its tensors
             with StopRequest() as stop:              # from here on there is something to save
-                self._set_up_folder(facts, resumed=resumed, starts_again=starts_again)
+                self._set_up_folder(facts)
                 self.curves = [LiveCurves(name, self.folder, step=self.state.progress.step,
                                           steps_per_epoch=self.steps_per_epoch)
                                for name in self.log if self.processes.is_main]
@@ -191,21 +190,20 @@ class Run:
         for line in self.start if self.verbose else at_a_glance(self.start, elsewhere):
             self.processes.say(line)
 
-    def _set_up_folder(self, facts: Mapping[str, Any], *, resumed: bool, starts_again: bool
-                       ) -> None:
+    def _set_up_folder(self, facts: Mapping[str, Any]) -> None:
         """Lock the folder, write what it holds before the first step, and say what starts. In a
-        resumed run, what is newer than its checkpoint is removed. starts_again: a new run may find
-        recipe.toml and run.json there. Raises CheckpointError if the folder cannot be used.
+        resumed run, what is newer than its checkpoint is removed. Raises CheckpointError if the
+        folder cannot be used.
         """
         folder, progress, processes = self.folder, self.state.progress, self.processes
         with processes.together():
             if processes.is_main:
                 folder.make()
                 self.lock.take(folder.path)
-                if resumed:
+                if folder.step is not None:          # of the checkpoint that was read
                     folder.tidy(epochs=progress.epochs, steps=progress.step)
                 else:
-                    folder.require_unused(starts_again=starts_again)
+                    folder.require_unused(starts_again=self.request.resume is not None)
                     write_text_atomically(self.recipe.as_toml(), folder.recipe)
                     folder.save(self.state.state_dict(), folder.last)    # which a restart finds
                 if progress.step == 0 and 0 in self.recipe.checkpoint.keep_epochs:
@@ -276,15 +274,9 @@ class Run:
         progress, processes = self.state.progress, self.processes
         if progress.paces is None or len(progress.paces) < rows:
             return
-        paces = torch.zeros(processes.world_size, len(Pace._fields))
-        paces[processes.rank] = torch.tensor(progress.paces).median(dim=0).values
-        progress.paces = None
-        together = int(os.environ.get("LOCAL_WORLD_SIZE", 1))            # on this machine
-        busy = torch.get_num_threads() if processes.device.type == "cpu" else 0
-        if line := waits_for([Pace(*pace) for pace in processes.sum(paces).tolist()],
-                             images=self.global_batch // processes.world_size,
-                             workers=self.recipe.data.workers,
-                             cores=cores() // together, busy=busy):
+        paces, progress.paces = paces_of_all(progress.paces, processes), None
+        if line := waits_for(paces, processes.device, workers=self.recipe.data.workers,
+                             images=self.global_batch // processes.world_size):
             warn(line)
 
     def _append(self, lines: Lines, row: Mapping[str, Any]) -> None:

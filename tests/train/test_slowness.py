@@ -4,10 +4,23 @@ import math
 import time
 
 import pytest
+import torch
 
 from vitinit.data import loader
-from vitinit.train import engine
+from vitinit.train import engine, slowness
 from vitinit.train.slowness import Pace, bound_of, waits_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Sets the cores of a machine, whose process computes in two threads."""
+    def set_cores(number: int) -> None:
+        monkeypatch.setattr(slowness, "cores", lambda: number)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    set_cores(64)
+    return set_cores
 
 
 def paces_of(*loaders: float, alone: float = 0.5, images: int = 30, workers: int = 1) -> list[Pace]:
@@ -18,10 +31,9 @@ def paces_of(*loaders: float, alone: float = 0.5, images: int = 30, workers: int
 
 
 @pytest.mark.parametrize("workers, rate", [(1, 50.0), (2, 7.0), (5, 10.5), (8, 7.5)])
-def test_as_many_workers_as_it_advises_and_no_fewer_are_enough(workers, rate):
-    def line(workers: int, cores: int = 64) -> str:
-        return waits_for(paces_of(rate, workers=workers), images=30, workers=workers, cores=cores,
-                         busy=0)
+def test_as_many_workers_as_it_advises_and_no_fewer_are_enough(workers, rate, machine):
+    def line(workers: int) -> str:
+        return waits_for(paces_of(rate, workers=workers), CPU, images=30, workers=workers)
     enough = math.ceil(60 / rate)                    # a step alone takes 60 images/s
     if workers >= enough:
         assert line(workers) == ""
@@ -29,13 +41,13 @@ def test_as_many_workers_as_it_advises_and_no_fewer_are_enough(workers, rate):
     assert line(workers).endswith(f"data.workers={enough} would feed it")
     assert f"images: a step takes 60/s, a worker loads {rate:,.0f}/s; " in line(workers)
     assert line(enough) == ""
-    assert f"data.workers={enough} needs more than {enough - 1} cores" in line(
-        workers, cores=enough - 1)
+    machine(enough + 1)                              # of which two compute
+    assert f"data.workers={enough} needs more than {enough + 1} cores" in line(workers)
 
 
 def test_the_process_that_is_waited_for_is_named():
     def line(paces: list[Pace]) -> str:
-        return waits_for(paces, images=12_345, workers=1, cores=1, busy=1)
+        return waits_for(paces, CPU, images=12_345, workers=1)
     slow = line(paces_of(10_000, 10_000, 1_000, images=12_345, alone=0.01))
     assert "for images of process 2: " in slow and len(f"warning {slow}") <= 200
     assert "for images: " in line(paces_of(1_000, 1_100, images=12_345))
@@ -44,7 +56,8 @@ def test_the_process_that_is_waited_for_is_named():
     assert line([Pace(1.0, 0.95, 0.05, 0.05)]) == ""
 
 
-def test_a_run_says_once_what_it_waits_for(train_program, small_run, tmp_path, monkeypatch, capsys):
+def test_a_run_says_once_what_it_waits_for(train_program, small_run, tmp_path, monkeypatch, capsys,
+                                           machine):
     """By a clock that only loading a micro-batch (1.5 s) and a step (0.5 s) move on."""
     def taking(seconds, function):
         def taking_seconds(*arguments, **keywords):
@@ -56,8 +69,7 @@ def test_a_run_says_once_what_it_waits_for(train_program, small_run, tmp_path, m
     monkeypatch.setattr(engine, "update", taking(0.5, engine.update))
     monkeypatch.setattr(loader.TrainViews, "__getitem__",
                         taking(1.5, loader.TrainViews.__getitem__))
-    monkeypatch.setattr(train_program, "cores", lambda: 9)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    machine(9)
     assert train_program.main(small_run(
         tmp_path / "run", optim__global_batch="2", optim__max_batch_per_process="2",
         mix__group="2", schedule__epochs="2", eval__every_epochs="2", optim__name="adamw")) == 0

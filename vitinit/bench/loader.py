@@ -15,7 +15,6 @@ from torchvision.transforms import InterpolationMode
 from ..data.sources import LooseImages
 from ..recipe.sections import Recipe
 from ..runs.data import open_data
-from ..train.device import cores
 from ..train.slowness import Pace, waits_for
 from .step import synthetic_batch
 from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, set_up,
@@ -131,6 +130,6 @@ def fed_in_words(row: Row, device: torch.device) -> str:
     """What bounds a fed step: its input, with what would help, or the step itself."""
     images, step = row["batch"], row["batch"] / row["fed, images/s"]
     alone = images / row["synthetic, images/s"]
-    line = waits_for([Pace(step, alone, 1 - alone / step, 1 - alone / step)], images=images,
-                     workers=row["workers"], cores=cores(), busy=int(device.type == "cpu"))
+    line = waits_for([Pace(step, alone, 1 - alone / step, 1 - alone / step)], device,
+                     images=images, workers=row["workers"])
     return f"bound by its input, {line}" if line else "bound by the step, see bench step"

@@ -181,12 +181,9 @@ def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
     """Write the three files of each run into one archive, atomically. A missing file is left out.
 
     The absolute paths that run.json has, of the data and in the commands, stay out. A run goes by
-    the name of its folder. Raises CheckpointError if two runs have the same name, if `out` cannot
-    be written, or if its name does not end in .tar.xz: it may be that of a run, given by mistake.
+    the name of its folder. Raises CheckpointError if two runs have the same name, and FileError if
+    `out` cannot be written.
     """
-    if not out.name.endswith(SUFFIX):
-        raise CheckpointError(f"{out}: not the name of an archive, expected one such as "
-                              f"runs{SUFFIX}")
     by_name: dict[str, RunRecord] = {}
     for run in runs:
         name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too

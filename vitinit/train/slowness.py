@@ -1,8 +1,14 @@
 """Why training is slow: what it waits for, or what bounds its steps, in a line."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
+
+from .device import cores
+from .distributed import Processes
 
 NOTEWORTHY = 0.1                # share of the time
 # What a step may be bound by, and what helps then.
@@ -20,10 +26,16 @@ class Pace(NamedTuple):
     loading: float              # share of the time: for its images
 
 
-def waits_for(paces: Sequence[Pace], *, images: int, workers: int, cores: int, busy: int) -> str:
-    """What the processes (one pace each) wait for and what would help; "" if for nothing for long.
+def paces_of_all(paces: Sequence[Pace], processes: Processes) -> list[Pace]:
+    """The median of each process's paces."""
+    medians = torch.zeros(processes.world_size, len(Pace._fields))
+    medians[processes.rank] = torch.tensor(paces).median(dim=0).values
+    return [Pace(*pace) for pace in processes.sum(medians).tolist()]
 
-    Per process: images of a step, workers, cores of its machine, and how many of these compute.
+
+def waits_for(paces: Sequence[Pace], device: torch.device, *, images: int, workers: int) -> str:
+    """What the processes (one pace each) wait for and what would help; "" if for nothing for long.
+    device: of this one. images, workers: of a step, per process.
     """
     slow = max(range(len(paces)), key=lambda rank: paces[rank].loading)
     step, alone, _, loading = paces[slow]
@@ -31,8 +43,10 @@ def waits_for(paces: Sequence[Pace], *, images: int, workers: int, cores: int, b
         whose = f" of process {slow}" if loading > 2 * min(pace.loading for pace in paces) else ""
         each = images / step / (workers or loading)  # images/s; by the process itself, if 0
         needed = math.ceil(images / alone / each)
-        advice = (f"data.workers={needed} would feed it" if needed + busy <= cores else
-                  f"data.workers={needed} needs more than {cores} cores: smaller files help, or "
+        free = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))     # of this machine
+        busy = torch.get_num_threads() if device.type == "cpu" else 0
+        advice = (f"data.workers={needed} would feed it" if needed + busy <= free else
+                  f"data.workers={needed} needs more than {free} cores: smaller files help, or "
                   "data.on_device_gib")
         return (f"waiting {100 * share:.0f} % of the time for images{whose}: a step takes "
                 f"{images / alone:,.0f}/s, a worker loads {each:,.0f}/s; {advice}")
