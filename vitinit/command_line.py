@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .files import FileError, require_no_input, require_replaceable
+from .files import FileError, require_no_input, require_replaceable, write_text_atomically
 from .messages import (OneLineError, environment_rank, in_brief, nearest, one_line,
                        ran_out_of_memory, say)
 from .recipe.files import RecipeError
@@ -105,6 +105,16 @@ class Output:
 
     def __call__(self, text: str) -> Path:
         return Path(text)
+
+
+def deliver(text: str, path: Path | None) -> None:
+    """Write a text to the file of an `Output`, and say so, or print it; None: neither."""
+    if path is None:
+        text = ""
+    elif path != STDOUT:
+        write_text_atomically(text, path)
+        text = f"wrote {path}\n"
+    print(text, end="", flush=True)
 
 
 def parse_sides(text: str) -> int | list[int]:

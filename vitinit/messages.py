@@ -151,10 +151,9 @@ def warn(line: str) -> None:
         say(one_line(f"warning {line}"), sys.stderr)
 
 
-def shortened(names: Sequence[str], limit: int = 5) -> str:
-    """The names in one line, separated by commas; of more than `limit` only the first ones."""
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+def shortened(names: Sequence[str]) -> str:
+    """The names in one line, separated by commas; of more than five only the first ones."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def ran_out_of_memory(error: Exception) -> bool:

@@ -29,11 +29,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .command_line import STDOUT, Output, Parser, add_run, integer, run_arguments, run_program
+from .command_line import Output, Parser, add_run, deliver, integer, run_arguments, run_program
 from .data.folders import images_in
 from .data.images import DataError, dark_in_16_bits
 from .figures.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
-from .files import write_text_atomically
 from .messages import ProgressBar, in_brief, one_line, say
 from .mixing import block_grids, mixing_matrices
 from .runs.trained import BATCH, VIEW_KEYS, Trained, load
@@ -208,17 +207,11 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
             guesses.append(guess)
     if last_line := share_right(guesses):
         print(last_line, flush=True)
-    text = "".join(f"{guess.as_json()}\n" for guess in guesses)
-    if args.json == STDOUT:
-        print(text, end="", flush=True)
-    elif args.json is not None:
-        write_text_atomically(text, args.json)
+    deliver("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
     if args.sheet is not None:
         draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                    f"{len(paths):,} images{last_line and ': '}{last_line}")
-    for file in filter(None, (args.json, args.sheet)):
-        if file != STDOUT:
-            print(f"wrote {file}")
+        print(f"wrote {args.sheet}")
     return int(any(guess.problem for guess in guesses))
 
 

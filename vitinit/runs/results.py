@@ -7,14 +7,12 @@ prints it, a sweep ends with it, and the page `report` shows it.
 import json
 import math
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..command_line import STDOUT
-from ..files import write_text_atomically
+from ..command_line import deliver
 from ..messages import one_line
 from ..train.engine import Evaluation
 from .data import EvaluatedSet
@@ -69,8 +67,8 @@ class Finding(NamedTuple):
 
 def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
     """Print the findings, a single one as lines and several as a table; then their JSON, a line
-    per finding, if it is to be written to `json_file`, or STDOUT. per_class: also print a table of
-    all classes per finding. Raises FileError if the file cannot be written.
+    per finding, by `deliver`. per_class: also print a table of all classes per finding. Raises
+    FileError if the file cannot be written.
     """
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
@@ -90,13 +88,7 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
     for finding in findings if per_class else []:
         print(f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
               f"{finding.by_class()}\n")
-    text = "".join(json.dumps(finding.as_dict()) + "\n" for finding in findings)
-    if json_file == STDOUT:
-        print(text, end="")
-    elif json_file is not None:
-        write_text_atomically(text, json_file)
-        print(f"wrote {json_file}")
-    sys.stdout.flush()
+    deliver("".join(json.dumps(finding.as_dict()) + "\n" for finding in findings), json_file)
 
 
 def share_within(angle: float, degrees: int) -> float:

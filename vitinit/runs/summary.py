@@ -23,10 +23,9 @@ REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has t
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 WIDTH = 80                      # characters of a line on the terminal
 MOST_LINES, MOST_CAUTIONS = 8, 6        # there; all of them are in the run's folder
-# How the lines begin that are shown there, and which of them give way to others.
-AT_A_GLANCE = ("recipe", "data", "model", "init", "mass", "start", "head", "teacher", "batch",
-               "steps", "run")
-SPARED = ("batch", "init", "model")
+# How the lines begin that are shown there; the last ones give way to others.
+AT_A_GLANCE = ("recipe", "data", "mass", "start", "head", "teacher", "steps", "run", "model",
+               "init", "batch")
 
 
 def faster_amp(amp: str, device: torch.device) -> list[str]:
@@ -89,16 +88,14 @@ def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
     """Of all that there is to say at the start, what a terminal shows: at most MOST_LINES, cut to
     WIDTH, and MOST_CAUTIONS. elsewhere: where all of it is.
     """
-    shown = [line for line in lines if line.startswith(AT_A_GLANCE)]
-    for spared in SPARED:
-        if len(shown) > MOST_LINES:
-            shown = [line for line in shown if not line.startswith(spared)]
+    there = [word for word in AT_A_GLANCE if any(line.startswith(word) for line in lines)]
+    shown = [line for line in lines if line.startswith(tuple(there[:MOST_LINES]))]
     warnings = [line for line in lines if line.startswith(("note", "warning"))]
     if hidden := len(warnings[MOST_CAUTIONS:]):
         warnings[MOST_CAUTIONS - 1:] = [f"warning and {hidden + 1} more, {elsewhere}"]
     *others, run = shown
-    return [*(line if len(line) <= WIDTH else f"{line[:WIDTH - 1]}…" for line in
-              others[:MOST_LINES - 1]), one_line(run, WIDTH), *warnings]
+    return [*(line if len(line) <= WIDTH else f"{line[:WIDTH - 1]}…" for line in others),
+            one_line(run, WIDTH), *warnings]
 
 
 def cautions(recipe: Recipe, data: Data, device: torch.device) -> list[str]:
