@@ -169,11 +169,10 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
         if heats:
             layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
         (name, share), truth = tile.guess.ranked[0], tile.guess.truth
-        words, colour = f"{in_brief(name, LONGEST)} {100 * share:.0f} %", UNKNOWN
-        if truth == name:
-            colour = BLUE
-        elif truth is not None:
-            words, colour = f"{words}\nis {in_brief(truth, LONGEST)}", VERMILION
+        words = f"{in_brief(name, LONGEST)} {100 * share:.0f} %"
+        if truth not in (None, name):
+            words += f"\nis {in_brief(truth, LONGEST)}"
+        colour = {None: UNKNOWN, True: BLUE, False: VERMILION}[tile.guess.right]
         below = dict(transform=lower.transAxes, ha="center", va="top")
         file = "/".join(Path(tile.guess.path).absolute().parts[-2:])           # with its folder
         file = file if len(file) <= LONGEST else "…" + file[1 - LONGEST:]

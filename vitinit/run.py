@@ -14,6 +14,8 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,24 +101,21 @@ class Run:
             facts = self._open_data(choice)                              # images and teacher
             self._start_state(choice)                                    # model, init, optimiser
             del choice                               # frees the second copy of its tensors
-            with StopRequest() as stop:              # from here on there is something to save
+            with StopRequest() as stop, ExitStack() as ending:   # there is something to save
                 self._set_up_folder(facts)
-                self.curves = [LiveCurves(name, self.folder, step=self.state.progress.step,
-                                          steps_per_epoch=self.steps_per_epoch)
-                               for name in self.log if self.processes.is_main]
-                try:
-                    self._train(stop)
-                finally:
-                    for curves in self.curves:
-                        curves.close()
+                self.curves = [ending.enter_context(closing(LiveCurves(
+                    name, self.folder, step=self.state.progress.step,
+                    steps_per_epoch=self.steps_per_epoch)))
+                    for name in self.log if self.processes.is_main]
+                self._train(stop)
         return self
 
     def rehearse(self, *, read: bool = False) -> bool:
         """Build everything, print it and run one forward pass; write nothing. read: also decode all
         images, and list those that cannot be. Returns False if there are any.
         """
-        with distributed.joined() as self.processes, RunLock() as lock:
-            self.folder, choice = choose_run(self.request, self.processes, lock, dry_run=True)
+        with distributed.joined() as self.processes:
+            self.folder, choice = choose_run(self.request, self.processes, RunLock(), dry_run=True)
             assert choice is not None                # a new run is never done
             self._open_data(choice, dry_run=True)
             if read and read_images(self.recipe, self.data, self.processes):
@@ -145,6 +144,9 @@ class Run:
         self.recipe = recipe = recipe.with_data(num_classes=len(classes))
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
         self.steps_per_epoch = data.train_batches.steps_per_epoch
+        self.learning_rate = partial(learning_rate, schedule=recipe.schedule,
+                                     peak=recipe.optim.peak_lr,
+                                     steps_per_epoch=self.steps_per_epoch)
         if recipe.distill.teacher:
             from .runs.teacher import learn_from_teacher  # here, as only some runs need it
             with processes.together():
@@ -249,11 +251,6 @@ class Run:
                       f"next    python -m vitinit.figures report {path}\n"
                       f"        python -m vitinit.predict {path} photo.jpg")
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, from 0."""
-        return learning_rate(step, schedule=self.recipe.schedule, peak=self.recipe.optim.peak_lr,
-                             steps_per_epoch=self.steps_per_epoch)
-
     def drop_path(self, step: int) -> Tensor | None:
         """The drop-path scales (branches, global batch) of a step; None without drop path."""
         rates = cast(Classifier, self.state.model).drop_path_rates
@@ -299,11 +296,17 @@ class Run:
         recipe, progress, processes = self.recipe, self.state.progress, self.processes
         self._explain_waiting(rows=3)
         save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
-        evaluations = []
+        evaluations: list[Evaluation] = []
         if epoch % recipe.eval.every_epochs == 0 or epoch == self.epochs:
             if save_due:                             # an error in evaluation then loses no training
                 self.save()
-            evaluations = self._evaluate()
+            processes.share(*self.measured)
+            batches = self.data.val_batches
+            with (ProgressBar("validate", len(batches), items=batches, shown=processes.is_main,
+                              scale=batches.batch_size * processes.world_size) as bar,
+                  memory_for("eval.batch_size", batches.batch_size, processes.rank)):
+                evaluations = evaluate(self.measured, bar, amp=self.amp, processes=processes,
+                                       num_classes=recipe.data.num_classes, stop=self.stop)
         row = metrics_row(progress, evaluations, lr=self.learning_rate(progress.step - 1),
                           flops=self.flops, global_batch=self.global_batch, processes=processes)
         progress.finish_epoch()
@@ -320,16 +323,6 @@ class Run:
                     folder.save(self.state.weights(), folder.kept(epoch))
         if save_due:
             self.save()
-
-    def _evaluate(self) -> list[Evaluation]:
-        """Evaluate the model and, if there is one, its moving average."""
-        batches, recipe, processes = self.data.val_batches, self.recipe, self.processes
-        processes.share(*self.measured)
-        with (ProgressBar("validate", len(batches), items=batches, shown=processes.is_main,
-                          scale=batches.batch_size * processes.world_size) as bar,
-              memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
-            return evaluate(self.measured, bar, amp=self.amp, processes=processes,
-                            num_classes=recipe.data.num_classes, stop=self.stop)
 
 
 def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"

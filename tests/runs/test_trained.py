@@ -127,7 +127,7 @@ def test_what_a_checkpoint_lacks_and_weights_sizes_and_devices_that_are_none_are
             (dict(weights="best"), "weights is 'best', expected \"model\" or \"ema\""),
             *((dict(image_size=size), f"the image size is {size!r}, expected an integer")
               for size in (0, 1.5, "x", (8, -8), (8, 8, 8))),
-            *((dict(device=name), f"device is '{name}', expected one that this machine has: cpu")
+            *((dict(device=name), f"device is '{name}', expected one that this machine has (")
               for name in ("gpu", "cpu:x", "cuda:99", "meta"))):
         assert problem in refused(ValueError, vitinit.load, RUN, **arguments)
 

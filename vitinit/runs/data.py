@@ -127,14 +127,13 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool,
         classes = len(whole_set.classes)
         val_set = (open_held_out(data, whole_set) if data.held_out_per_class else
                    open_split(data.name, data.root, "val", classes))
-
-    with processes.together(), building(f"recipe {recipe.name}", "optim"):
-        plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
-                            group=recipe.mix.group if recipe.mix.mixes else 1,
-                            strided=strided or recipe.model.name.startswith("convmixer"))
-        sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
-                               repeats=augment.repeats)
-
+        with building(f"recipe {recipe.name}", "optim"):
+            plan = plan_batches(
+                optim.global_batch, optim.max_batch_per_process, processes.world_size,
+                group=recipe.mix.group if recipe.mix.mixes else 1,
+                strided=strided or recipe.model.name.startswith("convmixer"))
+            sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
+                                   repeats=augment.repeats)
     augmentation = Augmentation(recipe.run.seed, data.image_size, augment, recipe.rand_augment,
                                 recipe.mix)
     prepare = TrainToDevice(processes.device, augmentation, mean=data.mean, std=data.std,
@@ -176,9 +175,8 @@ def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
     Threads do so, data.workers per process, since decoders do not hold Python's lock.
     """
     def problem(image: tuple[Source, int]) -> str:
-        source, index = image
         try:
-            source.image(index)
+            image[0].image(image[1])
         except DataError as error:
             return str(error)
         return ""

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain, dropwhile
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -28,18 +29,16 @@ def tensorboard(folder: RunFolder, step: int, rows: Rows) -> None:
     place = folder.path / "tensorboard"
     first = 2 * step if place.exists() else 0
     place.mkdir(exist_ok=True)
+    beginning = [{"file_version": "brain.Event:2"},
+                 {"step": step, "session_log": {"status": "START"}}]
+    points = ({"step": moment // 2, "summary": {"value": [
+        {"tag": tag, "simple_value": value} for tag, value in values.items()]}}
+        for moment, values in rows if moment >= first)
     # Not torch's SummaryWriter: an error in its thread is printed with a traceback.
     with open(place / f"events.out.tfevents.{time.time_ns()}", "xb") as file:
-        def write(step: int, **content: Any) -> None:
-            event = Event(wall_time=time.time(), step=step, **content)
-            RecordWriter(file).write(event.SerializeToString())
+        for event in chain(beginning, points):
+            RecordWriter(file).write(Event(wall_time=time.time(), **event).SerializeToString())
             file.flush()
-        write(0, file_version="brain.Event:2")
-        write(step, session_log={"status": "START"})
-        for moment, values in rows:
-            if moment >= first:
-                write(moment // 2, summary={"value": [{"tag": tag, "simple_value": value}
-                                                      for tag, value in values.items()]})
 
 
 def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
@@ -50,10 +49,8 @@ def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
                        dir=folder.path, reinit="create_new", settings=library.Settings(
                            console="off", finish_timeout=LAST_SECONDS))
     run.define_metric("*", step_metric="step")
-    first = run.step
-    for moment, values in rows:
-        if moment >= first:
-            run.log(values | {"step": moment // 2}, step=moment, commit=True)
+    for moment, values in dropwhile(lambda row: row[0] < run.step, rows):
+        run.log(values | {"step": moment // 2}, step=moment, commit=True)
     run.finish()
 
 
@@ -71,12 +68,11 @@ def require_loggers(names: Iterable[str]) -> None:
 class LiveCurves(Thread):
     """Sends the rows of a run, which is at `step`, to a logger, and can neither hold nor end it."""
 
-    left = False                # by a run that has ended before all rows were sent
-
     def __init__(self, name: str, folder: RunFolder, *, step: int, steps_per_epoch: int) -> None:
         super().__init__(name=name, daemon=True)
         self.folder, self.step, self.steps_per_epoch = folder, step, steps_per_epoch
         self.waiting: SimpleQueue = SimpleQueue()
+        self.left = False                            # by a run that ended before all was sent
         for item in sorted(self._item(lines, row) for lines in (folder.steps, folder.metrics)
                            for row in lines.rows()):
             self.waiting.put(item)

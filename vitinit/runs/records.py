@@ -207,10 +207,8 @@ def without_paths(run_json: bytes) -> bytes:
     for start in starts:
         if isinstance(start.get("data"), dict):
             start["data"].pop("root", None)
-        if "command" in start:
-            start["command"] = [portable(str(word)) for word in start["command"]]
-        if "arguments" in start:
-            start["arguments"] = without_folders(start["arguments"])
+        start |= {key: without_folders(start[key]) for key in ("command", "arguments")
+                  if key in start}
     return (json.dumps(starts, indent=2) + "\n").encode()
 
 
@@ -218,6 +216,8 @@ def without_folders(value: Any) -> Any:
     """A value of JSON, of whose absolute paths only the last part remains."""
     if isinstance(value, dict):
         return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(without_folders, value)]
     return portable(value) if isinstance(value, str) else value
 
 

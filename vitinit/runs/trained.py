@@ -82,8 +82,7 @@ class Trained:
         its precision. Raises ValueError if there is no image, or one cannot be read.
         """
         single = isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3
-        views = [self.view(image)
-                 for image in cast(Sequence[ImageLike], [images] if single else images)]
+        views = [*map(self.view, cast(Sequence[ImageLike], [images] if single else images))]
         if not views:
             raise DataError("no image was given; expected at least one")
         return self.inputs(torch.stack(views))
@@ -169,12 +168,10 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """The device of this name; ValueError, with those that there are, if it cannot be used."""
+    """The device of this name; ValueError if it cannot be used."""
     try:
         torch.zeros(1, device=device).item()         # a meta tensor has no value
         return torch.device(device)
-    except (RuntimeError, AssertionError, TypeError):
-        kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-        valid = ["cpu", *(f"{kind.type}:{n}" for n in range(count) if kind)]
-        raise ValueError(f"device is {str(device)!r}, expected one that this machine has: "
-                         f"{', '.join(valid)}") from None
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device is {str(device)!r}, expected one that this machine has "
+                         f"({in_brief(error)})") from None
