@@ -35,8 +35,8 @@ class Group:
 
     def last(self, metric: str) -> dict[int, float]:
         """Seed → the metric's last value, for the runs that have any."""
-        values = {seed: run.measured(metric) for seed, run in self.runs.items()}
-        return {seed: by_epoch[-1] for seed, by_epoch in values.items() if by_epoch}
+        return {seed: by_epoch[-1] for seed, run in self.runs.items()
+                if (by_epoch := run.measured(metric))}
 
 
 def experiment(run: RunRecord) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from ..messages import in_brief, warn
 from ..recipe.files import RecipeError
 from .folder import Lines, RunFolder
 
-MOST_ROWS = 100_000             # that wait for a logger which hangs
 LAST_SECONDS = 10.0             # that a logger has, once the run has ended, for those that wait
 Rows = Iterator[tuple[int, dict[str, float]]]        # moment, tag → value
 
@@ -29,8 +28,8 @@ def tensorboard(folder: RunFolder, step: int, rows: Rows) -> None:
     place = folder.path / "tensorboard"
     first = 2 * step if place.exists() else 0
     place.mkdir(exist_ok=True)
-    beginning = [{"file_version": "brain.Event:2"},
-                 {"step": step, "session_log": {"status": "START"}}]
+    beginning: list[dict[str, Any]] = [{"file_version": "brain.Event:2"},
+                                       {"step": step, "session_log": {"status": "START"}}]
     points = ({"step": moment // 2, "summary": {"value": [
         {"tag": tag, "simple_value": value} for tag, value in values.items()]}}
         for moment, values in rows if moment >= first)
@@ -84,8 +83,8 @@ class LiveCurves(Thread):
                         if key != "step" and value is not None and math.isfinite(value)}
 
     def send(self, lines: Lines, row: Mapping[str, Any]) -> None:
-        """Send a row of these lines of the folder; this does not wait."""
-        if self.is_alive() and self.waiting.qsize() < MOST_ROWS:
+        """Send a row of these lines of the folder, one per ten steps; this does not wait."""
+        if self.is_alive():
             self.waiting.put(self._item(lines, row))
 
     def run(self) -> None:
