@@ -248,7 +248,7 @@ class Run:
         path = shlex.quote(str(self.folder.path))
         processes.say(f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
                       f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
-                      f"next    python -m vitinit.figures report {path}\n"
+                      f"next    python -m vitinit.figures report {path} --out report.html\n"
                       f"        python -m vitinit.predict {path} photo.jpg")
 
     def drop_path(self, step: int) -> Tensor | None:

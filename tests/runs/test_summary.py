@@ -1,10 +1,13 @@
 """What train.py prints before training and after each epoch, and a row of metrics."""
 
+import shlex
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vitinit import predict
+from vitinit.figures import __main__ as figures
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.summary import at_a_glance, cautions, faster_amp
 from vitinit.train import device, metrics
@@ -126,6 +129,9 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, sma
     titles = [line.split()[0] for line in lines]
     assert titles == ["recipe", "data", "model", "init", "mass", "batch", "steps", "run",
                       *["warning"] * 6, "done", "next", "python"]
+    for (*_, command), program in zip(map(str.partition, lines[-2:], ["vitinit."] * 2),
+                                      (figures, predict)):
+        program.parse_arguments(shlex.split(command)[1:])            # a command that can be typed
     assert max(map(len, lines[:8])) == 80            # cut, and not wrapped
     assert lines[13] == f"warning and 6 more, in {folder}/start.txt"
     whole = (folder / "start.txt").read_text(encoding="utf-8").splitlines()
