@@ -60,10 +60,14 @@ class TrainViews(Dataset):
         augmentation, indices = self.augmentation, np.array([key.image for key in samples.keys])
         generators = keyed_generators(augmentation.seed, Stream.CROP_AND_FLIP, samples.keys)
         if self.source is not None:
-            images = default_collate([view for index, same in groupby(indices.tolist())
-                                      for view in self.source.image(index, partial(
-                                          self.views, rngs=islice(generators, len([*same]))))])
-            images = images.permute(0, 3, 1, 2)
+            views = [view for index, same in groupby(indices.tolist())
+                     for view in self.source.image(index, partial(
+                         self.views, rngs=islice(generators, len([*same]))))]
+            if views[0].stride(0) == 1:              # channels-last, as resized views are
+                images = default_collate([view.permute(1, 2, 0) for view in views])
+                images = images.permute(0, 3, 1, 2)
+            else:                                    # padded ones
+                images = default_collate(views)
         else:
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
@@ -71,12 +75,10 @@ class TrainViews(Dataset):
         return Batch(images, torch.from_numpy(self.labels[indices]), augmentation.draws(samples))
 
     def views(self, image: Tensor, rngs: Iterable[np.random.Generator]) -> list[Tensor]:
-        """The views of an image (3, h, w) by the draws of each generator, (H, W, 3) uint8: as they
-        lie in memory.
-        """
+        """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
         how, size = self.augmentation.augment, self.augmentation.size
         views = (draw_view(rng, how, *image.shape[1:]) for rng in rngs)
-        return [crop_and_flip(image, box, flip, size, interpolation).permute(1, 2, 0)
+        return [crop_and_flip(image, box, flip, size, interpolation)
                 for box, flip, interpolation in views]
 
 
