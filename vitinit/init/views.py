@@ -3,6 +3,7 @@
 Shapes: D channels of the residual stream, h heads, d channels per head, N patches, n in a window.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -76,7 +77,7 @@ def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Attentions:
+class Attentions(ABC):
     """The blocks of a transformer, and what a probe (`probe.py`) has seen of it."""
 
     model: nn.Module
@@ -89,9 +90,9 @@ class Attentions:
     family: ClassVar[str]       # whose inits write to it
 
     @property
+    @abstractmethod
     def grids(self) -> list[Grid]:
         """The grid of the tokens that each block mixes; in a Swin, of its window."""
-        raise NotImplementedError
 
     def batch_first(self, x: Tensor) -> Tensor:
         """What a block reads as (n, T, D), a view."""
