@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torchvision
 
-from ..messages import OneLineError
+from ..messages import LossyStream, OneLineError
 from ..runs.folder import git_commit
 from ..train.device import CPU_INFO, cores, describe_device
 from .training import Row
@@ -90,9 +90,8 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         place = ["--out-dir", stack.enter_context(tempfile.TemporaryDirectory()) + "/run"]
 
         def tell(text: str) -> None:
-            for stream in streams:
-                with suppress(OSError, ValueError):  # a closed terminal, a full disk
-                    print(text, end="", file=stream, flush=True)
+            for stream in map(LossyStream, streams):             # a closed terminal, a full disk
+                print(text, end="", file=stream, flush=True)
 
         def part(words: Sequence[str], seconds: float, looked_for: str = "") -> str:
             """Run Python within some seconds, all that one that hangs has; what it printed."""
