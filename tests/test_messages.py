@@ -11,6 +11,7 @@ import pytest
 import tqdm.std
 from lost_output import LOST, lost_stream
 
+from vitinit import messages
 from vitinit.command_line import drop_unwritten
 from vitinit.messages import ProgressBar, counted, say, warn
 
@@ -24,8 +25,10 @@ def test_a_number_has_its_noun():
 def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypatch):
     clock = [0]
     monkeypatch.setattr(tqdm.std, "time", lambda: clock[0])
+    monkeypatch.setattr(messages.time, "perf_counter", lambda: clock[0])
     for shown in (True, False):                      # other processes print nothing
-        with ProgressBar("epoch 1/2", 7, initial=1, shown=shown, scale=5) as bar:
+        with ProgressBar("epoch 1/2", 7, initial=1, shown=shown, scale=5,
+                         run=(0, 3, 13)) as bar:
             for _ in range(6):
                 clock[0] += 20
                 bar.set_postfix_str("loss 2.000", refresh=False)
@@ -33,9 +36,9 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypat
     printed = capsys.readouterr()
     assert printed.err == "" and "\r" not in printed.out
     assert printed.out.splitlines() == [             # two images later, at the earliest after 30 s
-        "epoch 1/2  43%, 00:40<01:20, loss 2.000, 0.25 img/s",
-        "epoch 1/2  71%, 01:20<00:40, loss 2.000, 0.25 img/s",
-        "epoch 1/2 100%, 02:00<00:00, loss 2.000, 0.25 img/s"]
+        "epoch 1/2  43%, 00:40<01:20, loss 2.000, run 00:40<02:16, 0.25 img/s",
+        "epoch 1/2  71%, 01:20<00:40, loss 2.000, run 01:20<02:51, 0.25 img/s",
+        "epoch 1/2 100%, 02:00<00:00, loss 2.000, run 02:00<02:53, 0.25 img/s"]
 
 
 @pytest.mark.parametrize("columns", [80, 40])

@@ -8,6 +8,7 @@ import difflib
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from tqdm.utils import ObjectWrapper
 LONGEST = 1000                  # most characters of a message, with everything that it quotes
 IN_BRIEF = 120                  # most characters quoted from the error of another library
 LOG_SECONDS = 30.0              # between two lines about progress where there is no terminal
-BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}, {pace}"
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}{whole}, {pace}"
 
 
 class OneLineError(ValueError):
@@ -112,13 +113,16 @@ class ProgressBar(tqdm):
     monitor_interval = 0                             # no thread, which a fork would tear apart
 
     def __init__(self, what: str, total: int, *, items: Iterable | None = None, initial: int = 0,
-                 shown: bool = True, unit: str = "img", scale: int = 1) -> None:
+                 shown: bool = True, unit: str = "img", scale: int = 1,
+                 run: tuple[float, int, int] | None = None) -> None:
         """Show a bar after the words `what` for `total` items, of which `initial` are done already.
         items: to iterate over. unit, scale: the rate is in `unit`s, of which an item is `scale`.
+        run: which the loop is a part of: its start, as time.perf_counter says, and how many items
+            were done since then before this loop, and are left after it.
         """
         notebook = tqdm.status_printer is not console_tqdm.status_printer
         terminal = notebook or bool(sys.stderr) and not sys.stderr.closed and sys.stderr.isatty()
-        self.terminal, self.scale = terminal, scale
+        self.terminal, self.scale, self.run = terminal, scale, run
         seconds = 0.1 if terminal else LOG_SECONDS
         super().__init__(items, desc=what, total=total, initial=initial, disable=not shown,
                          unit=unit, leave=False, dynamic_ncols=terminal, miniters=1,
@@ -128,11 +132,18 @@ class ProgressBar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What is shown: tqdm's values, and the rate in units, which a widget cannot scale."""
-        values = super().format_dict
-        rate = self.scale * (values["rate"] or
-                             (self.n - self.initial) / max(values["elapsed"], 1e-3))
-        return values | {"pace": f"{rate:,.{0 if rate >= 100 else 2}f} {self.unit}/s"}
+        """What is shown: tqdm's values, the times of the run, and the rate in units, which a widget
+        cannot scale.
+        """
+        values, whole, done = super().format_dict, "", self.n - self.initial
+        if self.run is not None:
+            start, before, after = self.run
+            elapsed = time.perf_counter() - start
+            left = elapsed / max(before + done, 1) * (self.total - self.n + after)
+            whole = f", run {self.format_interval(elapsed)}<{self.format_interval(left)}"
+        rate = self.scale * (values["rate"] or done / max(values["elapsed"], 1e-3))
+        return values | {"whole": whole,
+                         "pace": f"{rate:,.{0 if rate >= 100 else 2}f} {self.unit}/s"}
 
 
 ProgressBar.set_lock(threading.RLock())              # tqdm's own is one of processes, in /dev/shm

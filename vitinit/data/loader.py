@@ -39,8 +39,8 @@ OPEN_FILES = 10_240             # as many as every system allows
 class Batch(NamedTuple):
     """A training batch, with the draws of what the device still has to do."""
 
-    images: Tensor          # (B, 3, H, W) uint8, channels-last, cropped and flipped; or (B, 4)
-                            # int64, descriptions of views for the device, see `TrainViews`
+    images: Tensor          # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or
+                            # (B, 4) int64, descriptions of views for the device, see `TrainViews`
     labels: Tensor          # (B,) int64
     draws: Tensor           # (B, …) float64, see `Augmentation.draws`
 

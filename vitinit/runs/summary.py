@@ -55,6 +55,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
                       f"{weights[True]:,} weights, {trained_by}")
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
+    # run.json keeps the plural, or new runs would differ from older ones in a comparison.
     device = describe_device(processes.device).replace(" 1 threads", " 1 thread")
     return [
         f"recipe  {recipe.name}, seed {recipe.run.seed}, in "

@@ -108,7 +108,9 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
         idle_since = progress.clock = time.perf_counter()
         with ProgressBar(f"epoch {epoch + 1}/{run.epochs}", run.steps_per_epoch,
                          initial=progress.epoch_steps, scale=run.global_batch,
+                         run=(start, done, (run.epochs - epoch - 1) * run.steps_per_epoch),
                          shown=processes.is_main and run.steps_per_epoch > 0) as bar:
+            bar.set_postfix_str(last_loss, refresh=False)
             steps = timed(run.steps(epoch, progress.epoch_steps), progress)
             for item in agreed(steps, processes, stop):
                 assert item is not None              # all processes have as many steps
@@ -140,15 +142,13 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                     progress.read_losses(processes)
                     row = progress.step_row(lr, grad_norm, scale, run.global_batch, began)
                     run.record(row)
-                    last_loss = f"loss {row.loss:.3f}, "
+                    last_loss = f"loss {row.loss:.3f}"
+                    bar.set_postfix_str(last_loss, refresh=False)
                 if run.save_every and (step + 1) % run.save_every == 0:
                     run.save()
                     progress.clock = time.perf_counter()             # saving is not training
-                elapsed, done = time.perf_counter() - start, done + 1
-                left = elapsed / done * ((run.epochs - epoch) * run.steps_per_epoch - bar.n - 1)
-                bar.set_postfix_str(f"{last_loss}run {bar.format_interval(elapsed)}<"
-                                    f"{bar.format_interval(left)}", refresh=False)
                 bar.update()
+                done += 1
                 idle_since = time.perf_counter()
         read_losses(state, processes)
         progress.clock = None                                        # nor is evaluating
