@@ -20,7 +20,8 @@ from ..command_line import Output, Parser, integer, one_of, real, run_program
 from ..train.device import cores
 from ..train.slowness import BOUNDS
 from .all import bench_all, machine
-from .loader import fed_in_words, fed_rows, image_folder, in_batches, loader_rows
+from .loader import (PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches,
+                     loader_rows)
 from .step import memory_row, step_row
 from .training import recipe_of, row_table
 
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.bench == "loader":
         batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
         with tempfile.TemporaryDirectory() as folder:
-            sets = [*args.set, *image_folder(Path(folder), args.data_dir, max(50, 40 * batch))]
+            count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
+            sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
             print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)),
                   flush=True)
             recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)

@@ -22,6 +22,7 @@ from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, 
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
 BATCH = 50                      # images that are augmented together
+PAIRS = 3                       # of steps that are fed from files, and steps that are not
 
 
 def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
@@ -94,6 +95,13 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
             for part, times in seconds.items()]
 
 
+def fed_steps(workers: int) -> tuple[int, int]:
+    """How many steps pass before those that are measured, since they may be loaded by then, and how
+    many are measured. `PAIRS` of both are within an epoch, at whose start workers have nothing ready.
+    """
+    return 2 * workers + 2, max(4, 2 * workers)
+
+
 def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Row]:
     """A step fed from files, beside the same step on a synthetic batch, by loader processes.
 
@@ -104,7 +112,7 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Ro
     (state, forward), part = set_up(recipe, device), synthetic_batch(recipe, batch, device)
     for workers in counts:
         steps = steps_of(recipe.with_data(workers=workers), device)
-        ahead, count = 2 * workers + 2, max(4, 2 * workers)
+        ahead, count = fed_steps(workers)
         given = [given_step(number, [part]) for number in range(count)]
 
         def seconds(work: Iterator) -> float:
@@ -114,7 +122,7 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Ro
             train_on(state, work, forward=forward, amp=recipe.engine.amp)
             return (time.perf_counter() - began) / count
         pairs = []
-        for _ in range(3):
+        for _ in range(PAIRS):
             seconds(itertools.islice(steps, ahead))
             fed = seconds(itertools.islice(steps, count))    # first: loading goes on meanwhile
             pairs.append((seconds(iter(given)), fed))

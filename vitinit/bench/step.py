@@ -88,7 +88,9 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     multiply, product_flops = product(device, amp)
     few = max(1, batch // 8)                         # images, whose step takes as many launches
     loops = {"engine": engine, "bare": bare_loop(other, compiled, part, amp, count),
-             "product": multiply, "few": lambda: engine(images=few)}
+             "product": multiply}
+    if not recipe.engine.compile:                    # would compile again, for another size
+        loops["few"] = lambda: engine(images=few)
     if recipe.distill.teacher:
         loops["alone"] = lambda: engine(objective=cross_entropy)
     seconds = interleave(loops, clock)
@@ -96,13 +98,13 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     flops = batch * training_flops(state.model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
-                if batch > few else 0.0)
+                if batch > few and "few" in seconds else 0.0)
     way = "compiled" if recipe.engine.compile else "eager"
     return {"recipe": recipe.name, "way": f"amp {amp}, {way}", "batch": batch,
             "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
             "beside a bare loop over": whose,
             "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
-            "% of large products": 100 * flops / best, "% not for images": 100 * launches,
+            "% of large products": 100 * flops / best, "% not for images": 100 * launches if "few" in seconds else None,
             "bound by": bound_of(launches=launches, products=flops / best),
             "% of the card's rate": 100 * flops / 1e12 / card if card else None,
             "× the time without teacher": (times_as_fast(seconds["alone"], seconds["engine"])
