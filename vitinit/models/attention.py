@@ -17,6 +17,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .rotary import Rotary
+
 # Kernels for attention with a bias: not cuDNN's, whose gradients have been NaN on Hopper with one
 # over 64 tokens (pytorch issue 196678). Without a bias PyTorch prefers cuDNN's there.
 FOR_BIAS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -49,9 +51,13 @@ class Attention(nn.Module):
     The parameters are packed as in timm and DeiT: qkv.weight is (3·C, C), with the queries of all
     heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, (h, d, C), and
     `proj_weight` are views of the parts: writing to them writes to the parameters.
+
+    qk_norm_eps: a LayerNorm of each head's queries and one of its keys, with this eps (arXiv
+        2302.05442, §2.1); None: none. rotary: turns them by their places; None: nothing does.
     """
 
-    def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True) -> None:
+    def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True,
+                 qk_norm_eps: float | None = None, rotary: Rotary | None = None) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"embed_dim {dim} does not divide into num_heads {num_heads}")
@@ -59,6 +65,9 @@ class Attention(nn.Module):
         self.head_dim = dim // num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
+        self.q_norm, self.k_norm = (nn.Identity() if qk_norm_eps is None else
+                                    nn.LayerNorm(self.head_dim, eps=qk_norm_eps) for _ in "qk")
+        self.rotary = rotary
 
     def by_head(self, packed: Tensor) -> Tensor:
         """What is packed, (3·C, …), as a view of queries, keys and values: (3, h, d, …)."""
@@ -88,10 +97,13 @@ class Attention(nn.Module):
         return self.proj.weight.unflatten(1, (self.num_heads, self.head_dim))
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, C) → three of (B, h, N, d)."""
-        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d",
+        """(B, N, C) → three of (B, h, N, d), the first two normalised and turned, if they are."""
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b n h d",
                             three=3, h=self.num_heads)
-        return q, k, v
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)    # autocast's are float32
+        if self.rotary is not None:
+            q, k = self.rotary(q, k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def mixing_weights(self, x: Tensor) -> Tensor:
         """The attention matrices that `forward` applies to the values: (B, N, C) → (B, h, N, N)."""

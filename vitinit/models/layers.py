@@ -189,6 +189,32 @@ class Mlp(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
+class SwiGlu(nn.Module):
+    """Linear → SiLU of one half times the other → Linear (Shazeer, arXiv 2002.05202, §2), as in
+    EVA-02 and DINOv3. Both halves, the one for SiLU first, are packed in fc1.
+    """
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, 2 * hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.fc1(x).chunk(2, dim=-1)                       # (…, hidden) each
+        return self.fc2(nn.functional.silu(gate) * value)
+
+
+class LayerScale(nn.Module):
+    """γ ⊙ x: a learned factor for each channel of a branch (CaiT, arXiv 2103.17239, §2.1)."""
+
+    def __init__(self, dim: int, initial: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
 # Stochastic depth (Huang et al., arXiv 1603.09382). The models hold no random state: the training
 # loop draws a table of drop-path scales, one row per residual branch and one column per image, and
 # passes it to `forward`. So the draw is keyed by step, sliced by process, repeated after a resume.

@@ -14,26 +14,34 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (PREFIX_TOKENS, Classifier, Features, Mlp, Pair, PatchEmbed, add_branch,
-                     drop_path_rates, hidden_width, make_head, module_list, require_choice,
-                     run_blocks, scales_by_block, sincos_position_embedding)
+from .layers import (PREFIX_TOKENS, Classifier, Features, LayerScale, Mlp, Pair, PatchEmbed, SwiGlu,
+                     add_branch, drop_path_rates, hidden_width, make_head, module_list,
+                     require_choice, run_blocks, scales_by_block, sincos_position_embedding)
+from .rotary import Coordinates, Frequencies, Rotary
+
+MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
 
 
 class VitBlock(nn.Module):
-    """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
+    """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x)).
 
-    def __init__(self, dim: int, *, num_heads: int, mlp_ratio: float, qkv_bias: bool,
-                 norm_eps: float) -> None:
+    layer_scale: the initial value of γ, by which both branches are multiplied; 0: they are not.
+    """
+
+    def __init__(self, attention: Attention, dim: int, *, mlp: str, mlp_ratio: float,
+                 layer_scale: float, norm_eps: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attn = Attention(dim, num_heads=num_heads, qkv_bias=qkv_bias)
+        self.attn = attention
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
+        self.mlp = MLPS[mlp](dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
+        self.ls1, self.ls2 = (LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
+                              for _ in range(2))
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
-        x = add_branch(x, self.attn(self.norm1(x)), drop_path[0])
-        return add_branch(x, self.mlp(self.norm2(x)), drop_path[1])
+        x = add_branch(x, self.ls1(self.attn(self.norm1(x))), drop_path[0])
+        return add_branch(x, self.ls2(self.mlp(self.norm2(x))), drop_path[1])
 
 
 class VisionTransformer(Classifier):
@@ -48,8 +56,13 @@ class VisionTransformer(Classifier):
     num_registers: number of register tokens, which take part in attention but are not read by the
         head (Darcet et al., "Vision Transformers Need Registers", arXiv 2309.16588, §2.2), as the
         class token of MAE's fine-tuned models; `reg_token` in the state dict.
-    pos_embed: "learned"; "sincos", which is fixed (a buffer), with zeros for the prefix tokens; or
-        "none", fixed zeros: a control that knows a patch's content, but not its place.
+    pos_embed: "learned"; "sincos", which is fixed (a buffer), with zeros for the prefix tokens;
+        "rope", queries and keys that are turned by their places (rotary.py); "learned+rope"; or
+        "none": a control that knows a patch's content, but not its place.
+    rope_frequencies, rope_base, rope_coordinates: of "rope"; see rotary.py. "axial" with base 100
+        is RoPE-ViT's, with 10,000 EVA-02's, with 100 and "centred" DINOv3's; "mixed" has base 10.
+    qk_norm: normalise each head's queries and keys. layer_scale: see `VitBlock`.
+    mlp: "gelu", or "swiglu", whose hidden layer has mlp_ratio · embed_dim channels, too.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
         mean of both heads' logits (arXiv 2012.12877, §4). `forward(…, apart=True)` returns
         them apart, for training with a teacher (train/distill.py).
@@ -59,21 +72,27 @@ class VisionTransformer(Classifier):
     """
 
     family = "vit"
-    pos_embed: Tensor               # (1, N, C), a parameter or a buffer
+    pos_embed: Tensor | None        # (1, N, C), a parameter or a buffer; None if "rope" is all
     norm: nn.Module
     fc_norm: nn.Module
 
     def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
                  depth: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = True,
                  drop_path: float = 0.0, pool: Literal["class", "mean"] = "class",
-                 pos_embed: Literal["learned", "sincos", "none"] = "learned",
+                 pos_embed: Literal["learned", "sincos", "rope", "learned+rope", "none"] = "learned",
+                 rope_frequencies: Frequencies = "axial", rope_base: float = 100.0,
+                 rope_coordinates: Coordinates = "index", qk_norm: bool = False,
+                 layer_scale: float = 0.0, mlp: Literal["gelu", "swiglu"] = "gelu",
                  distilled: bool = False, num_registers: int = 0, fc_norm: bool = False,
                  norm_eps: float = 1e-6) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads,
                          mlp_ratio=mlp_ratio, norm_eps=norm_eps)
         require_choice("pool", pool, ("class", "mean"))
-        require_choice("pos_embed", pos_embed, ("learned", "sincos", "none"))
+        require_choice("pos_embed", pos_embed, ("learned", "sincos", "rope", "learned+rope", "none"))
+        require_choice("rope_frequencies", rope_frequencies, ("axial", "linear", "mixed"))
+        require_choice("rope_coordinates", rope_coordinates, ("index", "centred"))
+        require_choice("mlp", mlp, tuple(MLPS))
         if distilled and pool != "class":
             raise ValueError('a distillation token stands beside a class token; pool is "mean", '
                              'expected "class"')
@@ -82,7 +101,7 @@ class VisionTransformer(Classifier):
         if num_registers < 0:
             raise ValueError(f"num_registers is {num_registers}, expected at least 0")
         self.pool, self.distilled = pool, distilled
-        self.learns_positions = pos_embed == "learned"
+        self.learns_positions = pos_embed.startswith("learned")
         self.drop_path_rates = drop_path_rates(drop_path, depth)
         self.num_prefix_tokens = (pool == "class") + distilled + num_registers
         self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim)
@@ -96,9 +115,16 @@ class VisionTransformer(Classifier):
         if self.learns_positions:
             self.pos_embed = nn.Parameter(positions)
         else:
-            self.register_buffer("pos_embed", positions)
+            self.register_buffer("pos_embed", None if pos_embed == "rope" else positions)
+
+        def attention() -> Attention:
+            rotary = Rotary(self.grid, prefix_tokens=self.num_prefix_tokens, heads=num_heads,
+                            head_dim=embed_dim // num_heads, kind=rope_frequencies, base=rope_base,
+                            coordinates=rope_coordinates) if "rope" in pos_embed else None
+            return Attention(embed_dim, num_heads=num_heads, qkv_bias=qkv_bias,
+                             qk_norm_eps=norm_eps if qk_norm else None, rotary=rotary)
         self.blocks = module_list(VitBlock(
-            embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+            attention(), embed_dim, mlp=mlp, mlp_ratio=mlp_ratio, layer_scale=layer_scale,
             norm_eps=norm_eps) for _ in range(depth))
         norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
@@ -111,7 +137,8 @@ class VisionTransformer(Classifier):
         x = self.patch_embed(images)                                     # (B, patches, C)
         prefix = [getattr(self, name).expand(x.shape[0], -1, -1)         # each (B, 1, C) or more
                   for name in PREFIX_TOKENS if hasattr(self, name)]
-        return torch.cat([*prefix, x], dim=1) + self.pos_embed
+        x = torch.cat([*prefix, x], dim=1)                               # (B, N, C)
+        return x if self.pos_embed is None else x + self.pos_embed
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
