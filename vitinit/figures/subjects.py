@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..data.datasets import open_split
 from ..data.sources import LooseImages, folder_of
-from ..init import reads_images
+from ..init import reads_images, stated_family
 from ..models import MODELS
 from ..models.layers import Classifier
 from ..models.simple_vit import SimpleViT
@@ -57,7 +57,8 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "
                                   "--epochs 0")
             source = None
-            reads = reads_images(recipe.init.name, MODELS[recipe.model.name][0])
+            reads = reads_images(recipe.init.name,
+                                 stated_family(recipe.model.name, recipe.model.options))
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data, recipe.run.seed)

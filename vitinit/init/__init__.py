@@ -21,28 +21,32 @@ import torch
 from torch import Generator, nn
 
 from ..messages import in_brief, nearest
-from ..models import FAMILIES
+from ..models import FAMILIES, MODELS
 from ..values import convert
 
 __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
            "init_weights", "mimetic_", "reads_images"]
 
 GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
+ROTARY = "rotary_vit"                 # a ViT with rotary attention, in the table below
 
 # By init and family, a function, or "module.function" of this package, imported when it is used.
 INITS: dict[str, dict[str, str | Callable[..., None]]] = {
-    "default": {"vit": "baseline.default", "swin": "baseline.default",
+    "default": {"vit": "baseline.default", ROTARY: "baseline.default", "swin": "baseline.default",
                 "mlp_mixer": "baseline.mixer_default", "conv_mixer": "baseline.torch_default",
                 "simple_vit": "baseline.torch_default"},
-    "torch": dict.fromkeys(FAMILIES, "baseline.torch_default"),
-    "lecun": dict.fromkeys(FAMILIES, "baseline.lecun"),
+    "torch": dict.fromkeys((*FAMILIES, ROTARY), "baseline.torch_default"),
+    "lecun": dict.fromkeys((*FAMILIES, ROTARY), "baseline.lecun"),
     "mimetic": {"vit": "mimetic.mimetic", "swin": "mimetic.mimetic",
                 "simple_vit": "mimetic.mimetic_simple_vit"},
     "impulse": {"vit": "impulse.impulse", "swin": "impulse.impulse_swin",
                 "mlp_mixer": "mixers.impulse_mixer", "conv_mixer": "mixers.impulse_conv_mixer",
-                "simple_vit": "impulse_simple_vit.impulse_simple_vit"},
-    "deep_impulse": {"vit": "deep_impulse.deep_impulse"},
-    "whitened": dict.fromkeys(("vit", "swin", "mlp_mixer", "conv_mixer"), "baseline.whitened"),
+                "simple_vit": "impulse_simple_vit.impulse_simple_vit",
+                ROTARY: "impulse_rotary.impulse_rotary"},
+    "deep_impulse": {"vit": "deep_impulse.deep_impulse",
+                     ROTARY: "impulse_rotary.deep_impulse_rotary"},
+    "whitened": dict.fromkeys(("vit", ROTARY, "swin", "mlp_mixer", "conv_mixer"),
+                              "baseline.whitened"),
     "norm_matched": {"vit": "impulse.norm_matched"},
     "filters": {"conv_mixer": "mixers.filters_conv_mixer"},
     "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},
@@ -58,7 +62,13 @@ def __getattr__(name: str) -> Any:
 
 def family_of(model: Any) -> str:
     """The family of a model of ours or a layout, a key of INITS' rows; of any other its class."""
-    return getattr(model, "family", type(model).__name__)
+    return ROTARY if getattr(model, "rotary", False) else getattr(
+        model, "family", type(model).__name__)
+
+
+def stated_family(model: str, options: Mapping[str, Any]) -> str:
+    """The same of the model of this name in `MODELS`, built with these options."""
+    return ROTARY if "rope" in options.get("pos_embed", "") else MODELS[model][0]
 
 
 def init_function(name: str, family: str) -> Callable[..., None]:

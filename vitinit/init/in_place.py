@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ..messages import in_brief, one_line
-from . import BASES, apply, init_function
+from . import BASES, apply, family_of, init_function
 from .baseline import EMBED_STD
 from .deep_impulse import NOISE_IMAGES
 from .layout import layout_of
@@ -172,7 +172,7 @@ def recognised(model: nn.Module, vit: Attentions) -> Description:
 def write(vit: Attentions, name: str, generator: Generator, base: str | None,
           images: Tensor | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
-    function, given = init_function(name, vit.family), dict[str, Any]()
+    function, given = init_function(name, family_of(vit)), dict[str, Any]()
     whole = name in (*BASES, "whitened")             # which write beside what a layout lists
     complete = with_defaults(function, options)
     if "images" in complete:

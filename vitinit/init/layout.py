@@ -18,14 +18,16 @@ Any other model is described by hand: a function of the model that returns a `La
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from types import NoneType
 
 import torch
 from torch import Tensor, nn
 
 from ..filters import Grid
 from ..models.layers import PREFIX_TOKENS
+from ..models.rotary import Rotary
 from .baseline import SAME
-from .views import Attentions, Block, Layout, SwinLayout, WindowBlock
+from .views import Attentions, Block, Layout, Rotation, SwinLayout, WindowBlock
 
 LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
     ("qkv", "proj"),
@@ -66,10 +68,14 @@ def layout_of(model: nn.Module | Attentions) -> Attentions:
             positions.append(tensor)
         elif kind in PREFIX_TOKENS:
             tokens.append(tensor.detach())
-    if len(positions) != 1:
+    if len(positions) != 1 and (positions or blocks[0].rotation is None):
         raise ValueError(f"the model has {len(positions) or 'no'} learned position embedding"
                          f"{'s' * (len(positions) > 1)}, expected one, by which heads find their "
                          "target")
+    if not positions:
+        rows = torch.empty(len(blocks[0].rotation.turns), 0)
+        return Layout(model, tuple(blocks), None, _grid(modules.values(), len(rows)),
+                      tokens=tuple(tokens))
     rows = positions[0].detach().flatten(0, -2)
     # All rows but those of 0 may be sines and cosines, whose squares add up to 1 by pairs.
     squares = rows.square().sum(1)
@@ -133,6 +139,9 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         raise ValueError("a block has no LayerNorm before its attention (post-norm, or another "
                          "norm)")
     kind = type(attention).__name__
+    if any(not isinstance(getattr(attention, name, None), (nn.Identity, NoneType))
+           for name in ("q_norm", "k_norm")):
+        raise ValueError(f"{kind} normalises queries and keys, which would undo what is written")
     if isinstance(attention, nn.MultiheadAttention):
         if attention.in_proj_weight is None or attention.bias_k is not None:
             raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not "
@@ -161,7 +170,8 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
     q_bias, k_bias, v_bias = (None if bias is None else bias.detach().unflatten(0, (heads, -1))
                               for bias in biases)
     block = Block(q, k, v, proj.weight.detach().unflatten(1, (heads, -1)), q_bias, k_bias, v_bias,
-                  None if proj.bias is None else proj.bias.detach(), norm, attention)
+                  None if proj.bias is None else proj.bias.detach(), norm, attention,
+                  rotation_of(attention))
     table = getattr(attention, "relative_position_bias_table", None)
     window = stated(attention, "window_size", "window")
     index = getattr(attention, "relative_position_index", None)
@@ -171,6 +181,15 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         return block
     return WindowBlock(**vars(block), window=window, bias_table=table.detach(),
                        bias_rows=index.view(window[0] * window[1], -1))
+
+
+def rotation_of(attention: nn.Module) -> Rotation | None:
+    """How an attention of this package turns queries and keys; None if it does not."""
+    rotary = getattr(attention, "rotary", None)
+    if not isinstance(rotary, Rotary):
+        return None
+    turns = rotary.turns().detach()                                      # (T, h, d / 2, 2)
+    return Rotation(torch.arange(2 * turns.shape[2]).view(-1, 2), turns)
 
 
 def as_linear(layer: nn.Module, attention: str) -> nn.Linear:

@@ -20,7 +20,7 @@ from ..filters import Grid, Offset, head_offsets, ordered_offsets
 from ..mixing import block_grids, mean_shares, target_mass
 from ..models.attention import Attention
 from ..models.simple_vit import SimpleAttention
-from . import family_of, init_function
+from . import ROTARY, family_of, init_function
 from .views import Attentions, Layout, SwinLayout
 
 Targets = tuple[tuple[Offset, ...], ...]         # (down, right), by block and head
@@ -57,7 +57,7 @@ def has_targets(model: nn.Module | Attentions, name: str, options: Mapping[str, 
     """
     family = family_of(model)
     return (name in AIMED and options.get("qk_init") != "base"
-            and (family in ("vit", "simple_vit") or family == "swin" and name != "mimetic"))
+            and (family in ("vit", "simple_vit", ROTARY) or family == "swin" and name != "mimetic"))
 
 
 def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
@@ -69,7 +69,7 @@ def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
     cells = [(0, 0)] if name == "mimetic" else ordered_offsets(options["kernel_size"])
     if options.get("offsets") == "random":
         return [[cells] * count for count in heads]
-    starts = accumulate(heads, initial=0) if name == "deep_impulse" else repeat(0)
+    starts = accumulate(heads, initial=0) if "target_mass" in options else repeat(0)
     return [[[offset] for offset in head_offsets(count, cells, "ordered", Generator(), first=start)]
             for count, start in zip(heads, starts)]
 
@@ -144,7 +144,7 @@ def measured(vit: Attentions, name: str, options: Mapping[str, Any],
         return targets, masses, ()
     readers = [(block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
                for block in vit.blocks]
-    shares = mean_shares(vit.model, images.detach().to(vit.pos_embed), readers, vit.grids)
+    shares = mean_shares(vit.model, images.detach().to(vit.blocks[0].q), readers, vit.grids)
     aimed = [[[offset] for offset in of_block] for of_block in targets]
     return targets, masses, masses_on(aimed, shares, vit.grids)[1]
 

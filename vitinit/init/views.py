@@ -15,6 +15,38 @@ from ..models.attention import attention_weights
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """How an attention turns queries and keys by the places of their tokens."""
+
+    pairs: Tensor               # (d / 2, 2), the channels of each pair
+    turns: Tensor               # (T, h or 1, d / 2, 2), cosine and sine of each token's angle
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (n, h, T, d), of the last T tokens, turned."""
+        a, b = x[..., self.pairs].unbind(-1)                             # (n, h, T, d / 2) each
+        cos, sin = self.turns[-x.shape[2]:].to(x).transpose(0, 1).unbind(-1)
+        turned = torch.empty_like(x)
+        turned[..., self.pairs] = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+        return turned
+
+    def frequencies(self, grid: Grid) -> Tensor:
+        """ω of each pair in radians per (row, column) of the grid, (h or 1, d / 2, 2), float64.
+
+        Raises ValueError unless the angles of the grid's tokens, the last, are a plane over it.
+        """
+        waves = torch.view_as_complex(self.turns[-grid[0] * grid[1]:].double()).unflatten(0, grid)
+        steps = [(waves.narrow(axis, 1, side - 1) * waves.narrow(axis, 0, side - 1).conj())
+                 .flatten(0, 1).sum(0).angle() for axis, side in enumerate(grid)]
+        omega = torch.stack(steps, -1)                                   # (h or 1, d / 2, 2)
+        cells = torch.cartesian_prod(*map(torch.arange, grid)).double().unflatten(0, grid)
+        plane = torch.polar(torch.ones(()).double(), (cells[:, :, None, None] * omega).sum(-1))
+        if (waves - waves[0, 0] * plane).abs().max() > 1e-3:
+            raise ValueError("the rotary frequencies are not one for the rows and one for the "
+                             "columns of each pair of channels")
+        return omega
+
+
+@dataclass(frozen=True)
 class Block:
     """The attention of one block, as views: writing to them writes to the model's parameters.
 
@@ -32,6 +64,7 @@ class Block:
     proj_bias: Tensor | None    # (D,)
     norm: nn.LayerNorm          # before the attention
     attention: nn.Module | None = None           # the whole, by which the formula can be checked
+    rotation: Rotation | None = None             # of Q and K; None: they are not turned
 
     @property
     def bias(self) -> Tensor | None:
@@ -40,8 +73,10 @@ class Block:
 
     def mixing_weights(self, y: Tensor) -> Tensor:
         """softmax(Q Kᵀ / √d + bias) of the norm's output y, (n, T, D): (n, h, T, T)."""
-        return attention_weights(projected(y, self.q, self.q_bias),
-                                 projected(y, self.k, self.k_bias), self.bias)
+        q, k = projected(y, self.q, self.q_bias), projected(y, self.k, self.k_bias)
+        if self.rotation is not None:
+            q, k = self.rotation(q), self.rotation(k)
+        return attention_weights(q, k, self.bias)
 
     def output(self, y: Tensor) -> Tensor:
         """What the attention makes of the norm's output: (n, T, D) → (n, T, D)."""
@@ -103,7 +138,8 @@ class Attentions(ABC):
 class Layout(Attentions):
     """Where a ViT keeps what inits write, as its attributes or a user state it."""
 
-    pos_embed: Tensor           # (rows, D), a view: of prefix tokens, then of the N patches by row
+    pos_embed: Tensor | None    # (rows, D), a view: of prefix tokens, then of the N patches by row;
+                                # None where positions are rotary alone
     grid: Grid = (0, 0)         # patch tokens down and across; (0, 0): only a probe can see them
     learned: bool = True        # whether pos_embed is a parameter, and no frozen sines and cosines
     tokens: tuple[Tensor, ...] = ()      # the prefix tokens, (…, D)
@@ -112,13 +148,19 @@ class Layout(Attentions):
     family = "vit"
 
     @property
+    def rotary(self) -> bool:
+        return self.blocks[0].rotation is not None
+
+    @property
     def grids(self) -> list[Grid]:
         return [self.grid] * len(self.blocks)
 
     @property
     def positions(self) -> Tensor:
-        """The position embedding of the patch tokens, (N, D), a view."""
-        return self.pos_embed[-self.grid[0] * self.grid[1]:]
+        """The position embedding of the patch tokens, (N, D), a view, or zeros if there is none."""
+        patches = self.grid[0] * self.grid[1]
+        return (self.blocks[0].proj.new_zeros(patches, len(self.blocks[0].proj))
+                if self.pos_embed is None else self.pos_embed[-patches:])
 
 
 @dataclass(frozen=True)

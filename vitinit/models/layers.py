@@ -49,6 +49,7 @@ class Classifier(nn.Module):
     features: Callable[..., Features]
     num_prefix_tokens = 0           # class, distillation and register tokens
     learns_positions = False        # whether there is a position embedding that is a parameter
+    rotary = False                  # whether queries and keys are turned by their tokens' places
     drop_path_rates: tuple[float, ...] = ()
 
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:

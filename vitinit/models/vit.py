@@ -101,7 +101,7 @@ class VisionTransformer(Classifier):
         if num_registers < 0:
             raise ValueError(f"num_registers is {num_registers}, expected at least 0")
         self.pool, self.distilled = pool, distilled
-        self.learns_positions = pos_embed.startswith("learned")
+        self.learns_positions, self.rotary = pos_embed.startswith("learned"), "rope" in pos_embed
         self.drop_path_rates = drop_path_rates(drop_path, depth)
         self.num_prefix_tokens = (pool == "class") + distilled + num_registers
         self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim)
@@ -120,7 +120,7 @@ class VisionTransformer(Classifier):
         def attention() -> Attention:
             rotary = Rotary(self.grid, prefix_tokens=self.num_prefix_tokens, heads=num_heads,
                             head_dim=embed_dim // num_heads, kind=rope_frequencies, base=rope_base,
-                            coordinates=rope_coordinates) if "rope" in pos_embed else None
+                            coordinates=rope_coordinates) if self.rotary else None
             return Attention(embed_dim, num_heads=num_heads, qkv_bias=qkv_bias,
                              qk_norm_eps=norm_eps if qk_norm else None, rotary=rotary)
         self.blocks = module_list(VitBlock(

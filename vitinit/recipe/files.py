@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..files import parse_toml, read_bytes
-from ..init import GIVEN, init_function
+from ..init import GIVEN, init_function, stated_family
 from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
@@ -140,7 +140,7 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
                                 sizes | model["options"], origin)
     if checks_init:
         try:
-            function = init_function(init["name"], family)
+            function = init_function(init["name"], stated_family(model["name"], model["options"]))
         except ValueError as error:
             origin.refuse(error, "init.name")
         if init["name"] != init_before:              # of the file's options it keeps what it has

@@ -11,7 +11,7 @@ from ..command_line import building
 from ..data.datasets import DATA_SETS
 from ..data.images import DataError
 from ..data.sources import Source
-from ..init import init_weights, reads_images
+from ..init import family_of, init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..models import build_model
 from ..models.layers import Classifier
@@ -48,7 +48,7 @@ def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> None
     with building(f"recipe {recipe.name}", "init"):
         images = (training_views(recipe, source, INIT_IMAGES)
                   if source is not None and not init.checkpoint    # which replaces what they show
-                  and reads_images(init.name, model.family) else None)
+                  and reads_images(init.name, family_of(model)) else None)
         init_weights(model, init.name, **init.options, images=images,
                      generator=torch.Generator().manual_seed(recipe.run.seed))
 
