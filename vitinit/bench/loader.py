@@ -97,7 +97,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
 
 def fed_steps(workers: int) -> tuple[int, int]:
     """How many steps pass before those that are measured, since they may be loaded by then, and how
-    many are measured. `PAIRS` of both are within an epoch, at whose start workers have nothing ready.
+    many are measured. `PAIRS` of both are in one epoch, at whose start workers have nothing ready.
     """
     return 2 * workers + 2, max(4, 2 * workers)
 

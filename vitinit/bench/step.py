@@ -104,7 +104,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
             "beside a bare loop over": whose,
             "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
-            "% of large products": 100 * flops / best, "% not for images": 100 * launches if "few" in seconds else None,
+            "% of large products": 100 * flops / best,
+            "% not for images": 100 * launches if "few" in seconds else None,
             "bound by": bound_of(launches=launches, products=flops / best),
             "% of the card's rate": 100 * flops / 1e12 / card if card else None,
             "× the time without teacher": (times_as_fast(seconds["alone"], seconds["engine"])
