@@ -1,7 +1,5 @@
 """The embedded data set: each image is a pure function of (split, index)."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -25,16 +23,20 @@ def lens(radius: float, other: float, distance: float) -> float:
 def splits():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "SPLITS", SMALL)
-        make_split = inspect.unwrap(shapes.make_split)           # tests cache the whole splits
-        return {split: make_split(split) for split in SMALL}
+        return {split: shapes.Shapes(split) for split in SMALL}
 
 
 def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
-    return shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
+    rng = keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index)
+    drawing = shapes.draw(rng)
+    return shapes.paint(drawing, rng), drawing.label
 
 
 def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_place(splits):
-    for number, (split, (images, labels)) in enumerate(splits.items()):
+    images_of = {split: torch.stack([source.image(index) for index in range(len(source))])
+                 for split, source in splits.items()}
+    for number, (split, images) in enumerate(images_of.items()):
+        labels = splits[split].labels
         assert images.shape == (SMALL[split], 3, 32, 32) and images.dtype == torch.uint8
         assert labels.shape == (SMALL[split],) and labels.dtype == np.int64
         for index in (0, 1, 59, 101):
@@ -43,7 +45,7 @@ def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_pla
         counts, expected = np.bincount(labels, minlength=10), len(labels) / 10
         assert len(counts) == len(shapes.CLASSES) == 10
         assert abs(counts - expected).max() < 4 * (0.9 * expected)**0.5
-    pixels = [image.tobytes() for images, _ in splits.values() for image in images.numpy()]
+    pixels = [image.tobytes() for images in images_of.values() for image in images.numpy()]
     assert len(set(pixels)) == sum(SMALL.values())
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from vitinit.data import shapes
 from vitinit.data.images import decode_image, resize_and_centre_crop
 from vitinit.figures.subjects import fresh, of_runs, photographs
-from vitinit.keys import Stream, keyed_generator
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_photographs_are_normalised_evaluation_views_and_shapes_are_drawn(image_
         expected = (view / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
         torch.testing.assert_close(image, expected)
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
-    drawn, _ = shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 2))
+    drawn = shapes.image_of(1, 2)
     torch.testing.assert_close(photographs(None, 3, subject.recipe)[2],
                                torch.from_numpy(drawn) / 127.5 * 2 - 2)     # (p / 255 - .5) / .25
 

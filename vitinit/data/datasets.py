@@ -187,7 +187,7 @@ class DataSet(NamedTuple):
 
 DATA_SETS: dict[str, DataSet] = {
     "shapes": DataSet(
-        lambda root, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
+        lambda root, split: shapes.Shapes(split),
         "drawn and needs no folder: leave out --data-dir", 10),
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",

@@ -7,12 +7,14 @@ whether the point (u, v), in units of the shape's radius, is inside it.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..keys import Stream, keyed_generator
+from .sources import Source
 
 SIZE = 32                       # pixels per side of an image
 SUPERSAMPLING = 2               # sampling points per side of a pixel; their mean smooths edges
@@ -58,39 +60,73 @@ def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
     return slice(*row), slice(*column)
 
 
-def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Draw one image (3, SIZE, SIZE) uint8, and return it with its class.
+class Drawing(NamedTuple):
+    """What is painted; points and lengths are in pixels, colours (3,) in [0, 1]."""
 
-    On a dark gradient are a few thin bars and small ellipses in rather dark colours, then the shape
-    in a lighter colour, then noise.
+    ground: tuple[np.ndarray, np.ndarray, float]     # a gradient's two colours and its angle
+    clutter: list[tuple[np.ndarray, np.ndarray, float, bool, np.ndarray]]    # half length and half
+                                                     # width, centre, angle, whether a bar, colour
+    label: int                                       # the class of the shape
+    radius: float
+    centre: np.ndarray                               # (2,), like all points (column, row)
+    angle: float
+    colour: np.ndarray
+
+
+def draw(rng: np.random.Generator) -> Drawing:
+    """Draw what an image shows, but for its noise."""
+    corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
+    ground, clutter = (corner, other, rng.uniform(0, 2 * np.pi)), []
+    for _ in range(rng.integers(4, 10)):
+        clutter.append((rng.uniform((0.6, 0.6), (6.0, 1.5)), rng.uniform(0, SIZE, 2),
+                        rng.uniform(0, 2 * np.pi), rng.random() < 0.5,
+                        rng.uniform(*CLUTTER_RANGE, 3)))
+    label, radius = int(rng.integers(len(CLASSES))), rng.uniform(7.0, 12.0)
+    return Drawing(ground, clutter, label, radius,
+                   rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2), rng.uniform(0, 2 * np.pi),
+                   rng.uniform(*SHAPE_RANGE, 3))
+
+
+def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
+    """The image, (3, SIZE, SIZE) uint8: on a dark gradient a few thin bars and small ellipses in
+    rather dark colours, then the shape in a lighter colour, then noise, which is drawn here.
     """
     axis = (np.arange(SIZE * SUPERSAMPLING, dtype=np.float32) + 0.5) / SUPERSAMPLING
     x, y = np.meshgrid(axis, axis)                   # of the sampling points, in pixels: (64, 64)
-    corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
-    across, _ = _turned(x, y, np.full(2, SIZE / 2), rng.uniform(0, 2 * np.pi), SIZE)
+    corner, other, angle = drawing.ground
+    across, _ = _turned(x, y, np.full(2, SIZE / 2), angle, SIZE)
     canvas = corner + (other - corner) * np.clip(across + 0.5, 0, 1)[..., None]  # (·, ·, 3)
-    for _ in range(rng.integers(4, 10)):
-        half = rng.uniform((0.6, 0.6), (6.0, 1.5))                       # half length, half width
-        centre = rng.uniform(0, SIZE, 2)
+    for half, centre, angle, is_bar, colour in drawing.clutter:
         near = _window(centre, 1.5 * half.max())     # 1.5 > √2, so a bar's corners are included
-        u, v = _turned(x[near], y[near], centre, rng.uniform(0, 2 * np.pi), half)
-        inside = np.maximum(abs(u), abs(v)) < 1 if rng.random() < 0.5 else u**2 + v**2 < 1
-        canvas[near][inside] = rng.uniform(*CLUTTER_RANGE, 3)
-
-    label = int(rng.integers(len(CLASSES)))
-    radius = rng.uniform(7.0, 12.0)
-    centre = rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2)
-    u, v = _turned(x, y, centre, rng.uniform(0, 2 * np.pi), radius)
-    canvas[SHAPES[CLASSES[label]](u, v)] = rng.uniform(*SHAPE_RANGE, 3)
+        u, v = _turned(x[near], y[near], centre, angle, half)
+        inside = np.maximum(abs(u), abs(v)) < 1 if is_bar else u**2 + v**2 < 1
+        canvas[near][inside] = colour
+    u, v = _turned(x, y, drawing.centre, drawing.angle, drawing.radius)
+    canvas[SHAPES[CLASSES[drawing.label]](u, v)] = drawing.colour
 
     pixels = canvas.reshape(SIZE, SUPERSAMPLING, SIZE, SUPERSAMPLING, 3).mean(axis=(1, 3))
     noisy = pixels + rng.normal(0.0, NOISE_STD, pixels.shape)
-    return np.rint(255 * noisy.clip(0, 1)).astype(np.uint8).transpose(2, 0, 1), label
+    return np.rint(255 * noisy.clip(0, 1)).astype(np.uint8).transpose(2, 0, 1)
 
 
-def make_split(split: str) -> tuple[Tensor, np.ndarray]:
-    """Draw all images (N, 3, SIZE, SIZE) uint8 and labels (N,) of the split "train" or "val"."""
-    images, labels = zip(*(
-        draw_image(keyed_generator(SEED, Stream.SHAPES, list(SPLITS).index(split), index))
-        for index in range(SPLITS[split])))
-    return torch.from_numpy(np.array(images)), np.array(labels, np.int64)
+def label_of(split: int, index: int) -> int:
+    """The class of image `index` of the split of this number in SPLITS."""
+    return draw(keyed_generator(SEED, Stream.SHAPES, split, index)).label
+
+
+def image_of(split: int, index: int) -> np.ndarray:
+    """The image, (3, SIZE, SIZE) uint8."""
+    rng = keyed_generator(SEED, Stream.SHAPES, split, index)
+    return paint(draw(rng), rng)
+
+
+class Shapes(Source):
+    """A split, "train" or "val"; an image is painted when it is read."""
+
+    def __init__(self, split: str) -> None:
+        number = list(SPLITS).index(split)
+        super().__init__(torch.tensor([(number, index) for index in range(SPLITS[split])]),
+                         [label_of(number, index) for index in range(SPLITS[split])], CLASSES)
+
+    def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
+        return view(torch.from_numpy(image_of(*self.stored[index].tolist())))
