@@ -10,7 +10,6 @@ from torch import Tensor
 from ..data.datasets import open_split
 from ..data.sources import LooseImages, folder_of
 from ..init import reads_images, stated_family
-
 from ..models.layers import Classifier
 from ..models.simple_vit import SimpleViT
 from ..models.vit import VisionTransformer
