@@ -41,6 +41,23 @@ def test_maps_equal_the_formulas_written_out(pool):
                                    rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("pos_embed, qk_norm", [("rope", False), ("learned+rope", False),
+                                                ("learned", True)])
+def test_maps_of_turned_or_normalised_queries_are_those_of_the_attention(pos_embed, qk_norm):
+    """With biases, in which a rotary ViT may have its positions; the class token is not shown."""
+    model = vitinit.build_model(
+        "vit_tiny", num_classes=3, image_size=(10, 14), patch_size=2, embed_dim=36, depth=2,
+        num_heads=3, pos_embed=pos_embed, qk_norm=qk_norm).double()
+    block = written("default", model).blocks[1]
+    torch.nn.init.normal_(block.attn.qkv.bias, generator=torch.Generator().manual_seed(0))
+    blank = torch.zeros(1, 36, 36).double() if model.pos_embed is None else model.pos_embed
+    among = block.attn.mixing_weights(block.norm1(blank))[0, :, 1:, 1:].detach()
+    softmax = attention.position_maps(model, 1, "softmax")
+    torch.testing.assert_close(softmax, among / among.sum(-1, keepdim=True))
+    logits = attention.position_maps(model, 1, "logits")
+    torch.testing.assert_close((logits / 12 ** 0.5).softmax(-1), softmax)
+
+
 @pytest.mark.parametrize("reads, entering", [("content", True), ("mixed", False),
                                              ("position", False), ("free", False)])
 def test_a_simple_vits_maps_are_those_where_the_content_is_zero(reads, entering):

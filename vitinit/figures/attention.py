@@ -46,8 +46,9 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     kind: one of KINDS. Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D),
     is the position embedding as it reaches queries and keys where the content is 0: after the
     block's own first norm, in a SimpleViT also weighted and read as the model does. Biases of
-    queries and keys are left out, as in the papers; "softmax" includes the model's factor on the
-    logits. Raises FigureError for a "qk" of a SimpleViT whose queries and keys are free parameters.
+    queries and keys are left out, as in the papers, unless they are turned by their places or
+    normalised: then all of this takes part, but in "qk". "softmax" includes the model's factor on
+    the logits. Raises FigureError for a "qk" of a SimpleViT whose queries and keys are free.
     """
     norm, attention = model.blocks[block].norm1, model.blocks[block].attn
     if kind == "qk":
@@ -63,8 +64,15 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
             return attention.mixing_weights(x, model.pos_embed)[0]
         query, key = attention.queries_keys(x, model.pos_embed)          # (1, h, N, d) each
         return (query @ key.mT)[0]
-    positions = norm(model.pos_embed[0, model.num_prefix_tokens:])       # (N, D)
-    query, key = positions @ attention.q_weight.mT, positions @ attention.k_weight.mT  # (h, N, d)
+    prefix, patches = model.num_prefix_tokens, model.grid[0] * model.grid[1]
+    positions = (norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
+                 if model.pos_embed is None else model.pos_embed)
+    x = norm(positions)                                                  # (1, prefix + N, D)
+    if model.rotary or isinstance(attention.q_norm, torch.nn.LayerNorm):
+        query, key = (part[0] for part in attention.queries_keys_values(x)[:2])
+    else:
+        query, key = x @ attention.q_weight.mT, x @ attention.k_weight.mT
+    query, key = query[:, prefix:], key[:, prefix:]                      # (h, N, d)
     return query @ key.mT if kind == "logits" else attention_weights(query, key)
 
 
