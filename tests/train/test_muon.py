@@ -20,6 +20,9 @@ OPTIONS = dict(factor=2.3, momentum=0.83, **OF_ADAMW)
 SMALL = {
     "vit": ("vit_tiny_distilled", dict(image_size=8, patch_size=4, embed_dim=21, depth=2,
                                        num_heads=3, num_registers=2)),
+    "vit, rotary": ("vit_tiny", dict(
+        image_size=8, patch_size=4, embed_dim=24, depth=2, num_heads=3, pos_embed="rope",
+        rope_frequencies="mixed", qk_norm=True, layer_scale=0.1, mlp="swiglu")),
     "swin": ("swin_tiny", dict(image_size=8, patch_size=2, embed_dim=6, depths=(1, 2),
                                num_heads=(2, 3), window_size=2)),
     "mixer": ("mixer_s16", dict(image_size=8, patch_size=4, embed_dim=11, depth=2)),
@@ -89,7 +92,7 @@ def test_an_update_is_its_formula_in_float64(family, by_muon):
         optimizer, matrices = adamw(model, layer_decay=0.7, **OF_ADAMW), set()
     others = torch.optim.AdamW([
         {"params": [p], "weight_decay": 0.3 if p.ndim > 1 and "pos_embed" not in name and not
-         name.endswith(("_token", "_table")) else 0.0, "layer": numbers[name]}
+         name.endswith(("_token", "_table", ".frequencies")) else 0.0, "layer": numbers[name]}
         for name, p in theirs.named_parameters() if name not in matrices],
         betas=OF_ADAMW["betas"], eps=OF_ADAMW["eps"])
     momenta = {name: torch.zeros(()) for name in matrices}
