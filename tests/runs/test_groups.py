@@ -61,7 +61,7 @@ def test_a_record_from_before_a_key_is_of_the_experiment_that_was_meant_then(wri
                     for seed, name in enumerate("ab"))
         lines = (old / "recipe.toml").read_text().splitlines(keepends=True)
         (old / "recipe.toml").write_text("".join(line for line in lines if not line.startswith(
-            ("checkpoint_head", "cosine_after_warmup"))))
+            ("checkpoint_head", "cosine_after_warmup", "rope_", "qk_norm", "layer_s", "mlp ="))))
         assert grouped(new, old) == expected
 
 
@@ -86,6 +86,12 @@ def test_a_label_names_only_the_keys_that_differ(written_run):
         "default, mix.cutmix_alpha = 1.0, optim.eps = 1e-06",
         "default, mix.cutmix_alpha = 0.0, optim.eps = 1e-06",
         "mimetic, mix.cutmix_alpha = 0.0, optim.eps = 1e-08"]
+    # An init's options for a rotary model are others.
+    rotary = ("model.options.pos_embed=rope",)
+    assert list(grouped(written_run("i", [1.0], init="impulse"),
+                        written_run("j", [1.0], init="impulse", sets=rotary))) == [
+        'impulse, model.options.pos_embed = "learned", init.options.base = "default"',
+        'impulse, model.options.pos_embed = "rope", init.options.base = "torch"']
     # Different recipes are not compared key by key.
     assert list(grouped(written_run("g", [1.0], recipe="one"),
                         written_run("h", [1.0, 2.0], recipe="two"))) == ["one, default",

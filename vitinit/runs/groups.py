@@ -18,7 +18,10 @@ FREE_KEYS = ("run.seed", "data.root", "eval.every_epochs", *MACHINE_KEYS)
 CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
                 "init.options.constant_variance": 0.95, "init.options.patch_init": "base",
                 "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
-                "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
+                "model.options.norm_eps": 1e-6, "model.options.rope_frequencies": "axial",
+                "model.options.rope_base": 100.0, "model.options.rope_coordinates": "index",
+                "model.options.qk_norm": False, "model.options.layer_scale": 0.0,
+                "model.options.mlp": "gelu", "data.apply_exif_orientation": True,
                 "init.checkpoint_fit": "exact", "distill.teacher": "", "distill.weights": "",
                 "distill.kind": "hard", "distill.alpha": 0.5, "distill.tau": 1.0,
                 "optim.name": "adamw",
@@ -88,7 +91,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 def _label(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
     """The label of a run's group: the recipe's name if there are several, that of the init, and the
     keys in which the group differs from others of the recipe. Options are compared among models, or
-    inits, of the same name. firsts: one run of each group.
+    inits, of the same name; an init has other ones for rotary attention. firsts: a run of each.
     """
     rivals = [experiment(other) for other in firsts if other.recipe == run.recipe]
     keys = experiment(run)
@@ -97,8 +100,15 @@ def _label(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
         section, _, option = key.partition(".options.")
         compared = [rival for rival in rivals
                     if not option or rival[f"{section}.name"] == keys[f"{section}.name"]]
+        if section == "init":
+            compared = [rival for rival in compared if key in rival.keys() & keys.keys()
+                        or _rotary(rival) == _rotary(keys)]
         if key != "init.name" and any(rival.get(key) != keys.get(key) for rival in compared):
             parts.append(f"{key} = {to_toml(keys[key])}" if key in keys else f"without {key}")
     if rivals.count(keys) > 1:
         parts.append(f"commit {commit(run)}")
     return ", ".join(parts)
+
+
+def _rotary(keys: Mapping[str, Any]) -> bool:
+    return "rope" in keys.get("model.options.pos_embed", "")
