@@ -93,7 +93,8 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
                 rows[kind].append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
                                       diverging, peak=peak))
     draw_grid(out, [row for kind in kinds for row in rows[kind]], heads,
-              subject.heading("each head on the position embedding P"))
+              subject.heading("each head on positions alone" if subject.model.rotary else
+                              "each head on the position embedding P"))
 
 
 def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
