@@ -27,9 +27,7 @@ def splits():
 
 
 def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
-    rng = keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index)
-    drawing = shapes.draw(rng)
-    return shapes.paint(drawing, rng), drawing.label
+    return shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
 
 
 def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_place(splits):

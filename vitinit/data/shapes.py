@@ -109,6 +109,12 @@ def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
     return np.rint(255 * noisy.clip(0, 1)).astype(np.uint8).transpose(2, 0, 1)
 
 
+def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Draw and paint an image, (3, SIZE, SIZE) uint8, and return it with its class."""
+    drawing = draw(rng)
+    return paint(drawing, rng), drawing.label
+
+
 def label_of(split: int, index: int) -> int:
     """The class of image `index` of the split of this number in SPLITS."""
     return draw(keyed_generator(SEED, Stream.SHAPES, split, index)).label
@@ -116,8 +122,7 @@ def label_of(split: int, index: int) -> int:
 
 def image_of(split: int, index: int) -> np.ndarray:
     """The image, (3, SIZE, SIZE) uint8."""
-    rng = keyed_generator(SEED, Stream.SHAPES, split, index)
-    return paint(draw(rng), rng)
+    return draw_image(keyed_generator(SEED, Stream.SHAPES, split, index))[0]
 
 
 class Shapes(Source):
