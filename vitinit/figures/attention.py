@@ -64,6 +64,7 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
             return attention.mixing_weights(x, model.pos_embed)[0]
         query, key = attention.queries_keys(x, model.pos_embed)          # (1, h, N, d) each
         return (query @ key.mT)[0]
+    attention = model.blocks[block].attn
     prefix, patches = model.num_prefix_tokens, model.grid[0] * model.grid[1]
     positions = (norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
                  if model.pos_embed is None else model.pos_embed)
