@@ -19,7 +19,9 @@ VIT = dict(patch_size=(4, 5), embed_dim=22, depth=3, num_heads=2)
 FAMILIES = {        # name in the table, sizes for images of 12×20 pixels, tokens before the patches
     "vit": ("vit_tiny", VIT, 1),
     "vit, mean": ("vit_tiny", VIT | dict(num_registers=3, pool="mean", fc_norm=True), 3),
-    "vit, distilled": ("vit_tiny_distilled", VIT | dict(num_registers=5), 7),
+    "vit, distilled": ("vit_tiny_distilled", VIT | dict(
+        embed_dim=24, num_registers=5, pos_embed="learned+rope", rope_frequencies="mixed",
+        qk_norm=True, layer_scale=0.5, mlp="swiglu"), 7),
     "swin": ("swin_tiny", dict(patch_size=2, embed_dim=6, depths=(2, 1), num_heads=(2, 3),
                                window_size=(3, 5)), 0),
     "mixer": ("mixer_s16", dict(patch_size=4, embed_dim=14, depth=3), 0),

@@ -22,6 +22,21 @@ def test_outputs_and_gradients_equal_torchvisions():
                          native_tensors(dict(theirs.named_parameters())), atol=1e-9)
 
 
+def test_a_gated_mlp_and_layer_scale_are_those_of_their_papers():
+    """arXiv 2002.05202, §2: (swish(x W) ⊗ x V) W₂; arXiv 2103.17239, §2.1: x + diag(γ) f(x)."""
+    model = vitinit.build_model("vit_tiny", mlp="swiglu", mlp_ratio=1.5, layer_scale=0.25, **SMALL)
+    assert {block.ls2.gamma.mean().item() for block in model.blocks} == {0.25}
+    block, x = redraw(model).blocks[1], drawn(2, 5, 12)
+    mlp = block.mlp
+    middle = x + block.ls1.gamma * block.attn(block.norm1(x))
+    both = block.norm2(middle) @ mlp.fc1.weight.T + mlp.fc1.bias
+    gate, value = both[..., :18], both[..., 18:36]
+    hidden = gate / (1 + (-gate).exp()) * value @ mlp.fc2.weight.T + mlp.fc2.bias
+    for pair in zip(*([y, *torch.autograd.grad(y.square().sum(), [*block.parameters()])]
+                      for y in (block(x), middle + block.ls2.gamma * hidden))):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-9)
+
+
 def test_without_positions_patches_could_be_shuffled():
     model, without = (vitinit.build_model("vit_tiny", pool="mean", pos_embed=kind, **SMALL).double()
                       for kind in ("learned", "none"))

@@ -60,7 +60,8 @@ class VisionTransformer(Classifier):
         "rope", queries and keys that are turned by their places (rotary.py); "learned+rope"; or
         "none": a control that knows a patch's content, but not its place.
     rope_frequencies, rope_base, rope_coordinates: of "rope"; see rotary.py. "axial" with base 100
-        is RoPE-ViT's, with 10,000 EVA-02's, with 100 and "centred" DINOv3's; "mixed" has base 10.
+        is RoPE-ViT's ("mixed": base 10), with 10,000 and "scaled" EVA-02's, with 100 and "centred"
+        DINOv3's.
     qk_norm: normalise each head's queries and keys. layer_scale: see `VitBlock`.
     mlp: "gelu", or "swiglu", whose hidden layer has mlp_ratio · embed_dim channels, too.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
@@ -91,7 +92,7 @@ class VisionTransformer(Classifier):
         require_choice("pool", pool, ("class", "mean"))
         require_choice("pos_embed", pos_embed, ("learned", "sincos", "rope", "learned+rope", "none"))
         require_choice("rope_frequencies", rope_frequencies, ("axial", "linear", "mixed"))
-        require_choice("rope_coordinates", rope_coordinates, ("index", "centred"))
+        require_choice("rope_coordinates", rope_coordinates, ("index", "scaled", "centred"))
         require_choice("mlp", mlp, tuple(MLPS))
         if distilled and pool != "class":
             raise ValueError('a distillation token stands beside a class token; pool is "mean", '
