@@ -16,7 +16,7 @@ from vitinit import export
 from vitinit.models.convert import TRANSFORMERS_SWIN, foreign_names, native_names
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import as_input
-from vitinit.runs.foreign import read_description
+from vitinit.runs.foreign import read_description, require_known
 from vitinit.runs.model import build
 from vitinit.runs.saved import fine_tune
 from vitinit.train.checkpoint import CheckpointError
@@ -274,11 +274,12 @@ def test_timms_hub_states_preparation_and_sizes_and_names_of_other_functions_are
     with pytest.raises(CheckpointError, match="config.json: act_layer is silu, which is not known"):
         read_description(tmp_path / "model.safetensors")
     for name in ("europe.pth", "vit_ropes.pth", "rpn/vit.pth"):
-        assert read_description(tmp_path / name) is None
+        require_known(tmp_path / name, "", rotary=False)
     for name, architecture in (("vit_base_patch16_rope_224.pth", ""), ("vit.RPN.pth", ""),
                                ("vit_rope/model.safetensors", ""), ("a.pth", "vit_rope_224")):
         with pytest.raises(CheckpointError, match="would fit and compute another function here"):
-            read_description(tmp_path / name, architecture)
+            require_known(tmp_path / name, architecture, rotary="RPN" in name)
+    require_known(tmp_path / "vit_rope_224.pth", "eva02_tiny_patch14_224", rotary=True)
 
 
 # What their ViT needs of deit_tiny, but for its epsilon.
@@ -324,9 +325,11 @@ def test_a_runs_own_recipe_is_compared_too_and_what_it_says_of_itself_is_checked
     for call in (lambda: vitinit.load(tmp_path / "a.pt"),
                  lambda: fine_tune(build(recipe), recipe, ["red", "green", "blue"])):
         assert "names 2 classes, and its classifier has 3" in refused(ValueError, call)
-    state["recipe"]["model"]["options"]["num_heads"] += 1
-    torch.save(state, tmp_path / "a.pt")
-    assert "a.pt: num_heads is " in refused(ValueError, fine_tune, build(recipe), recipe)
+    for key, value in (("num_heads", 1), ("pos_embed", "learned+rope"), ("rope_base", 10.0)):
+        options = state["recipe"]["model"]["options"] | {key: value}
+        torch.save(state | {"recipe": state["recipe"] | {"model": state["recipe"]["model"] | {
+            "options": options}}}, tmp_path / "a.pt")
+        assert f"a.pt: {key} is {value}" in refused(ValueError, fine_tune, build(recipe), recipe)
 
 
 def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(capsys):

@@ -26,13 +26,15 @@ from ..values import Count, Size, convert, flat, plain, to_toml
 from .folder import FOREIGN_WEIGHTS
 
 # Whole words of a model's name whose models have our tensors, but compute something else.
-TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
+ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")
+TRAPS = ROTARY | {"rpn": "norms after attention and MLP in place of before them"}
 # Pillow's numbers of ways to resize.
 RESAMPLE: dict[object, str] = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box",
                                               "hamming")))
 # Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
-FUNCTION = tuple(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "alpha",
-                                                    "logit_scale"))
+FUNCTION = tuple(f"model.options.{key}" for key in (
+    "num_heads", "norm_eps", "activation", "alpha", "logit_scale", "rope_frequencies", "rope_base",
+    "rope_coordinates"))
 PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
 UNSEEN = (*FUNCTION, *(f"model.options.{key}" for key in ("pool", "pos_embed", "window_size")),
           "data.image_size", *PREPARATION)
@@ -43,12 +45,15 @@ ARCHITECTURES = {
     "ijepa": ("IJepaForImageClassification", "IJepaModel"),
     "dinov2": ("Dinov2Model", "Dinov2Backbone"),
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
+    "dinov3_vit": ("DINOv3ViTModel", "DINOv3ViTBackbone"),
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
 }
 # Arguments of timm's models → ours.
-TIMM_ARGUMENTS = {"reg_tokens": "num_registers", "global_pool": "pool"} | {key: key for key in (
-    "patch_size", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio", "qkv_bias", "fc_norm",
-    "window_size")}
+TIMM_ARGUMENTS = {
+    "reg_tokens": "num_registers", "num_reg_tokens": "num_registers", "global_pool": "pool",
+    "use_fc_norm": "fc_norm", "init_values": "layer_scale", "rope_temperature": "rope_base"} | {
+        key: key for key in ("patch_size", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio",
+                             "qkv_bias", "fc_norm", "window_size", "qk_norm")}
 POOLS = {"token": "class", "avg": "mean"}               # timm's words → ours
 
 
@@ -61,21 +66,13 @@ class ForeignConfig(NamedTuple):
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
 
 
-def read_description(path: Path, architecture: str = "") -> ForeignConfig | None:
-    """What is written beside the checkpoint file `path`, or None if nothing is.
-
-    architecture: its name, where the checkpoint itself states it, as timm's trainer does. Raises
-    CheckpointError for a file that cannot be read, and for a model that no model of this package
-    computes, as far as names and what the files say show it.
+def read_description(path: Path) -> ForeignConfig | None:
+    """What is written beside the checkpoint file `path`, or None if nothing is. Raises
+    CheckpointError for a file that cannot be read, and for a model that none of this package
+    computes, as far as what the files say shows it.
     """
-    file, config, names = path.with_name("config.json"), {}, [architecture, path.name]
-    if path.name in FOREIGN_WEIGHTS:                 # the folder is the model's
-        config = _table(file)
-        names += [path.absolute().parent.name, str(config.get("architecture", ""))]
-    for word in TRAPS.keys() & set(re.split(r"[ ._-]", " ".join(names).lower())):
-        raise CheckpointError(f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose "
-                              "tensors would fit and compute another function here; if this model "
-                              f"has none, rename it without '{word}'")
+    file = path.with_name("config.json")             # if the folder is the model's
+    config = _table(file) if path.name in FOREIGN_WEIGHTS else {}
     try:
         if "model_type" in config:
             return _of_transformers(config, file)
@@ -85,6 +82,21 @@ def read_description(path: Path, architecture: str = "") -> ForeignConfig | None
     except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
         raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
                               ) from None
+
+
+def require_known(path: Path, architecture: object, *, rotary: bool) -> None:
+    """Raise CheckpointError if a name says that a model, `rotary` or not, computes something else.
+    architecture: a name that the checkpoint itself states, as timm's trainer does, or any value.
+    """
+    names = [path.name, str(architecture)]
+    if path.name in FOREIGN_WEIGHTS:
+        names += [path.absolute().parent.name,
+                  str(_table(path.with_name("config.json")).get("architecture", ""))]
+    for word in TRAPS.keys() & set(re.split(r"[ ._-]", " ".join(names).lower())):
+        if word not in ROTARY or not rotary:
+            raise CheckpointError(f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose "
+                                  "tensors would fit and compute another function here; if this "
+                                  f"model has none, rename it without '{word}'")
 
 
 def _table(file: Path) -> dict[str, Any]:
@@ -106,6 +118,15 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> ForeignConfig:
         value = arguments.get(name)
         if value is not None and (name, type(value)) != ("mlp_ratio", list):     # two of a Mixer
             changes[f"model.options.{ours}"] = POOLS.get(value, value) if ours == "pool" else value
+    if arguments.get("use_rot_pos_emb"):             # an Eva; as `vitinit.export` states it
+        kind = arguments.get("rope_type", "cat")
+        changes |= {
+            "model.options.pos_embed": "learned+" * arguments.get("use_abs_pos_emb", True) + "rope",
+            "model.options.mlp": "swiglu" if arguments.get("swiglu_mlp") else "gelu",
+            "model.options.norm_eps": 1e-5 if "dinov3" in config["architecture"] else 1e-6,
+            "model.options.rope_frequencies": "mixed" if kind == "mixed" else "axial",
+            "model.options.rope_coordinates": "centred" if kind == "dinov3" else
+            "scaled" if arguments.get("ref_feat_shape") else "index"}
     if "input_size" in stated:
         changes["data.image_size"] = convert(stated["input_size"][1:], Size)
     if classes := config.get("num_classes"):         # 0: a backbone
@@ -125,10 +146,11 @@ def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
 
 def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
-    if name not in ARCHITECTURES.get(kind, ()) or config.get("hidden_act", "gelu") != "gelu":
+    activation = "silu" if config.get("use_gated_mlp") else "gelu"           # of DINOv3's gate
+    if name not in ARCHITECTURES.get(kind, ()) or config.get("hidden_act", "gelu") != activation:
         raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers, with the "
                               f"activation {config.get('hidden_act', 'gelu')}; ViT, DeiT, I-JEPA, "
-                              "DINOv2's backbone and Swin load, with the exact GELU")
+                              "DINOv2's and 3's backbone and Swin load, with the exact GELU")
     swin = kind == "swin"
     if swin and config.get("layer_norm_eps", 1e-5) != 1e-5:
         raise CheckpointError(f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
@@ -145,6 +167,11 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
                     "num_registers": config.get("num_register_tokens", 0) + unread,
                     "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(config["intermediate_size"],
                                                                       options["embed_dim"])}
+    if kind == "dinov3_vit":
+        options |= {"pos_embed": "rope", "rope_coordinates": "centred",
+                    "rope_base": config["rope_theta"], "layer_scale": config["layerscale_value"],
+                    "qkv_bias": config["query_bias"],
+                    "mlp": "swiglu" if config["use_gated_mlp"] else "gelu"}
     changes = {"model.name": "swin_tiny" if swin else "vit_base", "model.options": options,
                "data.image_size": convert(config["image_size"], Size)}
     classes = None
@@ -183,7 +210,9 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def assumptions(recipe: Recipe, description: ForeignConfig | None) -> str:
     """One line on all that tensors do not show: what the recipe says of it, by its keys."""
-    parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items() if key in UNSEEN]
+    rotary = "rope" in str(recipe.keys.get("model.options.pos_embed"))
+    parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items()
+             if key in UNSEEN and (rotary or ".rope_" not in key)]
     source = f"recipe {recipe.name}" + (f" and {description.file.name}" if description else "")
     return (f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no other "
             f"activation is named ({source})")
@@ -195,11 +224,14 @@ def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list
     if it computes another function than the recipe's model, which no tensor shows.
     """
     stated = {key: plain(value) for key, value in flat(stated).items()}
+    place = "model.options.pos_embed"
+    # Positions may be replaced in fine-tuning, but no tensor shows if queries and keys are turned.
+    turned = ["rope" in str(keys[place]) for keys in (stated, recipe.keys) if place in keys]
     equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}"
-             for key in (*FUNCTION, *PREPARATION)
+             for key in (*FUNCTION, *[place] * (len({*turned}) > 1), *PREPARATION)
              if isinstance(stated.get(key), (int, float, str, list))
              and recipe.keys.get(key, stated[key]) != stated[key]}
-    for key in FUNCTION:
+    for key in (*FUNCTION, place):
         if key in equal:
             raise CheckpointError(f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
                                   f"recipe {recipe.keys[key]}, and no tensor would show it; "

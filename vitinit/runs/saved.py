@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..command_line import building
 from ..data.sources import are_names
 from ..messages import nearest
 from ..models.convert import native_tensors
@@ -73,7 +74,12 @@ class Saved(NamedTuple):
 
     def tensors(self, weights: str) -> dict[str, Tensor]:
         """The weights "model" or "ema" under this package's names; see `model_state`."""
-        tensors = native_tensors(model_state(self.state, self.path, weights))
+        options = self.recipe.model.options
+        if not self.brings_recipe:
+            foreign.require_known(self.path, self.state.get("arch", ""),
+                                  rotary="rope" in options.get("pos_embed", ""))
+        with building(str(self.path), "model"):
+            tensors = native_tensors(model_state(self.state, self.path, weights), options)
         if self.classes and rows_of(tensors) not in (0, len(self.classes)):
             raise CheckpointError(f"{self.path}: names {len(self.classes)} classes, and its "
                                   f"classifier has {rows_of(tensors)} rows")
@@ -99,9 +105,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], foreign.ForeignConfig | Non
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     if not isinstance(state.get("recipe", {}), Mapping):
         raise CheckpointError(f"{path}: its 'recipe' is {show(state['recipe'])}, expected a table")
-    name = state.get("arch")                         # as timm's trainer writes it
-    return path, state, None if "recipe" in state else foreign.read_description(
-        path, name if isinstance(name, str) else "")
+    return path, state, None if "recipe" in state else foreign.read_description(path)
 
 
 def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),
