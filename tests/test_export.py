@@ -18,6 +18,7 @@ import vitinit
 from vitinit import export
 from vitinit.data.augment import normalise
 from vitinit.models import MODELS, libraries, model_class
+from vitinit.models.convert import TIMM_EVA, foreign_names
 from vitinit.models.libraries import LIBRARIES, counterpart
 from vitinit.recipe.files import from_dict, load_recipe, overrides
 from vitinit.runs.foreign import read_description
@@ -29,6 +30,9 @@ PAGE = read_page(REPOSITORY / "vitinit" / "runs" / "README.md")
 FAMILIES = {        # recipe, changes
     "vit": ("quickstart", ["data.name=image_folder", "model.options.embed_dim=24",
                            "model.options.depth=1", "model.options.pool=class"]),
+    "rotary": ("quickstart", [f"model.options.{option}" for option in (
+        "embed_dim=24", "depth=1", "pos_embed=rope", "rope_frequencies=mixed", "layer_scale=0.1",
+        "qk_norm=true", "mlp=swiglu")]),
     "swin": ("cifar10_swin_tiny", ["model.options.embed_dim=6", "model.options.depths=[1,2]",
                                    "model.options.num_heads=[2,3]"]),
     "mixer": ("cifar10_mixer", ["model.options.embed_dim=14", "model.options.depth=1"]),
@@ -42,9 +46,14 @@ def recipe_of(name: str, *sets: str):
     return load_recipe(name, overrides(data_dir="nowhere", sets=sets))
 
 
+FURTHER = {"DINOv3": ("quickstart", [f"model.options.{option}" for option in (
+    "embed_dim=24", "depth=1", "pos_embed=rope", "rope_coordinates=centred", "layer_scale=0.1",
+    "norm_eps=1e-5", "qkv_bias=false")])}
+
+
 @pytest.fixture(params=FAMILIES)
 def checkpoint(request, tmp_path) -> Path:
-    name, sets = FAMILIES[request.param]
+    name, sets = (FAMILIES | FURTHER)[request.param]
     recipe = recipe_of(name, *sets)
     model = vitinit.build_model(recipe.model.name, num_classes=recipe.data.num_classes,
                                 image_size=recipe.data.image_size, **recipe.model.options)
@@ -72,15 +81,30 @@ def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_pa
     assert exported(checkpoint, "--to", "safetensors", "--out", out) == 0
     trained, (notes, weights) = vitinit.load(checkpoint), opened(out)
     own, data = trained.model.state_dict(), trained.recipe.data
+    rotary = TIMM_EVA if trained.model.rotary else {}
     assert len(own) > 5
-    assert_identical(weights, dict(own))
+    assert_identical(weights, foreign_names(own, rotary))
+    assert ("rope.freqs" in weights) == bool(rotary)
     assert plain([notes[key] for key in ("classes", "image_size", "mean", "std", "crop_pct")]
                  ) == plain([trained.classes, trained.image_size, data.mean, data.std,
                              trained.recipe.eval.crop_pct])
     assert (notes["timm"] is None) == (trained.recipe.model.name == "simple_vit")
     (tmp_path / "recipe.toml").write_text(notes["recipe"])
     assert load_recipe(tmp_path / "recipe.toml").model == trained.recipe.model
-    assert f"checked {len(own)} tensors read back, equal to the bit" in capsys.readouterr().out
+    assert f"checked {len(weights)} tensors read back, equal to the bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("checkpoint", ["DINOv3"], indirect=True)
+def test_a_rotary_model_without_biases_gets_zeros_so_that_its_channels_are_not_taken_for_others(
+        checkpoint, tmp_path):
+    out, trained = tmp_path / "out.safetensors", vitinit.load(checkpoint)
+    assert exported(checkpoint, "--to", "safetensors", "--out", out) == 0
+    notes, weights = opened(out)
+    assert notes["timm"]["class"] == "timm.models.eva.vit_small_patch16_dinov3"
+    assert notes["timm"]["arguments"]["qkv_bias"] and not weights["blocks.0.attn.qkv.bias"].any()
+    (tmp_path / "recipe.toml").write_text(notes["recipe"])
+    again = vitinit.load(out, recipe=str(tmp_path / "recipe.toml"))
+    assert_identical(again.model.state_dict(), trained.model.state_dict())
 
 
 @pytest.mark.parametrize("checkpoint", ["vit", "swin"], indirect=True)
@@ -128,11 +152,14 @@ def test_a_folder_is_what_timm_opens_or_says_which_sizes_it_has(checkpoint, tmp_
     described = read_description(out / "model.safetensors").values       # as it is read here
     assert plain({key: trained.recipe.keys[key] for key in described}) == plain(described)
     assert {"data.mean", "data.std", "eval.crop_pct", "eval.interpolation"} < described.keys()
-    assert opened(out / "model.safetensors")[1].keys() == trained.model.state_dict().keys()
+    assert opened(out / "model.safetensors")[1].keys() == foreign_names(
+        trained.model.state_dict(), TIMM_EVA if trained.model.rotary else {}).keys()
 
 
 TIMM_VIT = dict(img_size=[224, 224], patch_size=16, embed_dim=192, depth=12, num_heads=3,
                 mlp_ratio=4.0, qkv_bias=True)
+ROPE, MIXED, CENTRED = (f"model.options.{option}" for option in (
+    "pos_embed=rope", "rope_frequencies=mixed", "rope_coordinates=centred"))
 
 
 def test_the_model_that_takes_the_weights_is_named_and_what_a_library_cannot_express_refused():
@@ -144,6 +171,18 @@ def test_the_model_that_takes_the_weights_is_named_and_what_a_library_cannot_exp
     for recipe, sets, name, arguments in (
             ("deit_tiny", [], "vision_transformer.VisionTransformer", TIMM_VIT | dict(
                 class_token=True, reg_tokens=0, global_pool="token", fc_norm=False)),
+            *(("deit_tiny", [ROPE, *changes], f"eva.{name}", TIMM_VIT | arguments | dict(
+                class_token=True, global_pool="token", use_fc_norm=False, num_reg_tokens=0,
+                attn_type="rope", use_rot_pos_emb=True, rope_grid_indexing="xy",
+                rope_temperature=100.0, use_abs_pos_emb=False)) for changes, name, arguments in (
+                    (["model.options.rope_coordinates=scaled", "model.options.mlp=swiglu"], "Eva",
+                     dict(rope_type="cat", ref_feat_shape=[16, 16], swiglu_mlp=True)),
+                    ([MIXED, "model.options.qk_norm=true"], "Eva", dict(
+                        rope_type="mixed", qk_norm=True)),
+                    ([CENTRED, "model.options.norm_eps=1e-5", "model.options.layer_scale=0.5"],
+                     "vit_small_patch16_dinov3", dict(
+                         rope_type="dinov3", rope_rotate_half=False, init_values=0.5,
+                         dynamic_img_size=False)))),
             ("deit_tiny", ["model.name=vit_tiny_distilled"], "deit.VisionTransformerDistilled",
              TIMM_VIT), ("convmixer_768_32", [], "convmixer.convmixer_768_32", {}),
             ("mixer_b16", ["model.options.channels_ratio=3.0"], "mlp_mixer.MlpMixer", dict(
@@ -153,14 +192,19 @@ def test_the_model_that_takes_the_weights_is_named_and_what_a_library_cannot_exp
                                                                      arguments)
     for library, recipe, change, expected in (
             ("timm", "deit_tiny", "norm_eps=1e-5", "norm_eps = 1e-06"),
+            ("timm", "deit_tiny", "mlp=swiglu", "pos_embed = rope"),
+            ("timm", "deit_tiny", f"rope_frequencies=linear {ROPE}", "rope_frequencies = axial"),
+            ("timm", "deit_tiny", f"norm_eps=1e-5 {ROPE} {CENTRED}", "norm_eps = 1e-06"),
+            ("timm", "deit_tiny", f"qk_norm=true {ROPE} {MIXED} {CENTRED}", "rope_freq.* = axial"),
+            ("torchvision", "deit_tiny", "pos_embed=rope", "no rotary pos_embed"),
             ("timm", "convmixer_768_32", "depth=3", "depth = 32|activation = gelu"),
             ("timm", "cifar10_simple_vit", "depth=3", "another family"),
             ("torchvision", "deit_tiny", "pool=mean", "pool = class"),
-            ("torchvision", "deit_tiny", "patch_size=[16, 8]", "a square patch_size"),
+            ("torchvision", "deit_tiny", "patch_size=[16,8]", "a square patch_size"),
             ("torchvision", "swin_tiny", "window_size=14", "a window_size within every grid"),
             ("transformers", "convmixer_768_32", "depth=3", "another family")):
         with pytest.raises(ValueError, match=f"no model of {library} .*expected ({expected})"):
-            counterpart_of(recipe, f"model.options.{change}", library=library)
+            counterpart_of(recipe, *f"model.options.{change}".split(), library=library)
 
 
 def counterpart_of(recipe: str, *sets: str, library: str, **options: object
@@ -217,7 +261,7 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
     assert "run on 7 images: largest difference " in said and "uint8" in said
 
 
-@pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["vit", "rotary"], indirect=True)
 def test_the_page_makes_onnx_of_a_program(checkpoint, tmp_path, monkeypatch):
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

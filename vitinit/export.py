@@ -7,11 +7,12 @@
     python -m vitinit.export runs/base --to torch --out base.pt2 --normalise
     python -m vitinit.export runs/base --to run --out small
 
-safetensors: the weights under our names, which are timm's, or under those of --names (needs the
-extra `safetensors`). A folder, an --out that does not end in .safetensors, is opened by timm's
-create_model("local-dir:folder", pretrained=True) and by transformers' Auto classes, without timm if
-it has transformers' names. The metadata of a file state the class names, how an image becomes the
-model's input, the recipe, and which model of the library takes these weights.
+safetensors: the weights under timm's names, which are ours (of rotary models but for LayerScale and
+mixed frequencies), or under those of --names (needs the extra `safetensors`). A folder, an --out
+that does not end in .safetensors, is opened by timm's create_model("local-dir:folder",
+pretrained=True) and by transformers' Auto classes, without timm if it has transformers' names. The
+metadata of a file state the class names, how an image becomes the model's input, the recipe, and
+which model of the library takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
 run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
@@ -43,7 +44,7 @@ from .command_line import Output, Parser, add_run, building, run_arguments, run_
 from .data.augment import normalise
 from .files import read_bytes, require_replaceable, write_text_atomically, written_atomically
 from .models import MODELS
-from .models.convert import Names, foreign_names, native_names
+from .models.convert import Names, foreign_names, native_tensors
 from .models.libraries import counterpart
 from .recipe.files import RecipeError, from_dict
 from .recipe.sections import Recipe
@@ -84,15 +85,16 @@ def taken_by(library: str, trained: Trained) -> tuple[str, dict[str, Any], Names
 def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     """Write the weights to the file `out`, under the names of `library`; return what was checked.
 
-    None: under ours, and the file says which model of timm takes them, or null.
+    None: under timm's, or ours if it has no such model; the file says which takes them, or null.
     """
     notes = metadata(trained) | {"timm": None}
     names: Names = {}                                # ours
+    arguments: dict[str, Any] = {}
     with suppress(RecipeError) if library is None else nullcontext():
         name, arguments, names = taken_by(library or "timm", trained)
         notes[library or "timm"] = {"class": name, "arguments": arguments | {
             "num_classes": len(trained.classes)}}
-    tensors = trained.model.state_dict()
+    tensors = with_biases(trained.model.state_dict(), arguments)
     if library == "torchvision":                     # its Swin's files hold these, which are fixed
         tensors |= {name: index.flatten() for name, index in trained.model.named_buffers()
                     if name.endswith("relative_position_index")}
@@ -122,8 +124,16 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     with new_folder(out):
         for file, table in files.items():
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
-        return write_weights(trained, foreign_names(trained.model.state_dict(), names, prefix),
+        tensors = with_biases(trained.model.state_dict(), arguments)
+        return write_weights(trained, foreign_names(tensors, names, prefix),
                              {"format": "pt"} | metadata(trained), out / "model.safetensors")
+
+
+def with_biases(tensors: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights, with zeros as biases of Q, K and V where only the library's model has them."""
+    zeros = {name.replace("weight", "bias"): value.new_zeros(len(value))
+             for name, value in tensors.items() if name.endswith("qkv.weight")}
+    return zeros | tensors if arguments.get("qkv_bias") else tensors
 
 
 def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str, Any], out: Path
@@ -140,7 +150,8 @@ def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str,
     content = save({name: value.contiguous() for name, value in tensors.items()}, metadata={
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in notes.items()})
-    read, weights = native_names(load(content)), trained.model.state_dict()
+    read = native_tensors(load(content), trained.recipe.model.options)
+    weights = trained.model.state_dict()
     if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
                                                 for name, value in weights.items()):
         raise CheckpointError(f"{out}: would hold other weights than the model's")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import FAMILIES, MODELS, model_class
-from .convert import (TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN, TRANSFORMERS_VIT,
-                      WITH_TEACHER, Names)
+from .convert import (TIMM_EVA, TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN,
+                      TRANSFORMERS_VIT, WITH_TEACHER, Names)
 from .layers import Sides, hidden_width, to_pair
 from .swin import stage_grids
 
@@ -76,26 +76,55 @@ def mlp_width(key: str) -> Callable[[Options], Options]:
     return lambda o: {key: hidden_width(o["embed_dim"], o["mlp_ratio"], "mlp_ratio")}
 
 
+def rotation(options: Options) -> Options | str:
+    """timm's statement of rotary positions which turn the channels of queries and keys as ours."""
+    kind, coordinates = options["rope_frequencies"], options["rope_coordinates"]
+    if "rope" not in options["pos_embed"]:
+        return "pos_embed = rope"
+    if kind == "linear" or kind == "mixed" and coordinates != "index":
+        return "rope_frequencies = axial"
+    if kind == "axial":
+        kind = "dinov3" if coordinates == "centred" else "cat"
+    return {"rope_type": kind, "use_abs_pos_emb": options["pos_embed"] != "rope"} | (
+        {"ref_feat_shape": [16, 16]} if coordinates == "scaled" else {})
+
+
 # For all: what training alone reads, and what is seen in a tensor that every library has.
-UNSTATED: dict[str, Statement] = dict.fromkeys(("drop_path", "train_filters", "pos_embed"))
+UNSTATED: dict[str, Statement] = dict.fromkeys(("drop_path", "train_filters")) | {
+    "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {}}
 SIDES: dict[str, Statement] = {name: square(name) for name in ("image_size", "patch_size")}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
 
 SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")     # as all libraries do
-TIMM_VIT = same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size") | {
-    "image_size": "img_size"} | only(norm_eps=1e-6)
+TIMM_VIT: dict[str, Statement] = {
+    **same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size"),
+    "image_size": "img_size", "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},
+    "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {}}
+TIMM_POOL: dict[str, Statement] = {"pool": lambda o: {
+    "class_token": o["pool"] == "class", "global_pool": "token" if o["pool"] == "class" else "avg"}}
+# Its attention whose keys have a bias; without one, convert.py takes Eva's to have other pairs.
+EVA = Counterpart("eva.Eva", TIMM_VIT | TIMM_POOL | only(distilled=False, norm_eps=1e-6) | {
+    "fc_norm": "use_fc_norm", "num_registers": "num_reg_tokens", "rope_base": "rope_temperature",
+    "mlp": lambda o: {"swiglu_mlp": True} if o["mlp"] == "swiglu" else {}, "pos_embed": rotation,
+    "rope_frequencies": None, "rope_coordinates": None, "qkv_bias": None}, TIMM_EVA, {
+        "attn_type": "rope", "use_rot_pos_emb": True, "rope_grid_indexing": "xy", "qkv_bias": True})
+# Norms with another epsilon are a class, which no plain value states; this function has them.
+EVA_DINOV3 = Counterpart("eva.vit_small_patch16_dinov3", {**EVA.stated, **only(norm_eps=1e-5), **{
+    "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else
+    "a layer_scale"}}, TIMM_EVA, {**EVA.constants, "rope_rotate_half": False,
+                                  "dynamic_img_size": False})
 TIMM_MIXER = {"image_size": "img_size", "channels_ratio": None,
               "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]}}
 TIMM_CONV_MIXER = {"image_size": None} | only(num_filters=0, activation="gelu")
 # An activation is a class, which no plain value states; this function has ReLU.
 WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["convmixer_768_32"][1]))
 TIMM: dict[str, list[Counterpart]] = {
-    "vit": [Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | only(distilled=False) | {
-                "fc_norm": "fc_norm", "num_registers": "reg_tokens",
-                "pool": lambda o: {"class_token": o["pool"] == "class", "global_pool": (
-                    "token" if o["pool"] == "class" else "avg")}}),
+    "vit": [EVA, EVA_DINOV3,
+            Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | TIMM_POOL | only(
+                distilled=False, norm_eps=1e-6) | {
+                    "fc_norm": "fc_norm", "num_registers": "reg_tokens"}),
             Counterpart("deit.VisionTransformerDistilled", TIMM_VIT | only(
-                distilled=True, num_registers=0, pool="class"))],
+                distilled=True, num_registers=0, pool="class", norm_eps=1e-6))],
     "swin": [Counterpart("swin_transformer.SwinTransformer", SWIN_OPTIONS | same(
         "patch_size", "window_size", "qkv_bias") | {"image_size": "img_size"})],
     "mlp_mixer": [Counterpart("mlp_mixer.MlpMixer", TIMM_MIXER | same(
@@ -107,7 +136,8 @@ TIMM: dict[str, list[Counterpart]] = {
 # The functions that timm's create_model knows by name. Those of the mixers fix sizes.
 TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
     "vit": [counterpart._replace(model=name) for counterpart, name in zip(TIMM["vit"], (
-        "vit_base_patch16_224", "deit_base_distilled_patch16_224"))],
+        "eva_giant_patch14_224", "vit_small_patch16_dinov3", "vit_base_patch16_224",
+        "deit_base_distilled_patch16_224"))],
     "swin": [TIMM["swin"][0]._replace(model="swin_tiny_patch4_window7_224")],
     "mlp_mixer": [Counterpart(f"{name}_224", TIMM_MIXER | only(**sizes))
                   for name, (family, sizes) in MODELS.items() if family == "mlp_mixer"],
