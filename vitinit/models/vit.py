@@ -8,7 +8,7 @@ The shape legend is in attention.py.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from .layers import (PREFIX_TOKENS, Classifier, Features, LayerScale, Mlp, Pair,
                      require_choice, run_blocks, scales_by_block, sincos_position_embedding)
 from .rotary import Coordinates, Frequencies, Rotary
 
+Positions = Literal["learned", "sincos", "rope", "learned+rope", "none"]
 MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
 
 
@@ -80,7 +81,7 @@ class VisionTransformer(Classifier):
     def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
                  depth: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = True,
                  drop_path: float = 0.0, pool: Literal["class", "mean"] = "class",
-                 pos_embed: Literal["learned", "sincos", "rope", "learned+rope", "none"] = "learned",
+                 pos_embed: Positions = "learned",
                  rope_frequencies: Frequencies = "axial", rope_base: float = 100.0,
                  rope_coordinates: Coordinates = "index", qk_norm: bool = False,
                  layer_scale: float = 0.0, mlp: Literal["gelu", "swiglu"] = "gelu",
@@ -89,11 +90,11 @@ class VisionTransformer(Classifier):
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads,
                          mlp_ratio=mlp_ratio, norm_eps=norm_eps)
-        require_choice("pool", pool, ("class", "mean"))
-        require_choice("pos_embed", pos_embed, ("learned", "sincos", "rope", "learned+rope", "none"))
-        require_choice("rope_frequencies", rope_frequencies, ("axial", "linear", "mixed"))
-        require_choice("rope_coordinates", rope_coordinates, ("index", "scaled", "centred"))
-        require_choice("mlp", mlp, tuple(MLPS))
+        for option, value, choices in (
+                ("pool", pool, ("class", "mean")), ("pos_embed", pos_embed, get_args(Positions)),
+                ("rope_frequencies", rope_frequencies, get_args(Frequencies)),
+                ("rope_coordinates", rope_coordinates, get_args(Coordinates)), ("mlp", mlp, MLPS)):
+            require_choice(option, value, tuple(choices))
         if distilled and pool != "class":
             raise ValueError('a distillation token stands beside a class token; pool is "mean", '
                              'expected "class"')
