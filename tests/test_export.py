@@ -97,14 +97,16 @@ def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_pa
 @pytest.mark.parametrize("checkpoint", ["DINOv3"], indirect=True)
 def test_a_rotary_model_without_biases_gets_zeros_so_that_its_channels_are_not_taken_for_others(
         checkpoint, tmp_path):
-    out, trained = tmp_path / "out.safetensors", vitinit.load(checkpoint)
+    """And what timm's config.json says of the rotation is read."""
+    out, trained = tmp_path / "folder", vitinit.load(checkpoint)
     assert exported(checkpoint, "--to", "safetensors", "--out", out) == 0
-    notes, weights = opened(out)
-    assert notes["timm"]["class"] == "timm.models.eva.vit_small_patch16_dinov3"
-    assert notes["timm"]["arguments"]["qkv_bias"] and not weights["blocks.0.attn.qkv.bias"].any()
-    (tmp_path / "recipe.toml").write_text(notes["recipe"])
-    again = vitinit.load(out, recipe=str(tmp_path / "recipe.toml"))
-    assert_identical(again.model.state_dict(), trained.model.state_dict())
+    config, (_, weights) = json.loads((out / "config.json").read_text()), opened(
+        out / "model.safetensors")
+    assert config["architecture"] == "vit_small_patch16_dinov3" and config["model_args"]["qkv_bias"]
+    assert not weights["blocks.0.attn.qkv.bias"].any()
+    images = views_and_logits(trained)[0] / 99
+    torch.testing.assert_close(vitinit.load(out, recipe="quickstart").model(images),
+                               trained.model(images), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("checkpoint", ["vit", "swin"], indirect=True)

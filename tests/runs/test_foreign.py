@@ -341,3 +341,19 @@ def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(caps
         with pytest.raises(ValueError, match=f"{key}=.*brings its own recipe"):
             vitinit.load(RUN, overrides={key: value})
     assert capsys.readouterr().err == ""             # nothing is assumed of a run's own model
+
+
+def test_dinov3s_config_states_its_positions_layer_scale_and_gate(tmp_path):
+    config = {"architectures": ["DINOv3ViTModel"], "model_type": "dinov3_vit", "hidden_size": 24,
+              "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 36,
+              "patch_size": 4, "image_size": 20, "layer_norm_eps": 1e-5, "num_register_tokens": 3,
+              "rope_theta": 50.0, "layerscale_value": 0.5, "query_bias": False,
+              "use_gated_mlp": True, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = read_description(tmp_path / "model.safetensors").values["model.options"]
+    assert options.items() >= dict(
+        pos_embed="rope", rope_coordinates="centred", rope_base=50.0, layer_scale=0.5, mlp="swiglu",
+        qkv_bias=False, mlp_ratio=1.5, num_registers=3, norm_eps=1e-5, pool="class").items()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_gated_mlp": False}))
+    with pytest.raises(CheckpointError, match="with the activation silu"):
+        read_description(tmp_path / "model.safetensors")
