@@ -183,8 +183,10 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     images = views if inside else as_input(views, trained.recipe)
     program = torch.export.export(model, (images[:2].clone(),), strict=False,    # which it keeps
                                   dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
-    for node in program.graph.nodes:                 # with the path of its code
-        node.meta.pop("stack_trace", None)
+    for node in [*program.graph.nodes]:
+        node.meta.pop("stack_trace", None)           # with the path of its code
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            program.graph.erase_node(node)           # a type, which is another under autocast
     archive = io.BytesIO()
     torch.export.save(program, archive,
                       extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})

@@ -52,6 +52,8 @@ def test_a_run_teaches_classes_in_the_students_order(images):
 def test_an_exported_program_is_the_same_teacher(images, tmp_path, capsys):
     assert export.main([str(RUN), "--to", "torch", "--out", str(tmp_path / "run.pt2")]) == 0
     teacher, ours = opened(str(tmp_path / "run.pt2")), opened(str(RUN))
+    with torch.autocast("cpu", torch.bfloat16):      # as a step in bf16 asks it
+        assert teacher.model(images).dtype == torch.bfloat16
     torch.testing.assert_close(teacher.model(images), ours.model(images))
     assert (teacher.mean, teacher.std, teacher.size) == (ours.mean, ours.std, ours.size)
     assert "matched by name" in teacher.name
