@@ -1,5 +1,7 @@
 """Small ViTs with the attribute layouts of other libraries. Each attention keeps its last map."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from vitinit.mixing import target_mass
 DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7                             # patches of 4 × 4 pixels
 LAYERS = {      # by kind: layers of Q, K, V or one of all, proj, number of heads, norms of a block
     "timm": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),
+    "eva": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),           # its biases lie apart
     "timm, separate": (["q_proj", "k_proj", "v_proj"], "proj", "num_heads", ("norm1", "norm2")),
     "vit-pytorch": (["to_qkv"], "to_out.0", "heads", ("norm", "norm2")),
     "transformers 5": (["q_proj", "k_proj", "v_proj"], "o_proj", "num_attention_heads",
@@ -38,24 +41,52 @@ class OtherAttention(nn.Module):
         names, proj, heads, norms = LAYERS[kind]
         for name in names:
             put(self, name, nn.Linear(DIM, DIM * (3 if len(names) == 1 else 1),
-                                      bias=kind not in ("transformers 5", "vit-pytorch")))
+                                      bias=kind not in ("transformers 5", "vit-pytorch", "eva")))
         put(self, proj, nn.Linear(DIM, DIM))
         put(self, heads, HEADS)
         self.norm = nn.LayerNorm(DIM) if kind == "vit-pytorch" else nn.Identity()
         self.names, self.last, self.scale = names, proj, (DIM // HEADS) ** -0.5
+        self.turn = lambda x: x                      # of queries and of keys
+        if kind == "eva":
+            self.q_bias, self.v_bias = (nn.Parameter(torch.randn(DIM)) for _ in "qv")
+            self.register_buffer("k_bias", torch.zeros(DIM), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         x = self.norm(x)
         found = {name: self.get_submodule(name)(x) for name in self.names}
+        if hasattr(self, "k_bias"):
+            found["qkv"] = found["qkv"] + torch.cat([self.q_bias, self.k_bias, self.v_bias])
         if len(found) == 1:
             parts = next(iter(found.values())).chunk(3, -1)
         else:
             parts = [next(value for name, value in found.items()
                           if name.split(".")[-1][0] == letter) for letter in "qkv"]
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
-        self.seen = (q @ k.mT * self.scale).softmax(-1)
+        q, k = self.turn(q), self.turn(k)
+        self.seen = (torch.einsum("nhqd, nhkd -> nhqk", q, k) * self.scale).softmax(-1)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
         return self.get_submodule(self.last)(mixed.transpose(1, 2).flatten(2)), None
+
+
+def turning(kind: str, seed: int) -> Callable[[Tensor], Tensor]:
+    """A rotation of the last tokens of x, (n, h, T, 22): of neighbours or "halves" by one angle for
+    rows or for columns; or "mixed", by one of its own for each head, and for each block's seed."""
+    rng = torch.Generator().manual_seed(seed)
+    omega = torch.rand(HEADS, 11, 2, generator=rng) * 2 - 1
+    if kind != "mixed":
+        omega = torch.stack([torch.arange(11) % 2, 1 - torch.arange(11) % 2], 1) / (
+            1 + torch.arange(11)[:, None] / 3)
+    places = torch.cartesian_prod(*map(torch.arange, GRID)) + (kind == "halves") * 0.5
+    angles = (places[:, None, None] * omega).sum(-1).transpose(0, 1).double()        # (h, N, 11)
+
+    def turn(x: Tensor) -> Tensor:
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
+        first, last = x[..., :-GRID[0] * GRID[1], :], x[..., -GRID[0] * GRID[1]:, :]
+        a, b = last.chunk(2, -1) if kind == "halves" else (last[..., ::2], last[..., 1::2])
+        parts = [a * cos - b * sin, a * sin + b * cos]
+        last = torch.cat(parts, -1) if kind == "halves" else torch.stack(parts, -1).flatten(-2)
+        return torch.cat([first, last], -2)
+    return turn
 
 
 class Scale(nn.Module):
@@ -88,11 +119,12 @@ class OtherBlock(nn.Module):
 
 
 class OtherViT(nn.Module):
-    """no_embed_class: prefix tokens have no positions; "registers": only the class token has."""
+    """no_embed_class: prefix tokens have no positions; "registers": only the class token has.
+    rope: a kind of `turning`; positions: whether others are learned."""
 
     def __init__(self, kind: str, depth: int = 3, *, class_token: bool = True, registers: int = 0,
                  no_embed_class: bool | str = False, gamma: float | None = None,
-                 post_norm: bool = False) -> None:
+                 post_norm: bool = False, rope: str = "", positions: bool = True) -> None:
         super().__init__()
         self.kind, self.bare = kind, no_embed_class
         hugging = kind.startswith("transformers")
@@ -103,15 +135,17 @@ class OtherViT(nn.Module):
                                     nn.Parameter(torch.randn(1, registers, DIM)))
         rows = GRID[0] * GRID[1] + {False: class_token + registers, True: 0, "registers": 1}[
             no_embed_class]
-        positions = torch.randn(1, rows, DIM) * 0.02
+        places = torch.randn(1, rows, DIM) * 0.02
         if kind == "siglip":
             self.position_embedding = nn.Embedding(rows, DIM)
-        else:
+        elif positions:
             self.register_parameter("position_embeddings" if hugging else "pos_embed",
-                                    nn.Parameter(positions))
+                                    nn.Parameter(places))
         self.patch_embed = nn.Module()
         self.patch_embed.proj, self.patch_embed.grid_size = nn.Conv2d(3, DIM, 4, 4), GRID
         self.blocks = nn.ModuleList(OtherBlock(kind, post_norm, gamma) for _ in range(depth))
+        for number, block in enumerate(self.blocks if rope else []):
+            block.attn.turn = turning(rope, number)
         self.norm = nn.LayerNorm(DIM)
         if kind == "siglip":                         # pools, in no list of blocks
             self.pool = nn.MultiheadAttention(DIM, HEADS)
@@ -122,7 +156,7 @@ class OtherViT(nn.Module):
         own = dict((*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)))
         before = [token.expand(len(x), -1, -1) for name, token in own.items() if "token" in name]
         positions = (self.position_embedding.weight[None] if self.kind == "siglip" else
-                     next(value for name, value in own.items() if name.startswith("pos")))
+                     next((own[name] for name in own if name.startswith("pos")), 0.0))
         if self.bare == "registers":
             x = torch.cat([before[0], x], 1) + positions
             x = torch.cat([x[:, :1], before[1], x[:, 1:]], 1)

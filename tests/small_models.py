@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init import INITS
-from vitinit.models import MODELS
+from vitinit.init import INITS, stated_family
 
 SIMPLE = dict(patch_size=4, embed_dim=68, depth=2, num_heads=4)
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {     # name in the table of models, sizes
     "vit": ("vit_tiny", dict(patch_size=4, embed_dim=54, depth=2, num_heads=3)),
+    "rotary": ("vit_tiny", dict(patch_size=4, embed_dim=60, depth=2, num_heads=3,
+                                pos_embed="rope", pool="mean", num_registers=2)),
     "swin": ("swin_tiny", dict(patch_size=2, embed_dim=22, depths=(1, 1), num_heads=(2, 11),
                                window_size=(5, 7))),
     "mixer": ("mixer_s16", dict(patch_size=4, embed_dim=142, depth=2)),
@@ -51,7 +52,7 @@ def written(init: str, model: nn.Module, seed: int = 0, **options: Any) -> nn.Mo
 
 def inits_of(family: str) -> list[str]:
     """The names of the inits that are defined for this family."""
-    return [init for init, families in INITS.items() if MODELS[SIZES[family][0]][0] in families]
+    return [init for init, families in INITS.items() if stated_family(*SIZES[family]) in families]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

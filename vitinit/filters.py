@@ -11,6 +11,7 @@ y[p] = x[p + δ]. Its matrix is a shift, and the K² shifts of a K×K kernel spa
 in row n // width and column n % width.
 """
 
+from collections.abc import Callable
 from itertools import product
 from typing import Literal
 
@@ -111,8 +112,11 @@ def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
     shape: (N,), the logits of one query in units of that at its target, their maximum. The mass
     grows with ℓ. None if 1,000 is not enough.
     """
-    def reached(logit: float) -> bool:
-        return (logit * shape).softmax(0)[target].item() >= mass
+    return smallest_logit(lambda logit: (logit * shape).softmax(0)[target].item() >= mass)
+
+
+def smallest_logit(reached: Callable[[float], bool]) -> float | None:
+    """The smallest ℓ above 0 that has `reached` a mass, as all above it; None if not 1,000."""
     low, high = 0.0, 1e3                 # a mass that needs a larger logit counts as out of reach
     if not reached(high):
         return None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init import INITS, init_function
+from vitinit.init import INITS, init_function, stated_family
 from vitinit.models import MODELS
 from vitinit.models.attention import Attention
 from vitinit.models.simple_vit import SimpleAttention
@@ -34,6 +34,8 @@ SMALL = {           # name in the table of models, sizes for images of 20×28 pi
     "vit, mean, no biases": ("vit_tiny", dict(patch_size=4, embed_dim=57, depth=2, num_heads=3,
                                               pool="mean", qkv_bias=False)),
     "distilled": ("vit_tiny_distilled", dict(patch_size=4, embed_dim=57, depth=2, num_heads=3)),
+    "rotary": ("vit_tiny", dict(patch_size=4, embed_dim=60, depth=2, num_heads=3,
+                                pos_embed="learned+rope", rope_coordinates="centred")),
     "swin": ("swin_tiny", dict(patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
                                window_size=(5, 7))),
     "mixer, wide": ("mixer_s16", dict(patch_size=4, embed_dim=142, depth=3)),
@@ -62,9 +64,10 @@ def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
     """Every init on every small model of its families, by default and with each variant."""
     for family, (name, sizes) in SMALL.items():
         for init in INITS:
-            if MODELS[name][0] not in INITS[init]:
+            kind = stated_family(name, sizes)
+            if kind not in INITS[init]:
                 continue
-            known = inspect.signature(init_function(init, MODELS[name][0])).parameters
+            known = inspect.signature(init_function(init, kind)).parameters
             for options in [{}, *VARIANTS.get(init, [])]:
                 if options.keys() <= set(known):
                     yield (f"{family}: {init} {options or ''}".strip(), name,
@@ -87,7 +90,7 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         vit = MODELS[name][0] == "vit"
         # deep_impulse passes images through the model, which takes long for the larger ones.
         for init in ("impulse", "deep_impulse") if vit and "tiny" in name else ("impulse",):
-            known = inspect.signature(init_function(init, MODELS[name][0])).parameters
+            known = inspect.signature(init_function(init, stated_family(name, sizes))).parameters
             options = {key: value for key, value in own.items() if key in known}
             if init not in ("impulse", recipe["init"]["name"]) and own:
                 continue

@@ -1,16 +1,19 @@
 """What a probe sees of other libraries' models: what is not as it seems is refused, or seen."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from other_models import DIM, GRID, HEADS, OtherAttention, OtherViT, assert_masses, put
+from other_models import DIM, GRID, HEADS, OtherAttention, OtherViT, assert_masses, put, turning
 from small_models import seeded, state_of
 from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
 
+import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_
 from vitinit.init.layout import layout_of
+from vitinit.init.probe import probe, turned_blocks
 from vitinit.mixing import target_mass
 
 IMAGES = torch.randn(5, 3, 20, 28, generator=seeded(1))
@@ -31,16 +34,11 @@ class Attention(OtherAttention):
         return self.proj(mixed.transpose(1, 2).flatten(2)), None
 
 
-def shifted(x: Tensor) -> Tensor:
-    turn = torch.arange(x.shape[2])[:, None].to(x)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * turn.cos() - b * turn.sin(), a * turn.sin() + b * turn.cos()], -1)
-
-
 ATTENTIONS: dict[str, Callable] = {
     "the formula": lambda own, q, k, v, scale: (q @ k.mT * scale).softmax(-1) @ v,
     "another scale": lambda own, q, k, v, scale: (q @ k.mT * scale**2).softmax(-1) @ v,
-    "rotary": lambda own, q, k, v, scale: (shifted(q) @ shifted(k).mT * scale).softmax(-1) @ v,
+    "keys that are not turned": lambda own, q, k, v, scale: (
+        turning("mixed", 0)(q) @ k.mT * scale).softmax(-1) @ v,
     "norms of Q and K": lambda own, q, k, v, scale: (
         nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT).softmax(-1) @ v,
     "the diagonal masked": lambda own, q, k, v, scale: (q @ k.mT * scale).masked_fill(
@@ -105,6 +103,41 @@ def test_a_swins_windows_and_bias_are_compared(kind):
         reason = describe(model, images=images).reason
         assert reason == "" if kind is ShiftedWindowAttention else (
             "the attention of 1 of 4 blocks computes something else" in reason)
+
+
+# Rotations --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind, rotation", [("timm", "halves"), ("eva", "neighbours"),
+                                            ("siglip", "mixed"), ("eager", "mixed")])
+def test_a_rotation_is_read_from_the_queries_as_they_meet_the_keys(kind, rotation):
+    """eager: in a product that is scaled before, and not in scaled_dot_product_attention."""
+    model = OtherViT("timm" if kind == "eager" else kind, rope=rotation, registers=2)
+    for block in model.blocks if kind == "eager" else []:
+        block.attn = Attention(lambda own, q, k, v, scale, turn=block.attn.turn: (
+            turn(scale * q) @ turn(k).mT).softmax(-1) @ v)
+    vit = probe(layout_of(model), IMAGES)
+    for number, block in enumerate(vit.blocks):
+        x = torch.randn(2, HEADS, 38, DIM // HEADS, generator=seeded())
+        assert torch.allclose(block.rotation(x), turning(rotation, number)(x), atol=1e-4)
+    assert ", positions, rotation and formula" in vit.checked and vit.prefix == 3
+
+
+@pytest.mark.parametrize("frequencies", ["axial", "mixed"])
+def test_the_rotation_of_our_own_models_is_as_it_is_read(frequencies):
+    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=(20, 28), patch_size=4,
+                                embed_dim=60, depth=2, pos_embed="rope", num_registers=1,
+                                rope_frequencies=frequencies, rope_coordinates="centred")
+    known = probe(layout_of(model), IMAGES)
+    plain = [replace(block, rotation=None) for block in known.blocks]
+    for block, other in zip(known.blocks, turned_blocks(replace(known, blocks=plain), IMAGES)):
+        omega, read = (each.rotation.frequencies(GRID) for each in (block, other))
+        assert torch.allclose(omega, read, atol=1e-5) and omega.abs().max() > 0.5
+
+
+def test_a_rotation_that_no_frequencies_describe_and_none_at_all():
+    model, still = OtherViT("timm", rope="mixed"), OtherViT("timm", positions=False)
+    model.blocks[1].attn.turn = lambda x: turning("mixed", 1)(x.flip(2)).flip(2)
+    assert "frequencies are not one for the rows" in dict(describe(model).fits)["impulse"]
+    assert "position embedding, and turns no queries" in describe(still).reason
 
 
 # Which token is which patch --------------------------------------------------------------------

@@ -8,8 +8,7 @@ import pytest
 import torch
 from small_models import SIZES, built, inits_of, seeded, state_of
 
-from vitinit.init import INITS, init_weights
-from vitinit.models import MODELS
+from vitinit.init import INITS, init_weights, stated_family
 
 QK, VALUES = r"attn\.qkv\.weight\[QK\]", r"attn\.(qkv\.weight\[V\]|proj\.weight)"
 QK_OF_SIMPLE = r"attn\.(qk\.weight|query|key)"
@@ -22,6 +21,8 @@ WRITTEN: list[tuple[str, str, dict, str]] = [
     ("vit", "impulse", {}, f"pos_embed|{QK}|{VALUES}"),
     ("vit", "impulse", dict(value_init="base"), f"pos_embed|{QK}"),
     ("vit", "impulse_gd", dict(steps=2), QK),
+    *(("rotary", init, {}, rf"reg_token|patch_embed\.proj\.\w+|mlp\.fc2\.\w+|attn\.qkv\.bias|"
+       rf"attn\.proj\.bias|{QK}|{VALUES}") for init in ("impulse", "deep_impulse")),
     ("swin", "mimetic", {}, f"{QK}|{VALUES}"),
     ("swin", "impulse", {}, "relative_position_bias_table"),
     ("mixer", "impulse", {}, r"mlp_tokens\.fc[12]\.\w+"),
@@ -29,7 +30,7 @@ WRITTEN: list[tuple[str, str, dict, str]] = [
     ("conv_mixer", "impulse", {}, r"0\.fn\.0\.(weight|bias)"),
     ("conv_mixer", "filters", dict(kind="box"), r"0\.fn\.0\.weight"),
     *((family, "whitened", {}, r"(stem\.0|(stem|patch_embed)\.proj)\.weight")
-      for family in ("vit", "swin", "mixer", "conv_mixer")),
+      for family in ("vit", "rotary", "swin", "mixer", "conv_mixer")),
     ("simple_vit, content", "impulse", {}, QK_OF_SIMPLE),
     ("simple_vit, free", "impulse", {}, QK_OF_SIMPLE),
     ("simple_vit, position", "mimetic", {}, QK_OF_SIMPLE),
@@ -50,6 +51,8 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
     ("vit", {}, "deep_impulse", dict(constant_variance=1.0), "is 1.0, expected a number ≥ 0"),
     ("vit", FIXED, "impulse_gd", {}, 'set pool = "mean"'),       # its class token has no position
     ("vit", {}, "deep_impulse", dict(value_alpha=-0.4), "alpha is -0.4, expected a number ≥ 0"),
+    ("rotary", {}, "impulse", dict(kernel_size=10), "is 10, but beyond 9 its .* on the 5×7 grid"),
+    ("rotary", {}, "mimetic", {}, "for a rotary ViT; it has: default, torch, lecun, impulse, deep"),
     ("swin", {}, "impulse", dict(target_mass=0.0), "is 0.0, expected a number > 0 and < 1"),
     ("swin", {}, "impulse", dict(kernel_size=11), "is 11, but beyond 9 its .* on the 5×7 grid"),
     ("mixer", {}, "mimetic", {}, "for a MlpMixer; it has: default, torch, lecun, impulse"),
@@ -65,6 +68,8 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
     ("vit", {}, "xyz", {}, f"there is no init 'xyz'; valid: {', '.join(sorted(INITS))}$"),
 ]
 AFTER_THE_DRAW: list[tuple[str, dict, str, dict, str]] = [   # seen in the weights alone
+    ("rotary", dict(num_heads=15), "impulse", dict(base="lecun", target_mass=0.99),
+     "target_mass is 0.99, which these queries and keys do not reach: th"),
     ("vit", {}, "impulse", dict(pos_embed_scale=0.0), "numerical rank is 0 for 35 tokens"),
     ("vit", {}, "impulse", dict(value_beta=1e308), r"init 'impulse' with value_beta=1e\+308 "),
     ("vit", {}, "impulse", dict(qk_norm=1e-300), "nearly uniform attention in all heads"),
@@ -112,6 +117,6 @@ def test_a_mistake_is_one_line_and_draws_nothing():
 def test_every_init_but_the_bases_is_tried():
     pairs = {(family, init) for family, init, *_ in WRITTEN}
     own = {("vit", "deep_impulse"), ("vit", "norm_matched")}         # whose tests do so in detail
-    kinds = {(MODELS[SIZES[family][0]][0], init) for family, init in pairs | own}
-    assert kinds == {(MODELS[SIZES[family][0]][0], init) for family in SIZES
+    kinds = {(stated_family(*SIZES[family]), init) for family, init in pairs | own}
+    assert kinds == {(stated_family(*SIZES[family]), init) for family in SIZES
                      for init in inits_of(family) if init not in ("default", "torch", "lecun")}

@@ -80,7 +80,8 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         raise ValueError(f"there is no init '{name}'{nearest(name, INITS)}")
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
-        raise ValueError(f"init '{name}' is not defined for a {FAMILIES.get(family, family)}; " + (
+        words = {**FAMILIES, ROTARY: "rotary ViT"}.get(family, family)
+        raise ValueError(f"init '{name}' is not defined for a {words}; " + (
             f"it has: {', '.join(others)}" if others else
             "models of other libraries are initialised by vitinit.init.init_"))
     function = INITS[name][family]

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ..messages import in_brief, one_line
-from . import BASES, apply, family_of, init_function
+from . import BASES, ROTARY, apply, family_of, init_function
 from .baseline import EMBED_STD
 from .deep_impulse import NOISE_IMAGES
 from .layout import layout_of
@@ -89,6 +89,7 @@ def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describi
         images = noise_images(vit, 1, rng)
     for init in ("impulse", "mimetic", "deep_impulse"):
         try:
+            init_function(init, family_of(vit))      # raises if there is none
             if init != "mimetic":                    # which fits whatever passed the probe
                 write(vit, init, rng, None, images, {})
             fits.append((init, ""))
@@ -152,7 +153,7 @@ def require_views(layout: Attentions, model: nn.Module) -> None:
     views = [view for part in (layout, *layout.blocks) for view in vars(part).values()]
     views += layout.tokens if isinstance(layout, Layout) else ()
     if any(view.untyped_storage().data_ptr() not in storages for view in views
-           if isinstance(view, Tensor)):
+           if isinstance(view, Tensor) and view.numel()):
         raise ValueError("not all tensors of the layout are views of parameters of the model that "
                          "the layout is asked for (some weights are computed from others, or are "
                          "another model's)")
@@ -190,7 +191,8 @@ def write(vit: Attentions, name: str, generator: Generator, base: str | None,
 
 def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
-    if isinstance(vit, SwinLayout) and name == "impulse":    # which writes the relative bias alone
+    # These write no biases of V and proj, and all of the rest.
+    if isinstance(vit, SwinLayout) and name == "impulse" or family_of(vit) == ROTARY:
         return
     for block in vit.blocks:
         of_values = () if options.get("value_init") == "base" else (block.v_bias, block.proj_bias)

@@ -15,6 +15,7 @@ Any other model is described by hand: a function of the model that returns a `La
 `block_of` makes of an attention with one of these layouts, or `Block` of views.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -43,8 +44,8 @@ NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")         # b
 def layout_of(model: nn.Module | Attentions) -> Attentions:
     """The attentions and positions of a model of this package or of another library, by attributes.
 
-    A layout is returned as it is. Raises ValueError without blocks of one attention each, windows
-    or one position embedding.
+    A layout is returned as it is. Raises ValueError without blocks of one attention each, and for
+    several position embeddings.
     """
     if isinstance(model, Attentions):
         return model
@@ -68,14 +69,12 @@ def layout_of(model: nn.Module | Attentions) -> Attentions:
             positions.append(tensor)
         elif kind in PREFIX_TOKENS:
             tokens.append(tensor.detach())
-    if len(positions) != 1 and (positions or blocks[0].rotation is None):
-        raise ValueError(f"the model has {len(positions) or 'no'} learned position embedding"
-                         f"{'s' * (len(positions) > 1)}, expected one, by which heads find their "
-                         "target")
-    if not positions:
-        rows = torch.empty(len(blocks[0].rotation.turns), 0)
-        return Layout(model, tuple(blocks), None, _grid(modules.values(), len(rows)),
-                      tokens=tuple(tokens))
+    if len(positions) > 1:
+        raise ValueError(f"the model has {len(positions)} learned position embeddings, expected "
+                         "one, by which heads find their target")
+    if not positions:                                # rotary alone, as a probe will see
+        return Layout(model, tuple(blocks), blocks[0].proj.new_empty(0, dim),
+                      _grid(modules.values()), tokens=tuple(tokens))
     rows = positions[0].detach().flatten(0, -2)
     # All rows but those of 0 may be sines and cosines, whose squares add up to 1 by pairs.
     squares = rows.square().sum(1)
@@ -165,7 +164,8 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
                          f"channels, expected {3 * inner}")
     if len(weights) == 1:                            # Q, K and V in one
         weights = list(weights[0].chunk(3))
-        biases = [None] * 3 if biases[0] is None else list(biases[0].chunk(3))
+        apart = [getattr(attention, name, None) for name in ("q_bias", "v_bias")]    # EVA
+        biases = [apart[0], None, apart[1]] if biases[0] is None else list(biases[0].chunk(3))
     q, k, v = (weight.detach().unflatten(0, (heads, -1)) for weight in weights)
     q_bias, k_bias, v_bias = (None if bias is None else bias.detach().unflatten(0, (heads, -1))
                               for bias in biases)
@@ -212,7 +212,7 @@ def _layers(attention: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _grid(modules: Iterable[nn.Module], rows: int) -> Grid:
+def _grid(modules: Iterable[nn.Module], rows: float = math.inf) -> Grid:
     """The grid that a model states, for so many rows of the position embedding; else (0, 0)."""
     for module in modules:
         grid = stated(module, "grid_size", "grid")
@@ -224,7 +224,7 @@ def _grid(modules: Iterable[nn.Module], rows: int) -> Grid:
     return 0, 0
 
 
-def stated(module: nn.Module, *names: str) -> Grid | None:
+def stated(module: object, *names: str) -> Grid | None:
     """Down and across, the first attribute of these names that is one number for both, or two."""
     for value in (getattr(module, name, None) for name in names):
         sides = (value, value) if isinstance(value, int) else value

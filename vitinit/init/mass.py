@@ -69,7 +69,7 @@ def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
     cells = [(0, 0)] if name == "mimetic" else ordered_offsets(options["kernel_size"])
     if options.get("offsets") == "random":
         return [[cells] * count for count in heads]
-    starts = accumulate(heads, initial=0) if "target_mass" in options else repeat(0)
+    starts = repeat(0) if "offsets" in options else accumulate(heads, initial=0)
     return [[[offset] for offset in head_offsets(count, cells, "ordered", Generator(), first=start)]
             for count, start in zip(heads, starts)]
 

@@ -13,19 +13,23 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Generator, Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..filters import Grid
 from ..messages import in_brief
 from ..mixing import run
+from ..models.rotary import Rotary
 from .stream import image_shape_of, noise_images
-from .views import Attentions, Block, Layout, WindowBlock
+from .views import Attentions, Block, Layout, Rotation, WindowBlock, projected
 
 FEW = 2                 # images on which the formula is checked
 OTHERWISE = 1e-3        # by which what is computed may differ from what is expected, relatively
 MOST_PREFIX_TOKENS = 32
 AT_ONCE = 16            # images that pass through the patch embedding together
+PRODUCTS = {F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
 class _Reached(Exception):
@@ -46,7 +50,7 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
         where = f"{min(FEW, len(images))} images"
     elif by_hand and isinstance(layout, Layout) and all(layout.grid) and (
             not image_shape_of(layout)):
-        return replace(layout, prefix=len(layout.pos_embed) - len(layout.positions),
+        return replace(layout, prefix=max(0, len(layout.pos_embed) - len(layout.positions)),
                        checked="nothing was checked, as the Layout states no image_shape")
     else:
         images = noise_images(layout, FEW, rng)
@@ -59,12 +63,18 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
     if isinstance(layout, Layout):
         layout = replace(layout, grid=grid, prefix=count - grid[0] * grid[1],
                          sequence_first=x.ndim == 3 and len(x) != len(images))
-        layout = replace(layout, entry=entry_of(layout, images[:1], rng))
-        what += ", positions"
+        if len(layout.pos_embed):
+            layout = replace(layout, entry=entry_of(layout, images[:1], rng))
+            what += ", positions"
+        layout = replace(layout, blocks=turned_blocks(layout, images))
+        what += ", rotation" * layout.rotary
     attentions = [block.attention for block in layout.blocks if block.attention is not None]
     if len(attentions) == len(layout.blocks):
         require_formula(layout, attentions, images, grid, rng)
         what += " and formula"
+    if isinstance(layout, Layout) and not (len(layout.pos_embed) or layout.rotary):
+        raise ValueError("the model has no learned position embedding, and turns no queries, by "
+                         "which heads find their target")
     return replace(layout, checked=f"{what} checked on {where}")
 
 
@@ -111,18 +121,20 @@ def by_image(x: Tensor, count: int) -> Tensor:
 def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Grid:
     """The grid whose patches of an image, (C, H, W), are the last tokens of `count`, row by row.
 
-    That is the grid that the model states, or one that divides the image. Rows of patches change in
-    turn, then columns. What changes a token must, on average, move down with its row and to the
-    right with its column, and change no other token. Raises ValueError.
+    That is the grid that the model states, or one that divides the image; without a position
+    embedding the model may take images of other sizes. Rows of patches change in turn, then
+    columns. What changes a token must, on average, move down with its row and to the right with its
+    column, and change no other token. Raises ValueError.
     """
     height, width = image.shape[1:]
-    least, most, stated = count, count, (0, 0)       # tokens of patches, and their grid
+    least, most, stated, fixed = count, count, (0, 0), False         # tokens of patches, their grid
     if isinstance(layout, Layout):
-        most, stated = min(count, len(layout.pos_embed)), layout.grid
+        stated, fixed = layout.grid, len(layout.pos_embed) > 0
+        most = min(count, len(layout.pos_embed)) if fixed else count
         least = most - MOST_PREFIX_TOKENS
-    for grid in [stated] if all(stated) else sorted(
+    for grid in [stated] if all(stated) and fixed else sorted(           # square patches first
             product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
-            key=lambda grid: abs(height / grid[0] - width / grid[1])):   # square patches first
+            key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1]))):
         cells = grid[0] * grid[1]
         if not least <= cells <= most or height % grid[0] or width % grid[1]:
             continue
@@ -185,6 +197,62 @@ def close(value: Tensor, expected: Tensor) -> bool:
 # What the attention computes ------------------------------------------------------------------
 
 
+class _Products(TorchFunctionMode):
+    """Keeps what is multiplied: the first factors, among them the queries as they meet the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        if function in PRODUCTS:
+            self.factors.append(args[0] if args else (kwargs or {})["query"])
+        return function(*args, **(kwargs or {}))
+
+
+def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
+    """The blocks, with the rotation that each is seen to make of its queries, if it does."""
+    if layout.rotary or any(block.attention is None for block in layout.blocks):
+        return layout.blocks
+    projections: dict[nn.Module, Tensor] = {}
+    rotations: dict[nn.Module, Rotation | None] = {}
+
+    def project(block: Block, _: tuple, y: Tensor) -> None:
+        products.factors.clear()
+        projections[block.norm] = projected(layout.batch_first(y), block.q, block.q_bias)
+
+    def compare(block: Block, _: tuple, output: Any) -> None:
+        queries = projections.get(block.norm)
+        for turned in products.factors:
+            if queries is not None and turned.shape == queries.shape:
+                rotations[block.norm] = rotation_between(queries, turned)
+                break
+
+    products = _Products()
+    with products:
+        passed(layout.model, images, after={
+            **{block.norm: partial(project, block) for block in layout.blocks},
+            **{block.attention: partial(compare, block) for block in layout.blocks}})
+    return tuple(replace(block, rotation=rotations.get(block.norm)) for block in layout.blocks)
+
+
+def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
+    """That which turns queries, (n, h, T, d), into others of any scale; None if none does.
+
+    The channels of a pair are neighbours, or d / 2 apart.
+    """
+    channels = torch.arange(queries.shape[-1] // 2 * 2)
+    for pairs in (channels.view(-1, 2), channels.view(2, -1).T):
+        before, after = (torch.view_as_complex(x[..., pairs].contiguous())
+                         for x in (queries, turned))
+        turns = torch.view_as_real((before.conj() * after).sum(0).sgn()).transpose(0, 1)
+        rotation, scale = Rotation(pairs, turns.contiguous()), turned.norm() / queries.norm()
+        if close(rotation(queries) * scale, turned) and not close(queries * scale, turned):
+            return rotation                          # turns: (T, h, d / 2, 2)
+    return None
+
+
 def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images: Tensor,
                     grid: Grid, rng: Generator) -> None:
     """Draw the weights of each attention at random, for a while, and compare it with its formula.
@@ -197,7 +265,8 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
     others: list[Block] = []                         # which compute something else
     pairs = list(zip(attentions, layout.blocks))
     saved = {weight: weight.clone() for attention, block in pairs
-             for part in (attention, block.norm) for weight in part.parameters()}
+             for part in (*attention.modules(), block.norm) if not isinstance(part, Rotary)
+             for weight in part.parameters(recurse=False)}
     for weight in saved:                             # so that logits are about 1
         draw = torch.randn(weight.shape, generator=rng)
         weight.copy_(draw * weight[0].numel()**-0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
@@ -228,8 +297,8 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
     if others:
         raise ValueError(f"the attention of {len(others)} of {len(attentions)} blocks computes "
                          "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
-                         "(rotary or relative positions, norms of Q and K, masks, gates, post-norm "
-                         "or parallel blocks, another scale)")
+                         "(relative or other rotary positions, norms of Q and K, masks, gates, "
+                         "post-norm or parallel blocks, another scale)")
 
 
 def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: Grid

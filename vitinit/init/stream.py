@@ -66,15 +66,16 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
     if layout.image_shape:
         return layout.image_shape
     modules, blocks = list(layout.model.modules()), layout.blocks
+    owners = [*modules, *(getattr(module, "config", None) for module in modules)]
     embedding = patch_embedding(modules, blocks[0].proj.shape[0])
     convolution = next((module for module in modules if isinstance(module, nn.Conv2d)), None)
-    patch = next(filter(None, (stated(module, "patch_size") for module in modules)), None)
+    patch = next(filter(None, (stated(owner, "patch_size") for owner in owners)), None)
     if patch is None and convolution is not None and convolution in embedding:
         patch = convolution.stride[0], convolution.stride[1]
     grid, merged = layout.grids[-1], 1
     if isinstance(layout, SwinLayout):               # channels double by stage, as tokens merge
         merged = blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
-    size = next(filter(None, (stated(module, "image_size", "img_size") for module in modules)),
+    size = next(filter(None, (stated(owner, "image_size", "img_size") for owner in owners)),
                 patch and all(grid) and (merged * grid[0] * patch[0], merged * grid[1] * patch[1]))
     if size and convolution is not None:
         return convolution.in_channels, *size

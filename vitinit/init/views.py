@@ -138,8 +138,8 @@ class Attentions(ABC):
 class Layout(Attentions):
     """Where a ViT keeps what inits write, as its attributes or a user state it."""
 
-    pos_embed: Tensor | None    # (rows, D), a view: of prefix tokens, then of the N patches by row;
-                                # None where positions are rotary alone
+    pos_embed: Tensor           # (rows, D), a view: of prefix tokens, then of the N patches by row;
+                                # without rows where positions are rotary alone
     grid: Grid = (0, 0)         # patch tokens down and across; (0, 0): only a probe can see them
     learned: bool = True        # whether pos_embed is a parameter, and no frozen sines and cosines
     tokens: tuple[Tensor, ...] = ()      # the prefix tokens, (…, D)
@@ -159,8 +159,9 @@ class Layout(Attentions):
     def positions(self) -> Tensor:
         """The position embedding of the patch tokens, (N, D), a view, or zeros if there is none."""
         patches = self.grid[0] * self.grid[1]
-        return (self.blocks[0].proj.new_zeros(patches, len(self.blocks[0].proj))
-                if self.pos_embed is None else self.pos_embed[-patches:])
+        rows = self.pos_embed if len(self.pos_embed) else self.pos_embed.new_zeros(
+            patches, self.pos_embed.shape[1])
+        return rows[-patches:]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Impulse of rotary attention: a closed form in float64, the mass on content, and what is muted."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from small_models import drawn, seeded, written
+from torch import Tensor, nn
+
+import vitinit
+from vitinit.filters import Offset, neighbours, ordered_offsets
+from vitinit.init.impulse_rotary import mean_mass
+from vitinit.init.layout import layout_of
+from vitinit.init.mass import mass_on_images
+from vitinit.init.views import Rotation
+from vitinit.mixing import target_mass
+from vitinit.models.rotary import frequencies_of
+
+GRID = (7, 11)
+MODELS = {          # for images of 28×44 pixels
+    "rope": dict(pool="mean"),
+    "learned+rope": dict(pos_embed="learned+rope", distilled=True),
+    "mixed": dict(rope_frequencies="mixed", num_registers=2, layer_scale=0.1),
+    "no biases": dict(qkv_bias=False, rope_coordinates="centred", rope_base=10_000.0, mlp="swiglu"),
+    "linear": dict(rope_frequencies="linear", pool="mean", qkv_bias=False)}
+each_model = pytest.mark.parametrize("name", MODELS)
+IMAGES = torch.randn(13, 3, 28, 44, generator=seeded(1))
+
+
+def initialised(name: str, init: str = "impulse", **options) -> nn.Module:
+    sizes = dict(patch_size=4, embed_dim=132, depth=4, num_heads=3, pos_embed="rope")
+    return written(init, vitinit.build_model("vit_tiny", num_classes=5, image_size=(28, 44),
+                                             **sizes | MODELS[name]), 3, **options).eval()
+
+
+def targets(block: int, kernel_size: int = 3) -> list[Offset]:
+    """Of the heads of a block: in turn, on from block to block."""
+    cells = ordered_offsets(kernel_size)
+    return [cells[(3 * block + head) % len(cells)] for head in range(3)]
+
+
+def wanted_logits(omega: Tensor, offsets: Sequence[Offset], size: Tensor) -> Tensor:
+    """ℓ Σ a cos(ω · (Δ − δ)), (h, N, N), from ω, (h, d / 2, 2), and ℓ, (h,), by its definition."""
+    places = torch.cartesian_prod(*map(torch.arange, GRID)).double()
+    away = (places - places[:, None] - torch.tensor(offsets)[:, None, None]).double()
+    share = omega.square().sum(2) / omega.square().sum((1, 2))[:, None]
+    return size[:, None, None] * torch.einsum(
+        "hqkf, hf -> hqk", torch.einsum("hqkx, hfx -> hqkf", away, omega).cos(), share)
+
+
+@pytest.mark.parametrize("name", ["rope", "mixed", "linear", "no biases"])
+@torch.no_grad()
+def test_without_content_every_block_is_its_closed_form_and_has_the_mass(name):
+    """The logits depend on the displacement alone, and are the same in all blocks but for ℓ."""
+    model = initialised(name, "deep_impulse", base="default", target_mass=(0.8, 0.5)).double()
+    kind, base = MODELS[name].get("rope_frequencies", "axial"), MODELS[name].get("rope_base", 100.0)
+    omega = frequencies_of(kind, 3, 44, base)
+    if name == "no biases":                          # 4π / n of a unit is one row, or column
+        omega = omega * 4 * math.pi / torch.tensor(GRID)
+    for number, block in enumerate(layout_of(model).blocks):
+        constant = (block.q if block.q_bias is None else block.q_bias[..., None])[..., 0]
+        size = constant.square().sum(1) / math.sqrt(44)
+        weights = block.mixing_weights(block.norm(torch.zeros(1, 77, 132).double()))[0]
+        expected = wanted_logits(omega, targets(number), size)
+        assert torch.allclose(weights, expected.softmax(-1), atol=1e-5)
+        mass = target_mass(weights, targets(number), GRID)
+        assert torch.allclose(mass, torch.tensor(0.8 - 0.1 * number).double(), atol=0.02)
+
+
+@each_model
+def test_on_images_the_mean_mass_is_what_was_asked_for(name):
+    for base, asked, most in (("default", .66, .02), ("default", .9, .02), ("torch", .9, .06)):
+        model = initialised(name, base=base, target_mass=asked, kernel_size=5)
+        mass = mass_on_images(model, "impulse", dict(target_mass=asked, kernel_size=5), IMAGES)
+        assert mass.others == pytest.approx([asked] * 4, abs=most)
+
+
+def test_the_mean_mass_is_that_of_a_softmax_of_drawn_content():
+    """d 11, ℓ 17, content of variance .05 and .1 a channel: the mean over 100 draws is .02 above,
+    as the sum of competitors varies, and without content it is more than .06 above."""
+    omega, offset, size, head_dim = drawn(1, 3, 2), (1, -2), torch.tensor([17.0]), 11
+    share = omega[0].square().sum(1) / omega.square().sum()
+    cells = torch.cartesian_prod(*(torch.arange(1.0 - side, side) for side in GRID)).double()
+    cosines = ((cells @ omega[0].T).cos() @ share).view(13, 21)
+    of_targets = neighbours(offset, GRID)[1]
+    found = {}
+    for of_query, of_key in ((0.0, 0.0), (0.05, 0.1)):
+        root = math.sqrt(head_dim)
+        found[of_key] = mean_mass(17.0, cosines, of_targets, (
+            of_query / root, of_key / root / 2, of_query * of_key / 2))
+    logits = wanted_logits(omega, [offset], size)
+    exact = target_mass(logits.softmax(-1), [offset], GRID).item()
+    assert found[0.0] == pytest.approx(exact, abs=1e-12)
+    # Constants of length √(ℓ √d) in the first channel of each pair, whatever turns them.
+    amplitudes = (17.0 * share * math.sqrt(head_dim)).sqrt()
+    masses = []
+    for seed in range(100):
+        q, k = (drawn(77, 6, seed=2 * seed + side) * variance**0.5
+                for side, variance in enumerate((0.05, 0.1)))
+        turned = torch.polar(amplitudes, torch.cartesian_prod(
+            *map(torch.arange, GRID)).double() @ omega[0].T)             # of keys, (N, 3)
+        back = turned * torch.polar(torch.ones(3).double(), omega[0] @ omega.new_tensor(offset))
+        queries, keys = (torch.view_as_real(x).flatten(1) + content
+                         for x, content in ((back, q), (turned, k)))
+        rest = [drawn(77, 5, seed=9000 + 2 * seed + side) * variance**0.5      # channels 7 to 11
+                for side, variance in enumerate((0.05, 0.1))]
+        logits = (queries @ keys.T + rest[0] @ rest[1].T) / math.sqrt(head_dim)
+        masses.append(target_mass(logits.softmax(-1)[None], [offset], GRID).item())
+    assert found[0.1] == pytest.approx(sum(masses) / 100, abs=0.03)
+    assert found[0.1] < sum(masses) / 100 < exact - 0.04
+
+
+def test_frequencies_are_read_up_to_a_turn_and_refused_unless_planar():
+    places = torch.cartesian_prod(*map(torch.arange, GRID)).double()
+    omega = drawn(3, 5, 2).clamp(-3, 3)
+    angles = (places[:, None, None] * omega).sum(-1) + 0.7               # of an offset
+    turns = torch.stack([angles.cos(), angles.sin()], -1)                # (N, 3, 5, 2)
+    rotation = partial(Rotation, torch.arange(10).view(5, 2))
+    assert torch.allclose(rotation(turns.float()).frequencies(GRID), omega, atol=1e-6)
+    for bent in (angles + 0.01 * places[:, :1, None]**2, angles.flip(1)[torch.randperm(77)]):
+        with pytest.raises(ValueError, match="not one for the rows and one for the columns"):
+            rotation(torch.stack([bent.cos(), bent.sin()], -1)).frequencies(GRID)
+
+
+@pytest.mark.parametrize("name", ["learned+rope", "mixed", "no biases"])
+@torch.no_grad()
+def test_prefix_tokens_are_without_the_constants_in_every_block(name):
+    """Their queries spread over all tokens, and no patch attends to them, as both have no place."""
+    model = initialised(name, base="default", target_mass=0.8)
+    read: list[Tensor] = []
+    for block in model.blocks:
+        block.attn.register_forward_hook(
+            lambda attention, inputs, _: read.append(attention.mixing_weights(*inputs)))
+    model(IMAGES)
+    prefix = model.num_prefix_tokens
+    for weights in read:
+        assert weights[:, :, :prefix].max() < 0.03 and weights[..., prefix:, :prefix].max() < 0.01
+    x = model.embed(IMAGES)
+    for block in model.blocks:
+        x = block(x)
+        assert not x[:, prefix:, -1].any() and x[:, :prefix, -1].std() < 1e-4
