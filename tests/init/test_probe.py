@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,11 +134,17 @@ def test_the_rotation_of_our_own_models_is_as_it_is_read(frequencies):
         assert torch.allclose(omega, read, atol=1e-5) and omega.abs().max() > 0.5
 
 
-def test_a_rotation_that_no_frequencies_describe_and_none_at_all():
+def test_what_is_refused_of_rotary_models_and_the_grid_that_need_not_be_as_stated():
     model, still = OtherViT("timm", rope="mixed"), OtherViT("timm", positions=False)
     model.blocks[1].attn.turn = lambda x: turning("mixed", 1)(x.flip(2)).flip(2)
     assert "frequencies are not one for the rows" in dict(describe(model).fits)["impulse"]
     assert "position embedding, and turns no queries" in describe(still).reason
+    shared, larger = OtherViT("eva", rope="mixed"), OtherViT("eva", rope="mixed", positions=False)
+    for block in shared.blocks:                      # as if MLPs read what attention reads
+        block.norm2 = nn.Identity()
+    assert "a LayerNorm before it, and finds no such" in describe(shared).reason
+    larger.patch_embed.grid_size = (9, 11)
+    assert describe(larger, images=IMAGES).grid == GRID
 
 
 # Which token is which patch --------------------------------------------------------------------
@@ -174,6 +181,10 @@ class Plain(nn.Module):
 def test_images_show_the_grid_that_no_attribute_states(size):
     model, images = Plain().eval(), torch.randn(3, 3, *size, generator=seeded(1))
     assert "the size of its images is not seen in the model; give images=" in describe(model).reason
+    convolution = OtherViT("timm")                   # its size is in a configuration, as DINOv3's
+    del convolution.patch_embed.grid_size
+    convolution.config = SimpleNamespace(image_size=(20, 28))
+    assert describe(convolution).grid == GRID
     assert describe(model, images=images).grid == (size[0] // 4, size[1] // 4)
     report = impulse_(model, generator=seeded(), images=images)
     model(images)

@@ -184,7 +184,7 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
 
 
 def rotation_of(attention: nn.Module) -> Rotation | None:
-    """How an attention of this package turns queries and keys; None if it does not."""
+    """How an attention of this package turns queries and keys, else None: a probe sees others'."""
     rotary = getattr(attention, "rotary", None)
     if not isinstance(rotary, Rotary):
         return None

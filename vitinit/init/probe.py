@@ -22,7 +22,7 @@ from ..filters import Grid
 from ..messages import in_brief
 from ..mixing import run
 from ..models.rotary import Rotary
-from .stream import image_shape_of, noise_images
+from .stream import image_shape_of, noise_images, stream_of
 from .views import Attentions, Block, Layout, Rotation, WindowBlock, projected
 
 FEW = 2                 # images on which the formula is checked
@@ -75,6 +75,8 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
     if isinstance(layout, Layout) and not (len(layout.pos_embed) or layout.rotary):
         raise ValueError("the model has no learned position embedding, and turns no queries, by "
                          "which heads find their target")
+    if isinstance(layout, Layout) and layout.rotary and layout.blocks[0].k_bias is None:
+        stream_of(layout)                            # raises if MLPs have no norm of their own
     return replace(layout, checked=f"{what} checked on {where}")
 
 

@@ -24,7 +24,7 @@ def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
 
 
 class ResidualStream(NamedTuple):
-    """What `deep_impulse` writes beside attention."""
+    """What `deep_impulse`, and in part `impulse_rotary`, writes beside attention."""
 
     writers: tuple[Tensor, ...]          # (D, …): of the patch embedding, each MLP's last layer
     norms: tuple[nn.LayerNorm, ...]      # of the blocks, but for those before attention
@@ -49,8 +49,8 @@ def stream_of(vit: Layout) -> ResidualStream:
     of_blocks = tuple(norm for norm in norms if norm in inside)
     if len(writers) != len(vit.blocks) + 1 or len(of_blocks) != len(vit.blocks) or any(
             norm.weight is None for norm in (*norms, *before_attention)):
-        raise ValueError("init 'deep_impulse' writes the patch embedding, the last layer of each "
-                         "MLP and a LayerNorm before it, and finds no such in the model")
+        raise ValueError("this init needs the patch embedding, the last layer of each MLP and a "
+                         "LayerNorm before it, and finds no such in the model")
     return ResidualStream(tuple(tensor.detach() for layer in writers
                                 for tensor in (layer.weight, layer.bias)
                                 if isinstance(tensor, Tensor)),
