@@ -38,8 +38,8 @@ def mean_mass(logit: float, cosines: Tensor, targets: Tensor, spread: tuple[floa
     exponents = logit * ((of_query - 1.0) * (1.0 - cosines) + of_key) + of_both
     exponents[height - 1, width - 1] = 0.0                               # the target itself
     # All keys around a target are a window of displacements; that of −u is that of u.
-    means = nn.functional.avg_pool2d(exponents.exp()[None], (height, width), stride=1)   # (1, H, W)
-    return (1.0 / (height * width * means.flatten()[targets])).mean().item()
+    sums = exponents.exp().unfold(0, height, 1).sum(-1).unfold(1, width, 1).sum(-1)      # (H, W)
+    return (1.0 / sums.flatten()[targets]).mean().item()
 
 
 def write_constants(block: Block, offsets: list[Offset], mass: float, grid: Grid,
