@@ -26,7 +26,6 @@ MODELS = {          # for images of 28×44 pixels
     "mixed": dict(rope_frequencies="mixed", num_registers=2, layer_scale=0.1),
     "no biases": dict(qkv_bias=False, rope_coordinates="centred", rope_base=10_000.0, mlp="swiglu"),
     "linear": dict(rope_frequencies="linear", pool="mean", qkv_bias=False)}
-each_model = pytest.mark.parametrize("name", MODELS)
 IMAGES = torch.randn(7, 3, 28, 44, generator=seeded(1))
 
 
@@ -34,12 +33,6 @@ def initialised(name: str, init: str = "impulse", **options) -> nn.Module:
     sizes = dict(patch_size=4, embed_dim=132, depth=3, num_heads=3, pos_embed="rope")
     return written(init, vitinit.build_model("vit_tiny", num_classes=5, image_size=(28, 44),
                                              **sizes | MODELS[name]), 3, **options).eval()
-
-
-def targets(block: int, kernel_size: int = 3) -> list[Offset]:
-    """Of the heads of a block: in turn, on from block to block."""
-    cells = ordered_offsets(kernel_size)
-    return [cells[(3 * block + head) % len(cells)] for head in range(3)]
 
 
 def wanted_logits(omega: Tensor, offsets: Sequence[Offset], size: Tensor) -> Tensor:
@@ -64,13 +57,14 @@ def test_without_content_every_block_is_its_closed_form_and_has_the_mass(name):
         constant = (block.q if block.q_bias is None else block.q_bias[..., None])[..., 0]
         size = constant.square().sum(1) / math.sqrt(44)
         weights = block.mixing_weights(block.norm(torch.zeros(1, 77, 132).double()))[0]
-        expected = wanted_logits(omega, targets(number), size)
+        targets = ordered_offsets(3)[3 * number:3 * number + 3]          # in turn
+        expected = wanted_logits(omega, targets, size)
         assert torch.allclose(weights, expected.softmax(-1), atol=1e-5)
-        mass = target_mass(weights, targets(number), GRID)
+        mass = target_mass(weights, targets, GRID)
         assert torch.allclose(mass, torch.tensor(0.8 - 0.1 * number).double(), atol=0.02)
 
 
-@each_model
+@pytest.mark.parametrize("name", MODELS)
 def test_on_images_the_mean_mass_is_what_was_asked_for(name):
     for base, asked, most in (("default", 0.66, 0.02), ("torch", 0.9, 0.06)):
         model = initialised(name, base=base, target_mass=asked, kernel_size=5)

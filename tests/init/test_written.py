@@ -69,7 +69,7 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
 ]
 AFTER_THE_DRAW: list[tuple[str, dict, str, dict, str]] = [   # seen in the weights alone
     ("rotary", dict(num_heads=15), "impulse", dict(base="lecun", target_mass=0.99),
-     "target_mass is 0.99, which these queries and keys do not reach: th"),
+     "target_mass is 0.99, which these queries and keys do not reach: too much"),
     ("vit", {}, "impulse", dict(pos_embed_scale=0.0), "numerical rank is 0 for 35 tokens"),
     ("vit", {}, "impulse", dict(value_beta=1e308), r"init 'impulse' with value_beta=1e\+308 "),
     ("vit", {}, "impulse", dict(qk_norm=1e-300), "nearly uniform attention in all heads"),

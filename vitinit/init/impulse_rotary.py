@@ -71,7 +71,7 @@ def write_constants(block: Block, offsets: list[Offset], mass: float, grid: Grid
         logit = smallest_logit(lambda logit: mean_mass(logit, cosines, targets, spread) >= mass)
         if logit is None:
             raise ValueError(f"target_mass is {mass}, which these queries and keys do not reach: "
-                             'their content is too large; lower it, or use base = "default"')
+                             'too much content or few frequencies; lower it, or base = "default"')
         size, phase = (logit * share * math.sqrt(head_dim)).sqrt(), omega @ omega.new_tensor(offset)
         constants[0, head, pairs] = torch.view_as_real(torch.polar(size, phase)).to(constants)
         constants[1, head, pairs[:, 0]] = size.to(constants)
