@@ -139,6 +139,8 @@ def test_what_is_refused_of_rotary_models_and_the_grid_that_need_not_be_as_state
     model.blocks[1].attn.turn = lambda x: turning("mixed", 1)(x.flip(2)).flip(2)
     assert "frequencies are not one for the rows" in dict(describe(model).fits)["impulse"]
     assert "position embedding, and turns no queries" in describe(still).reason
+    model.blocks[1].attn.turn = lambda x: x
+    assert "2 of 3 blocks turn their queries" in describe(model).reason
     shared, larger = OtherViT("eva", rope="mixed"), OtherViT("eva", rope="mixed", positions=False)
     for block in shared.blocks:                      # as if MLPs read what attention reads
         block.norm2 = nn.Identity()

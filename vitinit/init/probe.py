@@ -214,7 +214,7 @@ class _Products(TorchFunctionMode):
 
 
 def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
-    """The blocks, with the rotation that each is seen to make of its queries, if it does."""
+    """The blocks, with the rotation that each is seen to make of its queries, if all do."""
     if layout.rotary or any(block.attention is None for block in layout.blocks):
         return layout.blocks
     projections: dict[nn.Module, Tensor] = {}
@@ -236,7 +236,12 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
         passed(layout.model, images, after={
             **{block.norm: partial(project, block) for block in layout.blocks},
             **{block.attention: partial(compare, block) for block in layout.blocks}})
-    return tuple(replace(block, rotation=rotations.get(block.norm)) for block in layout.blocks)
+    turned = [rotations.get(block.norm) for block in layout.blocks]
+    if None in turned and any(turned):
+        raise ValueError(f"{len(turned) - turned.count(None)} of {len(turned)} blocks turn their "
+                         "queries by their places, expected all or none")
+    return tuple(replace(block, rotation=rotation)
+                 for block, rotation in zip(layout.blocks, turned))
 
 
 def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
