@@ -47,7 +47,8 @@ def as_recipe(classes: int) -> list[str]:
 
 def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
     """The numbers of the JSON, computed one image at a time in float64."""
-    loss, top1, top5, per_class = 0.0, 0, 0, [[0, 0] for _ in source.classes]
+    loss, top1, top5 = 0.0, 0, 0
+    confusion = np.zeros((len(source.classes), len(source.classes)), int)
     model = model.double().eval()
     for index, label in enumerate(source.labels.tolist()):
         view = resize_and_centre_crop(source.image(index), size, crop_pct, "bicubic")
@@ -56,15 +57,20 @@ def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
         ahead = int((logits > logits[label]).sum())
         loss += float(logits.logsumexp(0) - logits[label])
         top1, top5 = top1 + (ahead < 1), top5 + (ahead < 5)
-        per_class[label][0] += ahead < 1
-        per_class[label][1] += 1
-    count = len(source.labels)
+        confusion[label, logits.argmax()] += 1
+    count, hits, totals = len(source.labels), confusion.diagonal(), confusion.sum(1)
+    recalls, guesses = 100 * hits / totals, confusion.sum(0)
     return {"loss": pytest.approx(loss / count, rel=1e-5),
             "top1": pytest.approx(100 * top1 / count),
             "top5": pytest.approx(100 * top5 / count) if len(source.classes) > 5 else None,
-            "images": count,
-            "per_class": [{"class": name, "correct": correct, "total": total}
-                          for name, (correct, total) in zip(source.classes, per_class)]}
+            "balanced_accuracy": pytest.approx(recalls.mean()),
+            "images": count, "confusion": confusion.tolist(),
+            "per_class": [
+                {"class": name, "correct": hits[k], "total": totals[k],
+                 "precision": pytest.approx(100 * hits[k] / guesses[k]) if guesses[k] else None,
+                 "recall": pytest.approx(recalls[k]),
+                 "f1": pytest.approx(200 * hits[k] / (totals[k] + guesses[k]))}
+                for k, name in enumerate(source.classes)]}
 
 
 def write_images(root: Path, classes: list[str], seed: int) -> Path:

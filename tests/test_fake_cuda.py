@@ -185,4 +185,5 @@ def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatc
                      stop=StopRequest(), columns=torch.arange(CLASSES))
     # Everything was counted on the device before the host read the first number.
     assert seen == [BATCH, BATCH, BATCH - 1] and launches.downloads == 0
-    assert counted == [(CUDA, (2, 2)), (CUDA, (2, CLASSES)), (CUDA, (CLASSES,))]
+    assert counted == [(CUDA, size) for size in [
+        (2, 2), (2, CLASSES), (2, CLASSES), (CLASSES,), *[(CLASSES, CLASSES)] * 2]]

@@ -109,8 +109,8 @@ def test_the_best_checkpoint_is_that_by_the_recipe(train_program, small_run, tmp
 
         def scripted(*arguments, **options):
             loss, top1, ema_top1 = next(found)
-            return [Evaluation(loss, top1, 90.0, 21, [7] * 3, [7] * 3),
-                    Evaluation(1.0, ema_top1, 90.0, 21, [7] * 3, [7] * 3)]
+            return [Evaluation(loss, top1, 90.0, 21, *[[7] * 3] * 3, None),
+                    Evaluation(1.0, ema_top1, 90.0, 21, *[[7] * 3] * 3, None)]
         monkeypatch.setattr(train_program, "evaluate", scripted)
         assert train_program.main(small_run(tmp_path / best_by, checkpoint__best_by=best_by)) == 0
         assert checkpoint(tmp_path / best_by, "best.pt")["progress"]["epochs"] == epoch

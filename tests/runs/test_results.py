@@ -4,16 +4,20 @@ import dataclasses
 import json
 import os
 
+import torch
+from pytest import approx
+
 from vitinit.command_line import STDOUT
 from vitinit.files import write_text_atomically
 from vitinit.runs.data import EvaluatedSet
-from vitinit.runs.results import Finding, print_results
+from vitinit.runs.results import Finding, balanced_accuracy, class_scores, print_results
 from vitinit.train.engine import Evaluation
 
 MODEL = Evaluation(loss=1.25, top1=50.0, top5=75.0, images=1004, class_hits=[2, 0, 500],
-                   class_images=[4, 1, 999])
+                   class_images=[4, 1, 999], class_guesses=[2, 501, 501],
+                   confusion=torch.tensor([[2, 2, 0], [0, 0, 1], [0, 499, 500]]))
 EMA = Evaluation(loss=1.5, top1=25.0, top5=100.0, images=1004, class_hits=[4, 1, 246],
-                 class_images=[4, 1, 999])
+                 class_images=[4, 1, 999], class_guesses=[757, 1, 246], confusion=None)
 
 
 def finding(data_set: EvaluatedSet = EvaluatedSet("pets", "/data/pets"),
@@ -31,9 +35,16 @@ def test_one_finding_is_a_line_for_each_weights_and_json_and_classes_are_sorted(
     assert list(row) == ["checkpoint", "recipe", "data", "data_dir", "image_size", "classes",
                          "model_classes", "model", "ema"]
     assert (row["data"], row["data_dir"], row["image_size"]) == ("pets", "/data/pets", [192, 256])
-    assert row["ema"] == {"loss": 1.5, "top1": 25.0, "top5": 100.0, "images": 1004, "per_class": [
-        {"class": "ant", "correct": 4, "total": 4}, {"class": "bee", "correct": 1, "total": 1},
-        {"class": "cat", "correct": 246, "total": 999}]}
+    assert row["model"]["confusion"] == [[2, 2, 0], [0, 0, 1], [0, 499, 500]]
+    assert row["ema"] == {
+        "loss": 1.5, "top1": 25.0, "top5": 100.0, "balanced_accuracy": approx(100 * 2244 / 2997),
+        "images": 1004, "confusion": None, "per_class": [
+            {"class": "ant", "correct": 4, "total": 4, "precision": approx(400 / 757),
+             "recall": 100.0, "f1": approx(800 / 761)},
+            {"class": "bee", "correct": 1, "total": 1, "precision": 100.0, "recall": 100.0,
+             "f1": 100.0},
+            {"class": "cat", "correct": 246, "total": 999, "precision": 100.0,
+             "recall": approx(24600 / 999), "f1": approx(49200 / 1245)}]}
     print_results([finding(model=dataclasses.replace(MODEL, top5=None))], per_class=False,
                   json_file=STDOUT)
     line, row = capsys.readouterr().out.splitlines()                 # a set of few classes
@@ -46,6 +57,14 @@ def test_one_finding_is_a_line_for_each_weights_and_json_and_classes_are_sorted(
                       "| --- | ---: | ---: | ---: |",
                       "| bee | 1 | 0.00 | 100.00 |", "| ant | 4 | 50.00 | 100.00 |",
                       "| cat | 999 | 50.05 | 24.62 |"]) in printed
+
+
+def test_what_no_image_counts_for_has_no_score():
+    """Classes without images and guesses, without images, and without guesses."""
+    scores = class_scores([0, 0, 0, 3], [0, 0, 5, 3], [0, 2, 0, 6])
+    assert scores == [(None, None, None), (0.0, None, 0.0), (None, 0.0, 0.0),
+                      (50.0, 100.0, approx(200 / 3))]
+    assert balanced_accuracy(scores) == 50.0         # of the two with images
 
 
 def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):

@@ -83,8 +83,8 @@ def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
     monkeypatch.setattr(metrics, "peak_gib", lambda device: 1.5)
     progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
                         waiting_seconds=2.0, skipped_steps=3)
-    model = Evaluation(1.5, 50.0, 90.0, 13, [], [])
-    ema = Evaluation(9.0, 51.0, 90.0, 13, [], [])
+    model = Evaluation(1.5, 50.0, 90.0, 13, [], [], [], None)
+    ema = Evaluation(9.0, 51.0, 90.0, 13, [], [], [], None)
     row = metrics_row(progress, [model, ema], lr=1e-3, global_batch=11, flops=5e12 / 11,
                       processes=Processes(0, 0, 2, torch.device("cpu")))
     assert list(row) == list(METRICS)

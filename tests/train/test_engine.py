@@ -15,7 +15,7 @@ import vitinit
 from vitinit.bench.training import GivenSteps
 from vitinit.data.augment import smooth_one_hot
 from vitinit.data.sampler import BatchPlan
-from vitinit.train import metrics
+from vitinit.train import engine, metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import evaluate, read_losses, train_epochs
 from vitinit.train.interruption import StopRequest
@@ -206,17 +206,20 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
 
 
 def counted_by_hand(model, images, labels, chosen):
-    """Loss, top-1, top-5 and hits per class, computed one image at a time in float64.
+    """Loss, top-1, top-5, hits per class and the confusion matrix, one image at a time in float64.
     chosen: the model's classes that compete; labels count within them. A rank is the number of
     classes that are ahead."""
     loss, top1, top5, hits = 0.0, 0, 0, [0] * len(chosen)
+    confusion = np.zeros((len(chosen), len(chosen)), int)
     for image, label in zip(images, labels.tolist()):
         logits = model.double()(image[None].double())[0].tolist()
         logits = [logits[place] for place in chosen]
         ahead = sum(logit > logits[label] for logit in logits)
         loss += math.log(sum(math.exp(logit - logits[label]) for logit in logits))
         top1, top5, hits[label] = top1 + (ahead < 1), top5 + (ahead < 5), hits[label] + (ahead < 1)
-    return loss / len(images), 100 * top1 / len(images), 100 * top5 / len(images), hits
+        confusion[label, np.argmax(logits)] += 1
+    return (loss / len(images), 100 * top1 / len(images), 100 * top5 / len(images), hits,
+            confusion)
 
 
 @pytest.mark.parametrize("size, chosen", [
@@ -235,12 +238,28 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
         num_classes=len(chosen), processes=ALONE, stop=StopRequest(),
         columns=torch.tensor(chosen) if isinstance(chosen, list) else None)
     assert plain.class_hits == counted_by_hand(small_model(), images, labels, chosen)[3]
-    loss, top1, top5, hits = counted_by_hand(other, images, labels, chosen)
+    loss, top1, top5, hits, confusion = counted_by_hand(other, images, labels, chosen)
     assert 0 < top1 < 100 and len(set(hits)) > 1     # else a mistake would not show
     assert result.top1 == pytest.approx(top1) and result.loss == pytest.approx(loss, rel=1e-6)
     assert result.top5 == (pytest.approx(top5) if len(chosen) > 5 else None)
     assert (result.images, result.class_hits) == (31, hits)
     assert result.class_images == [labels.tolist().count(label) for label in range(len(chosen))]
+    assert result.confusion.tolist() == confusion.tolist()
+    assert result.class_guesses == confusion.sum(0).tolist()
+
+
+@pytest.mark.parametrize("most", [CLASSES, CLASSES - 1])
+def test_processes_add_their_counts_and_a_matrix_has_a_bound(most, monkeypatch):
+    """As if a second process had the same images."""
+    monkeypatch.setattr(engine, "MOST_PAIRED", most)
+    images, labels = torch.randn(31, 3, 8, 8), torch.randint(CLASSES, (31,))
+    confusion = counted_by_hand(small_model(), images, labels, range(CLASSES))[-1]
+    monkeypatch.setattr(Processes, "sum", lambda self, values: values.mul_(2))
+    result, = evaluate([small_model()], [(images, labels)], amp="off", num_classes=CLASSES,
+                       processes=ALONE, stop=StopRequest())
+    assert (None if result.confusion is None else result.confusion.tolist()) == (
+        (2 * confusion).tolist() if most == CLASSES else None)
+    assert result.class_guesses == (2 * confusion.sum(0)).tolist() and result.images == 62
 
 
 def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..command_line import deliver
 from ..messages import one_line
-from ..train.engine import Evaluation
+from ..train.metrics import Evaluation
 from .data import EvaluatedSet
 from .groups import Group, finished_runs, group_runs
 from .records import RunRecord
@@ -33,6 +33,31 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
                      for line in lines)
 
 
+class ClassScores(NamedTuple):
+    """How well a class is recognised, in percent; None where there is no image to divide by."""
+
+    precision: float | None     # of the images taken for it those that are of it
+    recall: float | None        # of its images those that are taken for it
+    f1: float | None            # the harmonic mean of both
+
+
+def class_scores(hits: Sequence[int], images: Sequence[int], guesses: Sequence[int]
+                 ) -> list[ClassScores]:
+    """The scores of classes: images of each that are taken for it, of all its `images` and of all
+    that are taken for it, its `guesses`.
+    """
+    def percent(part: int, whole: int) -> float | None:
+        return 100.0 * part / whole if whole else None
+    return [ClassScores(percent(right, taken), percent(right, total),
+                        percent(2 * right, total + taken))
+            for right, total, taken in zip(hits, images, guesses)]
+
+
+def balanced_accuracy(scores: Iterable[ClassScores]) -> float:
+    """The mean recall of the classes that have images, in percent."""
+    return statistics.fmean(score.recall for score in scores if score.recall is not None)
+
+
 class Finding(NamedTuple):
     """The results of one checkpoint on one data set."""
 
@@ -46,15 +71,21 @@ class Finding(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
-        return {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
-                "data_dir": self.data_set.root, "image_size": list(self.image_size),
-                "classes": len(self.classes), "model_classes": self.model_classes} | {
-            name: {"loss": result.loss, "top1": result.top1, "top5": result.top5,
-                   "images": result.images, "per_class": [
-                       {"class": label, "correct": correct, "total": total}
-                       for label, correct, total in zip(self.classes, result.class_hits,
-                                                        result.class_images)]}
-            for name, result in self.results.items()}
+        findings: dict[str, Any] = {
+            "checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
+            "data_dir": self.data_set.root, "image_size": list(self.image_size),
+            "classes": len(self.classes), "model_classes": self.model_classes}
+        for name, result in self.results.items():
+            counts = result.class_hits, result.class_images, result.class_guesses
+            scores = class_scores(*counts)
+            findings[name] = {
+                "loss": result.loss, "top1": result.top1, "top5": result.top5,
+                "balanced_accuracy": balanced_accuracy(scores), "images": result.images,
+                "per_class": [{"class": label, "correct": hits, "total": total} | score._asdict()
+                              for label, hits, total, score in zip(
+                                  self.classes, *counts[:2], scores)],
+                "confusion": None if result.confusion is None else result.confusion.tolist()}
+        return findings
 
     def by_class(self) -> str:
         """A Markdown table of all classes by their top-1 accuracy, lowest first."""

@@ -27,6 +27,7 @@ from .optim import set_learning_rate
 from .state import TrainState
 
 T = TypeVar("T")
+MOST_PAIRED = 1_000             # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -220,14 +221,16 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
 
     models: each maps images (B, 3, H, W) to logits (B, classes of the model).
     batches: images (B, 3, H, W) and labels (B,) int64 in 0 … K − 1, on the device of `processes`.
-    num_classes: K. amp: "off", "bf16" or "fp16".
+    num_classes: K; over MOST_PAIRED there is no confusion matrix. amp: "off", "bf16" or "fp16".
     columns: the indices (K,) int64 of the logits that belong to classes 0 … K − 1; the others take
         no part in ranking and softmax. None: the models have these classes, in this order.
     """
     device = processes.device
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
-    hits = torch.zeros(len(models), num_classes, dtype=torch.int64, device=device)
+    hits, guessed = torch.zeros(2, len(models), num_classes, dtype=torch.int64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
+    confusion = [torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
+                 for _ in models if num_classes <= MOST_PAIRED]
     columns = None if columns is None else columns.to(device)
     for model in models:
         model.eval()
@@ -235,21 +238,28 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
         if batch is None:                            # only other processes have images left
             continue
         images, labels = batch
+        ones = torch.ones_like(labels)
         for index, model in enumerate(models):
             with autocast(device, amp):
                 logits = model(images)                               # (B, classes of the model)
             if columns is not None:
                 logits = logits[:, columns]                          # (B, K)
             logits = logits.float()
-            ranked = logits.topk(min(5, num_classes)).indices == labels[:, None]
+            best = logits.topk(min(5, num_classes)).indices          # (B, 5)
+            ranked, guesses = best == labels[:, None], best[:, 0]
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals[index] += torch.stack([loss, ranked.sum()]).double()
             hits[index].index_add_(0, labels, ranked[:, 0].long())
-        counts.index_add_(0, labels, torch.ones_like(labels))
-    for numbers in (totals, hits, counts):
+            guessed[index].index_add_(0, guesses, ones)
+            if confusion:
+                confusion[index].view(-1).index_add_(0, labels * num_classes + guesses, ones)
+        counts.index_add_(0, labels, ones)
+    for numbers in (totals, hits, guessed, counts, *confusion):
         processes.sum(numbers)
     total = int(counts.sum())
+    matrices: list[Tensor | None] = [matrix.cpu() for matrix in confusion] or [None] * len(models)
     return [Evaluation(loss / total, 100.0 * sum(right) / total,
                        100.0 * top5 / total if num_classes > 5 else None, total, right,
-                       counts.tolist())
-            for (loss, top5), right in zip(totals.tolist(), hits.tolist())]
+                       counts.tolist(), taken, matrix)
+            for (loss, top5), right, taken, matrix
+            in zip(totals.tolist(), hits.tolist(), guessed.tolist(), matrices)]

@@ -150,6 +150,8 @@ class Evaluation:
     images: int
     class_hits: list[int]       # per class: its images whose highest logit is the right one
     class_images: list[int]     # per class: its images
+    class_guesses: list[int]    # per class: the images that are taken for it
+    confusion: Tensor | None    # (K, K) int64 on the CPU: images of a class, a row, by their guess
 
 
 def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
