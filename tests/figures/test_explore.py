@@ -104,6 +104,18 @@ def test_the_page_says_how_far_heads_attend_and_what_kernels_they_are(page, cont
     assert meta["models"][0]["masses"] is None                           # default has no targets
 
 
+def test_the_page_opens_on_the_head_that_gives_most_to_one_patch(page, photographs, contents,
+                                                                 in_browser):
+    """Of the model and the photograph that the address names; the class token does not count."""
+    matrices, _ = computed("quickstart", VIT, "default", photographs[1])
+    peaks = torch.stack([theirs[:, 1:, 1:].amax(2).mean(1) for theirs in matrices]) - 1 / 64
+    blocks = contents(page)[0]["models"][0]["images"][1]["blocks"]
+    np.testing.assert_allclose([block["sharpness"] for block in blocks], peaks, rtol=1e-3)
+    assert peaks.argmax() > 0                        # else the page would open on it in any case
+    view = in_browser(page, "model=0&image=1", "return explorer.view")
+    assert (view["block"], view["head"]) == divmod(int(peaks.argmax()), 3)
+
+
 def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
     found = in_browser(page, "model=1&beside=0&image=1&block=1&head=2&scale=own", """
         const event = (type, x, y, more = {}) => {

@@ -1,15 +1,19 @@
 """The report: what compare, curves and predictions say of the same runs stands on the page."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
+from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 
+import numpy as np
 import pytest
 import torch
 
 import vitinit
 from vitinit.figures.__main__ import main
 from vitinit.figures.plot import rounded
+from vitinit.figures.report import address
 from vitinit.runs.records import read_run, write_archive
 from vitinit.runs.results import compare_runs, t_interval
 
@@ -76,28 +80,47 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
     assert changes["optim.base_lr"] == ["0.002", "0.5"] and changes["run.seed"] == ["0", "1"]
     assert changes["init.name"] == ['"default"', '"impulse"'] and "model.name" not in changes
     assert dict(one["facts"])["training"] == "0 min 09 s" and one["starts"][0]["device"] == "CPU"
-    assert one["judged"] is None and "holds no checkpoint" in one["note"]
+    assert one["judged"] is None and "holds no checkpoint" in one["note"] and one["finished"]
+    assert dict(one["facts"])["top-1, last"] == "68.00 %" and meta["notes"] == []
 
 
-def test_a_run_is_judged_on_its_validation_images(report, contents, photographs):
+def test_a_run_is_judged_on_its_validation_images(report, contents, photographs, tmp_path):
     meta, levels = contents(report("cifar10_small", "--data-dir", photographs))
     run, = meta["runs"]
     judged, trained = run["judged"], vitinit.load("cifar10_small")
     files, classes = sorted(IMAGES.glob("*/*.jpg")), judged["classes"]
     with torch.autocast("cpu", torch.bfloat16):      # as its recipe says
-        ranked = [(share, file.parent.name, guess) for file, ((guess, share),) in
+        ranked = [(share, file.parent.name, guess, file) for file, ((guess, share),) in
                   zip(files, trained.predict_batch(files, top=1))]
     assert {(classes[truth], classes[guess]): count for truth, guess, count in judged["pairs"]
-            } == Counter(one[1:] for one in ranked)
+            } == Counter(one[1:3] for one in ranked)
+    confusion = np.zeros((10, 10))
+    for truth, guess, count in judged["pairs"]:
+        confusion[truth, guess] = count
+    precision, recall = (confusion.diagonal() / confusion.sum(axis) for axis in (0, 1))
+    f1 = 2 / (1 / precision + 1 / recall)
+    np.testing.assert_allclose(judged["scores"], 100 * np.stack([precision, recall, f1], 1), 1e-3)
+    assert judged["balanced_accuracy"] == pytest.approx(100 * recall.mean(), rel=1e-3)
     mistakes = sorted((one for one in ranked if one[1] != one[2]), reverse=True)
-    assert [(one["share"], classes[one["truth"]], classes[one["guess"]])
-            for one in judged["mistakes"]] == [
-        (pytest.approx(share, rel=1e-3), *pair) for share, *pair in mistakes]
+    assert [(one["share"], classes[one["truth"]], classes[one["guess"]],
+             Path(one["file"]).resolve()) for one in judged["mistakes"]] == [
+        (pytest.approx(share, rel=1e-3), *others) for share, *others in mistakes]
+    for one in judged["mistakes"]:                   # the page is in tmp_path
+        assert (tmp_path / one["link"]).samefile(one["file"]) and one["link"][:3] != "../"
     assert (judged["images"], judged["of"], judged["parameters"]) == (50, 50, 683_050)
     assert meta["comparison"] is None and dict(run["facts"])["top-1, last"] == "90.23 %"
     meta, _ = contents(report("cifar10_small", "--data-dir", photographs, "--images", 20))
     few = meta["runs"][0]["judged"]
     assert (few["images"], few["of"]) == (17, 50)                        # every third
+    assert {one["file"] for one in few["mistakes"]} <= {
+        str(photographs / "val" / file.relative_to(IMAGES)) for file in files[::3]}
+
+
+def test_a_link_leads_to_the_file_whatever_its_name(tmp_path):
+    for name in ("100 % #1?.jpg", "a:b&\"<é>.jpg", "b\udcff.jpg"):
+        link = address(str(tmp_path / "cats" / name), tmp_path / "pages")
+        url = urljoin(f"file://{tmp_path}/pages/report.html", link)
+        assert unquote_to_bytes(urlsplit(url).path) == os.fsencode(tmp_path / "cats" / name)
 
 
 def test_what_is_not_at_hand_is_left_out_with_a_line(report, contents, four_runs, written_run,
@@ -106,7 +129,10 @@ def test_what_is_not_at_hand_is_left_out_with_a_line(report, contents, four_runs
     assert "data/cifar10" in contents(report("cifar10_small"))[0]["runs"][0]["note"]
     started = written_run("started", [9.0], epochs=3, recipe="mine.toml")
     meta, _ = contents(report(started, "--images", 0))
-    assert "none of the runs is finished" in meta["notes"][1] and meta["comparison"] is None
+    assert meta["notes"][0] == "started is not finished: 1 of 3 epochs so far."
+    assert meta["runs"][0]["facts"][:2] == [["epochs, not finished", "1 of 3"],
+                                            ["top-1, so far", "9.00 %"]]
+    assert meta["comparison"] is None and not meta["runs"][0]["finished"]
     assert "recipe mine.toml: no such file" in meta["runs"][0]["changes"]
     assert meta["runs"][0]["note"] == "left out, as --images 0 asks"
     write_archive([read_run(folder) for folder in four_runs], tmp_path / "runs.tar.xz")
@@ -134,6 +160,9 @@ def test_a_browser_shows_the_report(report, contents, in_browser, four_runs, pho
         read.tip = chart.querySelector(".tip").innerText;
         read.shown = !document.querySelector(".judged").hidden;
         read.mistakes = document.querySelectorAll("#mistakes img").length;
+        read.links = [...document.querySelectorAll("#mistakes figcaption a")].map(
+          (link) => [link.innerText, link.getAttribute("href")]);
+        read.classes = [...document.querySelectorAll("#classes tr")].map((line) => line.innerText);
         read.intervals = document.querySelector("#intervals").innerText;
         read.tables = document.querySelectorAll("#text table").length;
         document.dispatchEvent(new KeyboardEvent("keydown", {key: ",", bubbles: true}));
@@ -151,6 +180,9 @@ def test_a_browser_shows_the_report(report, contents, in_browser, four_runs, pho
     assert tip[0] == f"epoch {line['x'][-1]:g}"      # of the training loss, nearest to the right
     assert float(tip[1]) == pytest.approx(line["mean"][-1], rel=1e-3)
     assert found["shown"] and found["mistakes"] == len(judged["mistakes"]) == 2
+    assert found["links"] == [[Path(one["file"]).name, one["link"]] for one in judged["mistakes"]]
+    f1 = [float(line.split("\t")[-1]) for line in found["classes"][1:]]
+    assert f1 == sorted(round(score[2], 1) for score in judged["scores"]) and len(f1) == 10
     assert "+12.00 ± 25.41" in found["intervals"]
     assert found["tables"] == 3 and found["wide"]
     assert (found["run"], found["address"], found["hidden"]) == ("impulse|1", "#run=3", True)

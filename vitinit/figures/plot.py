@@ -206,7 +206,7 @@ def rounded(value: Any) -> Any:
     """Numbers with four digits, in lists of any depth; None for those that JSON does not know."""
     if isinstance(value, (list, tuple)):
         return [rounded(part) for part in value]
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
 def as_png(view: Tensor, side: int = 2**16) -> str:

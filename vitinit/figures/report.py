@@ -1,19 +1,22 @@
 """The page `report`: one HTML file about one run or several; report.html is its template."""
 
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
 from ..data.images import DataError
+from ..data.sources import ImageFiles
 from ..messages import OneLineError, ProgressBar
 from ..recipe.files import load_recipe
 from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import Group, group_runs
 from ..runs.records import RunRecord, read_runs
-from ..runs.results import compare_runs, origin, paired, t_interval
+from ..runs.results import balanced_accuracy, class_scores, compare_runs, origin, paired, t_interval
 from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
 from ..train.device import this_device
@@ -40,22 +43,22 @@ def write_report(out: Path, runs: Sequence[Path], *, data_dir: str | None, image
     records = read_runs(runs)
     groups = group_runs(records)
     curves, notes = panels(groups)
+    unfinished = [f"{run.path.name} is not finished: {len(run.rows)} of {run.epochs} epochs so far."
+                  for run in records if not run.finished]
     comparison = None
-    try:
+    if len(records) > max(1, len(unfinished)):
         compared, text = compare_runs(records)
-        if len(records) > 1:
-            intervals = [
-                {"label": label, "weights": weights, "by_seed": rounded([*by_seed.values()]),
-                 "interval": rounded(t_interval([*by_seed.values()])) if len(by_seed) > 1 else None}
-                for label, weights, by_seed in paired(compared) if by_seed]
-            comparison = {"text": text, "base": compared[0].label, "intervals": intervals}
-    except OneLineError as error:
-        notes.append(str(error))
+        intervals = [
+            {"label": label, "weights": weights, "by_seed": rounded([*by_seed.values()]),
+             "interval": rounded(t_interval([*by_seed.values()])) if len(by_seed) > 1 else None}
+            for label, weights, by_seed in paired(compared) if by_seed]
+        comparison = {"text": text, "base": compared[0].label, "intervals": intervals}
     write_page(out, "report.html", {
-        "recipes": list(dict.fromkeys(run.recipe for run in records)), "notes": notes,
+        "recipes": list(dict.fromkeys(run.recipe for run in records)),
+        "notes": unfinished + notes,
         "curves": curves, "comparison": comparison, "origin": origin(groups),
-        "runs": [run_view(run, group, data_dir=data_dir, images=images, weights=weights)
-                 for group in groups for run in group.runs.values()]})
+        "runs": [run_view(run, group, data_dir=data_dir, images=images, weights=weights,
+                          folder=out.parent) for group in groups for run in group.runs.values()]})
 
 
 def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -87,11 +90,11 @@ def panel(title: str, across: str, bands: Sequence[Band]) -> dict[str, Any]:
     return {"title": title, "across": across, "lines": lines, "log": False}
 
 
-def run_view(run: RunRecord, group: Group, *, data_dir: str | None, images: int, weights: str
-             ) -> dict[str, Any]:
+def run_view(run: RunRecord, group: Group, *, data_dir: str | None, images: int, weights: str,
+             folder: Path) -> dict[str, Any]:
     judged, note = None, "" if images else "left out, as --images 0 asks"
     try:
-        judged = judge(run.path, data_dir, images, weights) if images else None
+        judged = judge(run.path, data_dir, images, weights, folder) if images else None
     except OneLineError as error:
         note = str(error)
     changes: list[list[str]] | str
@@ -108,15 +111,17 @@ def run_view(run: RunRecord, group: Group, *, data_dir: str | None, images: int,
             start.get("arguments", {}))]))} for start in run.starts]
     return {"name": run.path.name, "group": group.label, "seed": run.seed, "facts": facts(run),
             "recipe": run.recipe, "toml": run.files["recipe.toml"].decode(), "changes": changes,
-            "starts": starts, "judged": judged, "note": note}
+            "finished": run.finished, "starts": starts, "judged": judged, "note": note}
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
     """The numbers of a run that stand above all others, in words."""
-    numbers = [("epochs", f"{len(run.rows)} of {run.epochs}")]
+    last = "last" if run.finished else "so far"
+    numbers = [("epochs" if run.finished else "epochs, not finished",
+                f"{len(run.rows)} of {run.epochs}")]
     for metric, words in (("val_top1", "top-1"), ("ema_top1", "EMA top-1")):
         if values := run.measured(metric):
-            numbers += [(f"{words}, last", f"{values[-1]:.2f} %"),
+            numbers += [(f"{words}, {last}", f"{values[-1]:.2f} %"),
                         (f"{words}, best epoch", f"{max(values):.2f} %")]
     if run.rows:
         minutes, seconds = divmod(round(sum(row["seconds"] for row in run.rows)), 60)
@@ -132,8 +137,10 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
 
 
 @torch.no_grad()
-def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[str, Any]:
-    """How a run's model does on its validation images: who is taken for whom, and the mistakes.
+def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: Path = Path()
+          ) -> dict[str, Any]:
+    """How a run's model does on its validation images: who is taken for whom, and the mistakes,
+    whose links lead from `folder` to their files.
 
     Raises CheckpointError without weights, and DataError if the images are not at hand or have
     other classes than the model.
@@ -161,10 +168,24 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
     pairs, counts = (labels * len(classes) + guesses).unique(return_counts=True)
     wrong = (guesses != labels).nonzero()[:, 0]
     surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
+    scores = class_scores(*(part.bincount(minlength=len(classes)).tolist()
+                            for part in (labels[guesses == labels], labels, guesses)))
+    numbers = batches.views.indices                  # of the judged images in the source
+    paths = source.paths if isinstance(source, ImageFiles) else None
     return {"classes": classes, "images": len(labels), "of": len(source), "weights": weights,
             "set": data_set.name, "parameters": sum(p.numel() for p in model.parameters()),
+            "scores": [rounded([*score]) for score in scores],
+            "balanced_accuracy": rounded(balanced_accuracy(scores)),
             "pairs": [[pair // len(classes), pair % len(classes), count]
                       for pair, count in zip(pairs.tolist(), counts.tolist())],
             "mistakes": [{"source": as_png(batches.views[index][0], SIDE),
                           "truth": int(labels[index]), "guess": int(guesses[index]),
-                          "share": rounded(shares[index].item())} for index in surest.tolist()]}
+                          "share": rounded(shares[index].item()),
+                          "file": paths[numbers[index]] if paths else f"image {numbers[index]}",
+                          "link": paths and address(paths[numbers[index]], folder)}
+                         for index in surest.tolist()]}
+
+
+def address(path: str, folder: Path) -> str:
+    """The address of a file as seen from a page in `folder`, so that both can move together."""
+    return quote(os.fsencode(os.path.relpath(path, folder)))
