@@ -51,14 +51,18 @@ def test_every_kind_of_image_is_the_same_image(tmp_path):
     image, path, packed = Image.fromarray(pixels), tmp_path / "image.png", io.BytesIO()
     image.save(path)
     image.save(packed, "PNG")
-    kinds = [path, str(path), packed.getvalue(), image, as_tensor(pixels), image.convert("RGBA")]
+    frame = np.ascontiguousarray(pixels[..., ::-1])  # BGR, as OpenCV reads a video
+    frame.flags.writeable = False
+    kinds = [path, str(path), packed.getvalue(), image, as_tensor(pixels), image.convert("RGBA"),
+             pixels, frame[..., ::-1]]
     batch = trained.preprocess(kinds)
-    assert batch.shape == (6, 3, 8, 8) and batch.dtype == torch.float32
+    assert batch.shape == (8, 3, 8, 8) and batch.dtype == torch.float32
     for kind, one in zip(kinds, batch):
         assert torch.equal(one, batch[0])
         assert torch.equal(trained.preprocess(kind), batch[:1])
         assert trained.predict(kind) == trained.predict(path)
     assert torch.equal(trained.preprocess(torch.stack([as_tensor(pixels)] * 2)), batch[:2])
+    assert torch.equal(trained.preprocess(np.stack([pixels] * 2)), batch[:2])
     other = trained.preprocess(as_tensor(drawn_image(seed=1)))
     assert not torch.equal(other, batch[:1])
 
@@ -140,8 +144,12 @@ def test_what_is_no_image_is_one_line():
             (17, "an image is a int, expected a path, bytes, a PIL image or a tensor"),
             (torch.zeros(3, 5, 7), r"an image is a tensor \(3, 5, 7\) torch.float32, expected "),
             (torch.zeros(3, 0, 7, dtype=torch.uint8),
-             r"an image is a tensor \(3, 0, 7\) torch.uint8")):
-        for call in (trained.predict, lambda one: trained.preprocess([good, one])):
+             r"an image is a tensor \(3, 0, 7\) torch.uint8"),
+            *((np.zeros(size, kind), rf"an image is an array \({size[0]}, .*\) {kind.__name__}, ex")
+              for size, kind in [((5, 7), np.uint8), ((3, 5, 7), np.uint8), ((5, 7, 4), np.uint8),
+                                 ((0, 7, 3), np.uint8), ((5, 7, 3), np.float32)])):
+        for call in (trained.predict, lambda one: trained.preprocess([good, one]),
+                     *[trained.preprocess] * isinstance(image, np.ndarray)):
             assert re.search(problem, refused(ValueError, call, image))
     Image.fromarray(drawn_image()).save(packed := io.BytesIO(), "JPEG")
     with pytest.raises(ValueError, match="an image of Pillow that cannot be read: image file is t"):

@@ -8,6 +8,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a run's own recipe, `l
 BATCH = 64                                           # images per forward pass in `predict_batch`
 
 Weights = Literal["model", "ema"]
-ImageLike = str | os.PathLike | bytes | Image.Image | Tensor
+ImageLike = str | os.PathLike | bytes | Image.Image | np.ndarray | Tensor
 
 
 def as_uint8(image: ImageLike) -> Tensor:
@@ -40,19 +41,25 @@ def as_uint8(image: ImageLike) -> Tensor:
     if isinstance(image, (str, os.PathLike)):
         return decode_image(os.fspath(image))
     what = f"a {type(image).__name__}"
+    if isinstance(image, np.ndarray):
+        if image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.size:
+            # A copy, since a view such as frame[..., ::-1] has strides that torch has not.
+            return torch.from_numpy(np.array(image, order="C")).permute(2, 0, 1)
+        what = f"an array {image.shape} {image.dtype}"
     if isinstance(image, Tensor):
         if image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3 and image.numel():
             return image.cpu()
         what = f"a tensor {tuple(image.shape)} {image.dtype}"
     raise DataError(f"an image is {what}, expected a path, bytes, a PIL image or a tensor (3, H, "
-                    "W) torch.uint8")
+                    "W) torch.uint8, or an array (H, W, 3) uint8")
 
 
 @dataclass(frozen=True)
 class Trained:
     """A trained model together with its class names and its preprocessing. `load` makes one.
 
-    An image may be a path, a file's bytes, a PIL image, or a tensor (3, H, W) uint8, of any size.
+    An image may be a path, a file's bytes, a PIL image, an array (H, W, 3) uint8, such as a frame
+    of a video, or a tensor (3, H, W) uint8, each in RGB and of any size.
 
     Example:
         trained = vitinit.load("runs/quickstart-impulse-s0")
@@ -81,7 +88,7 @@ class Trained:
         (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device and in
         its precision. Raises ValueError if there is no image, or one cannot be read.
         """
-        single = isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3
+        single = isinstance(images, ImageLike) and getattr(images, "ndim", 3) in (2, 3)
         views = [*map(self.view, cast(Sequence[ImageLike], [images] if single else images))]
         if not views:
             raise DataError("no image was given; expected at least one")
