@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from PIL import Image
 
 from vitinit import evaluate, run
 from vitinit.data import shapes
+from vitinit.data.images import heif_formats
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.records import METRICS
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
@@ -96,6 +98,15 @@ def without_matplotlib(monkeypatch) -> None:
             raise ImportError(name)
         return real(name, *arguments, **keywords)
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+@pytest.fixture
+def without_heif(monkeypatch) -> Iterator[None]:
+    """As where pillow-heif is not installed."""
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    heif_formats.cache_clear()
+    yield
+    heif_formats.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -189,6 +189,19 @@ def test_a_run_is_validated_on_held_out_images(eval_program, run_on_part, image_
         judge(folder, None, 100, "model")
 
 
+def test_a_list_may_lack_a_class_of_those_trained_on(eval_program, image_tree, tmp_path, capsys):
+    torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
+    for name, classes in (("train", ("blue", "green", "red")), ("val", ("red", "blue"))):
+        (image_tree / f"{name}.csv").write_text("path,label\n" + "".join(
+            f"{name}/{label}/0{number}.png,{label}\n" for label in classes for number in range(5)))
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_list={image_tree}",
+                              "--per-class", *as_recipe(3)]) == 0
+    printed = capsys.readouterr().out
+    assert "  over 10 images\n" in printed
+    assert {line.split()[1] for line in printed.splitlines() if line.endswith(" |")} == {
+        "class", "---", "red", "blue"}
+
+
 def test_a_foreign_checkpoint_needs_only_a_recipe_and_one_that_misfits_is_one_line(
         eval_program, image_tree, tmp_path, capsys):
     """Like DeiT's files: a state dict under "model", and a Namespace beside it."""

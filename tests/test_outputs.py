@@ -26,6 +26,7 @@ NO_OUTPUTS = ("--across", "--checkpoint", "--data-dir", "--init", "--log", "--ou
 # Each output → a command with it, how its name ends, and an input of the command that ends so.
 COMMANDS = {
     "predict --json": ("run photos", ".json", "photos/notes.json"),
+    "predict --csv": ("run photos", ".csv", None),
     "predict --sheet": ("run photos", ".png", "photos/a.png"),
     "eval --json": ("run theirs", ".json", "theirs/config.json"),
     "compare --out": ("run", "", None),
@@ -40,7 +41,8 @@ COMMANDS = {
            ("explore", "b.png --run run", ".html"), ("curves", "run", ".png"),
            ("report", "run", ".html"), ("operations", "photos/a.png", ".png"))}}
 BEGINS = {".json": b"{}", ".jsonl": b"{}", ".png": b"\x89PNG\r\n\x1a\n", ".html": b"<html>",
-          ".ipynb": b"{", ".tar.xz": b"\xfd7zXZ\0", ".pt2": b"PK\x03\x04"}
+          ".ipynb": b"{", ".tar.xz": b"\xfd7zXZ\0", ".pt2": b"PK\x03\x04",
+          ".csv": b"path,label,probability\n"}
 
 
 def parsers(parse: Callable, name: str, monkeypatch) -> Iterator[tuple[str, Parser]]:

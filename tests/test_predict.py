@@ -14,6 +14,7 @@ from small_models import built, seeded, written
 import vitinit
 from vitinit import predict as predict_module
 from vitinit.data import images
+from vitinit.data.datasets import open_split
 from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.figures.plot import FigureError
 from vitinit.mixing import mixing_matrices
@@ -48,6 +49,7 @@ def test_lines_are_the_models_guesses_in_order(folder, monkeypatch, capsys):
                     f"({100 * right / 22:.2f} %)")
 
 
+@pytest.mark.usefixtures("without_heif")
 def test_what_a_folder_leaves_out_is_named_once(folder, capsys):
     for name in ("a.HEIC", "b.heic", "c.mov", ".d.heic"):
         (folder / "red" / name).touch()
@@ -101,6 +103,28 @@ def test_json_holds_every_image(folder, tmp_path, capsys):
         else:
             assert [(found["class"], found["probability"]) for found in one["classes"]] == [
                 (name, pytest.approx(share, rel=1e-5)) for name, share in trained.predict(path)]
+
+
+def test_the_list_of_guesses_is_read_as_a_list(folder, tmp_path, capsys):
+    strange = folder / os.fsdecode(b"caf\xe9, \"\n.png")
+    os.rename(folder / "blue" / "00.png", strange)
+    (folder / "red" / "05.png").write_bytes(b"no image")
+    Image.new("RGB", (8, 8)).save(tmp_path / "elsewhere.png")
+    paths, trained = [*sorted(folder.rglob("*.png")), tmp_path / "elsewhere.png"], vitinit.load(RUN)
+    paths.remove(folder / "red" / "05.png")
+    assert predicted(RUN, folder, strange, tmp_path / "elsewhere.png", "--csv",
+                     folder / "images.csv") == 1
+    assert capsys.readouterr().out.endswith(f"\nwrote {folder / 'images.csv'}\n")
+    source = open_split("image_list", str(folder), "whole", 0)
+    guesses = {path: trained.predict(path)[0] for path in paths}
+    assert {Path(path): source.classes[label] for path, label in zip(
+        source.paths, source.labels, strict=True)} == {
+            path: name for path, (name, _) in guesses.items()}
+    last = (folder / "images.csv").read_bytes().decode("utf-8", "surrogateescape").splitlines()[-1]
+    assert last == f"{paths[-1]},{guesses[paths[-1]][0]},{guesses[paths[-1]][1]:.6f}"
+    (folder / "train.csv").write_text("path,label\nred/00.png,red\n")      # the user's own
+    assert predicted(RUN, folder, "--csv", folder / "train.csv") == 2
+    assert "train.csv: is there already and no .csv file as this p" in capsys.readouterr().err
 
 
 def test_no_file_and_too_little_memory_are_named_and_passed(folder, tmp_path, monkeypatch, capsys):

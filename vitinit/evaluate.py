@@ -57,7 +57,7 @@ def named_set(text: str) -> EvaluatedSet:
         raise argparse.ArgumentTypeError(f"there is no data set '{name}'{nearest(name, known)}")
     if bool(root) == (name == "shapes"):
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, or shapes without a folder")
-    return EvaluatedSet(name, root, whole=name == "image_folder")
+    return EvaluatedSet(name, root, whole=name in ("image_folder", "image_list"))
 
 
 def parse_arguments(arguments: list[str] | None = None, name: str = "eval.py"

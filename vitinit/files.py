@@ -29,7 +29,7 @@ RUN_FILES = (*RESULTS, "recipe.toml", "run.json", "run.lock", "start.txt")
 KINDS = {suffix: re.compile(start, re.DOTALL) for suffix, start in {
     ".json": rb"\s*[\[{]", ".jsonl": rb"\s*\{", ".ipynb": rb"\s*\{", ".html": rb"\s*<",
     ".md": rb"#", ".png": rb"\x89PNG\r\n", ".tar.xz": rb"\xfd7zXZ\0", ".pt2": rb"PK",
-    ".safetensors": rb".{8}\{"}.items()}
+    ".safetensors": rb".{8}\{", ".csv": rb"path,label,probability"}.items()}
 
 LARGEST = 2**24                 # most bytes of a text
 LARGEST_TOML = 2**16            # of TOML, which takes long to read and is short
@@ -133,7 +133,8 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
         with in_one_line(path, "read"), open(target, "rb") as file:
             start = file.read(64)
         if start and not KINDS[suffix].match(start):
-            raise FileError(f"{path}: is there already and no {suffix} file, so it stays as it is")
+            raise FileError(f"{path}: is there already and no {suffix} file as this program "
+                            "writes, so it stays as it is")
 
 
 def require_no_input(path: Path, inputs: Iterable[str]) -> None:

@@ -8,9 +8,10 @@ come in the order given, those of a folder sorted by name. If the folder that an
 name of a class, that class counts as the truth, and the last line says how many images were
 classified correctly. An image that cannot be read is named and skipped, and the exit status is 1.
 
---json FILE writes one JSON object per image and line. --sheet FILE.png draws a contact sheet of the
-images with their predictions, marked as right or wrong; --attention adds a map of what the model
-attends to. --sheet needs the extra `figures`.
+--json FILE writes one JSON object per image and line, --csv FILE the path, likeliest class and its
+probability of each image that can be read, which data.name = "image_list" reads again. --sheet
+FILE.png draws a contact sheet of the images with their predictions, marked as right or wrong;
+--attention adds a map of what the model attends to. --sheet needs the extra `figures`.
 """
 
 if __name__ == "__main__":
@@ -32,7 +33,9 @@ from torch import Tensor
 from .command_line import Output, Parser, add_run, deliver, integer, run_arguments, run_program
 from .data.folders import images_in
 from .data.images import DataError, dark_in_16_bits
+from .data.lists import as_list
 from .figures.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
+from .files import written_atomically
 from .messages import ProgressBar, in_brief, one_line, say
 from .mixing import block_grids, mixing_matrices
 from .runs.trained import BATCH, VIEW_KEYS, Trained, load
@@ -207,6 +210,11 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     if last_line := share_right(guesses):
         print(last_line, flush=True)
     deliver("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
+    if args.csv is not None:
+        with written_atomically(args.csv) as file:
+            file.write(as_list(((guess.path, *guess.ranked[0]) for guess in guesses
+                                if guess.ranked), args.csv.parent))
+        print(f"wrote {args.csv}")
     if args.sheet is not None:
         draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                    f"{len(paths):,} images{last_line and ': '}{last_line}")
@@ -221,6 +229,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
     parser.add_argument("--json", type=Output(".json", ".jsonl", prints=True), metavar="FILE",
                         help="write one JSON object per image and line; -: to the terminal")
+    parser.add_argument("--csv", type=Output(".csv"), metavar="FILE.csv",
+                        help="write the likeliest class of each image, as a list")
     parser.add_argument("--sheet", type=Output(".png"), metavar="FILE.png",
                         help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
     parser.add_argument("--attention", action="store_true",

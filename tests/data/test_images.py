@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from broken_files import SIZES, broken_files, encoded, noise, png_of_16_bits, valid_files
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 from refused import refused
 from torchvision.transforms import InterpolationMode, v2
 
@@ -74,6 +74,21 @@ def test_a_decoded_file_equals_pillows_rgb(tmp_path, jpeg_decoder):
     assert Image.open(io.BytesIO(FILES["two.jpg"])).n_frames == 2
 
 
+@pytest.mark.parametrize("kind, apply", [("avif", True), ("heic", True), ("heic", False)])
+def test_photographs_of_phones_are_turned_once(kind, apply):
+    """Where Pillow, or pillow-heif in any case, can write and read them."""
+    if kind == "heic":
+        pytest.importorskip("pillow_heif").register_heif_opener()
+    elif not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    down, across = np.mgrid[:48, :64]
+    levels = np.stack([4 * across, 5 * down, 0 * down], axis=2).astype(np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(levels).save(content, "HEIF" if kind == "heic" else kind, exif=TURNED.tobytes())
+    image = decode_bytes(content.getvalue(), "a", apply_exif_orientation=apply)
+    assert np.abs(np.rot90(levels, -1) - image.permute(1, 2, 0).numpy().astype(float)).mean() < 8
+
+
 def write_16_bits(path: Path, values: np.ndarray) -> Path:
     """Write (H, W, 3) values below 2^16, or, unless the file is named after RGB, one channel."""
     if path.suffix == ".png":
@@ -110,6 +125,7 @@ def refusal(path) -> str:
     return refused(DataError, decode_image, str(path))
 
 
+@pytest.mark.usefixtures("without_heif")
 def test_a_file_that_is_no_whole_image_is_refused_in_one_line(tmp_path, jpeg_decoder):
     cases = [(name, FILES[name][:int(0.3 * len(FILES[name]))], "") for name in (
         "rgb.jpg", "progressive.jpg", "rgb.png", "still.gif", "lossless.webp", "rgb.bmp",

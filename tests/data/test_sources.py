@@ -1,16 +1,20 @@
 """Which files are images, how paths are stored, and which images are in parts of a training set."""
 
+import io
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image, PngImagePlugin
 from refused import refused
 from torchvision.datasets.folder import make_dataset
 
@@ -75,6 +79,7 @@ def test_each_real_folder_is_read_once_as_of_its_own_class(tmp_path, monkeypatch
             item for item in expected.items() if item[1]]
 
 
+@pytest.mark.usefixtures("without_heif")
 def test_a_folder_without_images_or_that_cannot_be_listed_is_one_line(tmp_path):
     tree(tmp_path, "a/1.png", "b/2.png")
     (tmp_path / "c").symlink_to("a")
@@ -89,6 +94,7 @@ def test_a_folder_without_images_or_that_cannot_be_listed_is_one_line(tmp_path):
             assert refusal(function, tmp_path / folder).startswith(f"{tmp_path / folder}: ")
 
 
+@pytest.mark.usefixtures("without_heif")
 def test_what_is_left_out_is_counted_by_suffix(tmp_path):
     tree(tmp_path, "a/1.jpg", "a/2.HEIC", "a/deep/3.heic", "a/4.mov", "b/1.png", "b/README",
          "b/.DS_Store", "b/.x/5.mov", "7.jpg", ".hidden.txt")
@@ -100,6 +106,26 @@ def test_what_is_left_out_is_counted_by_suffix(tmp_path):
     assert found == Counter({".heic": 2, ".mov": 1, "without suffix": 1})
     assert in_words(Counter({".b\n": 5}), "x") == "left out: 5 .b in x"
     assert in_words(Counter(), "x") == ""
+
+
+def test_heic_is_an_image_where_pillow_heif_reads_it(tmp_path, monkeypatch, without_heif):
+    """Here a stub, whose images are PNGs after the first bytes of a HEIC."""
+    def opened(file, name):
+        return PngImagePlugin.PngImageFile(io.BytesIO(file.read()[12:]))
+
+    def register():
+        monkeypatch.setitem(Image.OPEN, "HEIF", (opened, lambda start: start[4:12] == b"ftypheic"))
+    monkeypatch.setitem(sys.modules, "pillow_heif", Mock(register_heif_opener=register))
+    tree(tmp_path, "a/1.jfif", "a/2.HEIC", "b/3.hif", "b/4.mov")
+    for name in ("a/2.HEIC", "b/3.hif"):
+        Image.new("RGB", (5, 3), "red").save(content := io.BytesIO(), "PNG")
+        (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic" + content.getvalue())
+    source = ImageFolder(tmp_path)
+    assert [Path(path).name for path in source.paths] == ["1.jfif", "2.HEIC", "3.hif"]
+    assert source.image(1)[0].eq(255).all() and source.image(2).shape == (3, 3, 5)
+    assert source.left_out == f"left out: 1 .mov in {tmp_path}"
+    (tmp_path / "a/2.HEIC").write_bytes(b"\0\0\0\x18ftypmif1")
+    assert refusal(source.image, 1).endswith("HEIF)")     # not how to install
 
 
 def test_loose_images_are_the_first_of_any_folders_and_have_one_class(tmp_path):

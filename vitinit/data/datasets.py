@@ -1,4 +1,4 @@
-"""All data sets by name: image folders, published sets, and the embedded set `shapes`.
+"""All data sets by name: image folders and lists, published sets, and the embedded set `shapes`.
 
 torchvision lists, reads and downloads the published ones, except for ImageNet and Tiny ImageNet.
 Four test sets are for models that were trained on ImageNet-1K:
@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..messages import counted, in_brief, one_line
+from ..messages import OneLineError, counted, in_brief, one_line
 from . import shapes
 from .folders import SPLITS, TEST, TRAIN, VAL, folders_in, listed, splits_in
 from .images import DataError
+from .lists import open_list
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, Source, folder_of
 
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
@@ -192,6 +193,8 @@ DATA_SETS: dict[str, DataSet] = {
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
+    "image_list": DataSet(
+        open_list, "train.csv and val.csv, or images.csv, with the columns path and label", None),
     "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
     "cifar10": DataSet(
         partial(read_arrays, "CIFAR10"), "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)",
@@ -260,7 +263,7 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
         raise DataError(f"{folder}: no such folder; {name} is {data_set.holds}")
     try:
         source = data_set.open(folder, split)
-    except DataError:
+    except OneLineError:
         raise
     except ImportError:
         raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'"
@@ -272,7 +275,8 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
         raise DataError(f"{folder}: no complete {name} in it ({reason}); expected "
                         f"{data_set.holds}") from None
     if num_classes not in (0, len(source.classes)):
+        kind = name if name == "image_list" else "image_folder"
         raise DataError(f"{root or name}: {len(source.classes)} classes found, and {num_classes} "
-                        "expected; --set data.num_classes=0, or eval.py --data "
-                        f"image_folder={root}, takes those that are there")
+                        f"expected; --set data.num_classes=0, or eval.py --data {kind}={root}, "
+                        "takes those that are there")
     return source

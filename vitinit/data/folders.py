@@ -1,9 +1,10 @@
 """What a folder of images holds: splits, classes, and files.
 
 A folder with one of the names in SPLITS, in any case, is a split; without one, all folders are
-classes. A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left
-out (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted. Links are
-followed, but each real folder is read once, as of the class that it lies in (README.md).
+classes. A file is an image if its name has one of the EXTENSIONS, or one of HEIF that can be read
+here. Hidden files and folders are left out (such as .ipynb_checkpoints and macOS's ._x.jpg); what
+else is left out is counted. Links are followed, but each real folder is read once, as of the class
+that it lies in (README.md).
 """
 
 import fnmatch
@@ -15,10 +16,11 @@ from heapq import heappop, heappush
 from pathlib import Path
 
 from ..messages import in_brief, one_line
-from .images import HEIF_REMEDY, DataError
+from .images import HEIF_REMEDY, DataError, heif_formats
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-HEIF = (".heic", ".heif", ".avif")
+EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm",
+              ".pgm")
+HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}       # Pillow's names
 TRAIN, VAL, TEST = range(3)
 SPLITS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL,
           "dev": VAL, "test": TEST, "testing": TEST}
@@ -53,7 +55,7 @@ def splits_in(root: Path) -> dict[int, str]:
     for name in names:
         shared = shared and shared.intersection(folders_in(root / name))
     alike = len(shared) > 1 and not any(
-        file.lower().endswith(EXTENSIONS) for name in names for file in os.listdir(root / name))
+        is_image(file) for name in names for file in os.listdir(root / name))
     if not splits and (alike or {TRAIN} < words - {None}):       # such as train2017/ and val2017/
         reason = f": each holds {listed(sorted(shared))}" if alike else ""
         raise DataError(f"{root}: {listed(names)} look like splits, not classes{reason}; expected "
@@ -89,7 +91,7 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
                 left_out["linked back"] += 1
             else:
                 heappush(waiting, (linked * path.count(os.sep), path, target))
-        images[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
+        images[parent] = sorted(filter(is_image, files))
         left_out.update(map(suffix_of, set(files).difference(images[parent])))
     return sorted(images.items())
 
@@ -105,6 +107,12 @@ def images_in(folder: str | Path) -> tuple[list[str], str]:
     return paths, line
 
 
+def is_image(name: str) -> bool:
+    """Whether a file's name ends as that of an image which can be read here."""
+    return name.lower().endswith(EXTENSIONS) or (
+        (suffix := suffix_of(name)) in HEIF and HEIF[suffix] in heif_formats())
+
+
 def suffix_of(name: str) -> str:
     """The suffix of a file's name in lower case, or "without suffix"."""
     return os.path.splitext(name)[1].lower() or "without suffix"
@@ -115,6 +123,8 @@ def in_words(left_out: Counter[str], folder: str | Path) -> str:
     if not left_out:
         return ""
     kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
-    remedy = f"; {HEIF_REMEDY}" if any(suffix.startswith(HEIF) for suffix in left_out) else ""
+    unread = any(kind.startswith(suffix) and name not in heif_formats()
+                 for kind in left_out for suffix, name in HEIF.items())
+    remedy = f"; {HEIF_REMEDY}" if unread else ""
     return one_line(f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
                     f" in {folder}{remedy}")

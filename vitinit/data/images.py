@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
 from ..files import FileError, read_bytes
@@ -23,8 +23,10 @@ from ..messages import OneLineError, in_brief, ran_out_of_memory, without_warnin
 LARGEST_FILE = 2**30            # bytes: RGB of 16 bits of the most pixels that Pillow reads
 LONG = 32                       # an image so many times as long as its view is not enlarged whole
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's names
-HEIF_REMEDY = ("HEIC, HEIF and AVIF are not read: convert them, on macOS by sips -s format jpeg "
-               "FILE --out FILE.jpg, elsewhere by heif-convert FILE FILE.jpg")
+HEIF_BRANDS = {b"ftypheic": "HEIF", b"ftypheix": "HEIF", b"ftypmif1": "HEIF", b"ftypavif": "AVIF"}
+HEIF_REMEDY = ("HEIC and HEIF are read after pip install 'vitinit[heic]', AVIF by Pillow 11.3 or "
+               "later; or convert them, on macOS by sips -s format jpeg FILE --out FILE.jpg, "
+               "elsewhere by heif-convert FILE FILE.jpg")
 
 
 class DataError(OneLineError):
@@ -53,6 +55,20 @@ def jpeg_decoder() -> Callable[..., Tensor] | None:
     except ImportError:                              # deprecated since 0.29, to be removed
         return None
     return partial(decode_jpeg, mode=ImageReadMode.RGB)
+
+
+@cache
+def heif_formats() -> tuple[str, ...]:
+    """Pillow's names of the formats like HEIF that it can read here: AVIF itself, and HEIF by
+    pillow-heif. Importing that takes as long as Pillow, so the first such file does it.
+    """
+    with without_warnings():                         # of an old Pillow, which knows no "avif"
+        formats = ("AVIF",) * bool(features.check("avif"))
+    with suppress(ImportError):
+        import pillow_heif
+        pillow_heif.register_heif_opener()
+        formats += ("HEIF",)
+    return formats
 
 
 @contextmanager
@@ -88,14 +104,16 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     dropped as by Pillow's convert("RGB"); of 16-bit values the higher 8 bits are kept.
 
     apply_exif_orientation: turn a photograph upright, as its EXIF data say; False leaves it as it
-        is stored, as torchvision's and timm's loaders do. Pillow turns a TIFF in any case.
+        is stored, as torchvision's and timm's loaders do. Pillow turns a TIFF in any case, and
+        pillow-heif a HEIC, whose EXIF data then no longer say so.
 
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
     image, if it has 32-bit values, or more pixels than Pillow reads (178,956,970 by default).
     """
+    formats = FORMATS + (heif_formats() if content[4:8] == b"ftyp" else ())
     with without_warnings():                         # of deprecation, read-only bytes and damage
         try:
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads its header
+            with Image.open(io.BytesIO(content), formats=formats) as image:  # reads its header
                 if image.format in ("JPEG", "MPO") and (decode := jpeg_decoder()):
                     with suppress(RuntimeError):  # Pillow may decode it, or say why not
                         decoded = decode(torch.frombuffer(content, dtype=torch.uint8),
@@ -105,8 +123,8 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
         except MemoryError:
             raise
         except UnidentifiedImageError:
-            reason = f"none of {', '.join(FORMATS)}" if content else "empty"
-            if content[4:12] in (b"ftypheic", b"ftypmif1", b"ftypavif"):     # called .jpg
+            reason = f"none of {', '.join(formats)}" if content else "empty"
+            if HEIF_BRANDS.get(content[4:12], formats[0]) not in formats:    # perhaps called .jpg
                 reason = HEIF_REMEDY
         except Exception as error:                   # Pillow's plug-ins raise many kinds
             reason = in_brief(error)

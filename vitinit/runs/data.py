@@ -32,7 +32,7 @@ def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]
                      data.apply_exif_orientation)
     if len(whole.classes) < 2:
         raise DataError(f"{data.root}: one class found, '{whole.classes[0]}'; expected two at "
-                        "least, a folder each")
+                        "least")
     return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
                                   held_out=data.held_out_per_class,
                                   seed=run_seed if data.subset_seed == "run" else data.subset_seed,
@@ -56,7 +56,7 @@ class EvaluatedSet(NamedTuple):
     root: str                   # its folder; "" for `shapes`
     data: DataSection | None = None     # of the recipe whose training images they are
     run_seed: int = 0                   # of that recipe, where it decides which images they are
-    whole: bool = False                 # all of an image folder, if that has no splits
+    whole: bool = False                 # all of an image folder or list, if it has no splits
 
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name

@@ -88,9 +88,9 @@ class Finding(NamedTuple):
         return findings
 
     def by_class(self) -> str:
-        """A Markdown table of all classes by their top-1 accuracy, lowest first."""
-        by_class = zip(self.classes, self.results["model"].class_images,
-                       *(result.class_hits for result in self.results.values()))
+        """A Markdown table of all classes with images by their top-1 accuracy, lowest first."""
+        by_class = [row for row in zip(self.classes, self.results["model"].class_images, *(
+            result.class_hits for result in self.results.values())) if row[1]]
         return table(["class", "images", *(f"{name} top-1" for name in self.results)], [
             [one_line(label), f"{total:,}", *(f"{100.0 * correct / total:.2f}" for correct in hits)]
             for label, total, *hits in sorted(by_class, key=lambda row: row[2] / row[1])])
