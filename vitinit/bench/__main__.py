@@ -20,8 +20,7 @@ from ..command_line import Output, Parser, integer, one_of, real, run_program
 from ..train.device import cores
 from ..train.slowness import BOUNDS
 from .all import bench_all, machine
-from .loader import (PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches,
-                     loader_rows)
+from .loader import PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches, loader_rows
 from .step import memory_row, step_row
 from .training import recipe_of, row_table
 
