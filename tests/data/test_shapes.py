@@ -40,6 +40,8 @@ def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_pla
         for index in (0, 1, 59, 101):
             image, label = alone(number, index)
             assert np.array_equal(images[index].numpy(), image) and labels[index] == label
+            part = splits[split].part(np.array([index]))
+            assert part.image(0) is splits[split].image(index)           # painted once
         counts, expected = np.bincount(labels, minlength=10), len(labels) / 10
         assert len(counts) == len(shapes.CLASSES) == 10
         assert abs(counts - expected).max() < 4 * (0.9 * expected)**0.5

@@ -126,12 +126,16 @@ def image_of(split: int, index: int) -> np.ndarray:
 
 
 class Shapes(Source):
-    """A split, "train" or "val"; an image is painted when it is read."""
+    """A split, "train" or "val"; an image is painted when it is first read, and kept."""
 
     def __init__(self, split: str) -> None:
         number = list(SPLITS).index(split)
         super().__init__(torch.tensor([(number, index) for index in range(SPLITS[split])]),
                          [label_of(number, index) for index in range(SPLITS[split])], CLASSES)
+        self.painted: dict[int, Tensor] = {}         # by index in the split; parts share it
 
     def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
-        return view(torch.from_numpy(image_of(*self.stored[index].tolist())))
+        number, place = self.stored[index].tolist()
+        if place not in self.painted:
+            self.painted[place] = torch.from_numpy(image_of(number, place))
+        return view(self.painted[place])
