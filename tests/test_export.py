@@ -245,7 +245,7 @@ def views_and_logits(trained: vitinit.Trained) -> tuple[torch.Tensor, torch.Tens
     return views, trained.model(normalise(views, trained.recipe.data.mean, trained.recipe.data.std))
 
 
-@pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["vit", "rotary"], indirect=True)
 def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
     """That normalises inside. tests/models exports every family, tests/runs/test_teacher.py one
     that does not."""
@@ -258,6 +258,8 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
     program, (views, logits) = stored.module(), views_and_logits(trained)
     for batch in (1, 2, 5, 11):
         torch.testing.assert_close(program(views[:batch]), logits[:batch], rtol=0, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):      # as a student's step in bf16 asks a teacher
+        assert program(views).dtype == torch.bfloat16
     assert json.loads(notes["vitinit.json"])["classes"] == list(trained.classes)
     said = capsys.readouterr().out
     assert "run on 7 images: largest difference " in said and "uint8" in said

@@ -100,7 +100,8 @@ class Attention(nn.Module):
         """(B, N, C) → three of (B, h, N, d), the first two normalised and turned, if they are."""
         q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b n h d",
                             three=3, h=self.num_heads)
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)    # autocast's are float32
+        if isinstance(self.q_norm, nn.LayerNorm):    # whose results are float32 under autocast
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if self.rotary is not None:
             q, k = self.rotary(q, k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
