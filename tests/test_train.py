@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, family_run, rows_of
 
+from vitinit import export
 from vitinit.data import images, sources
 from vitinit.init.mass import mass_on_images
 from vitinit.recipe.files import load_recipe
@@ -317,3 +318,29 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["model"]["top1"] == pytest.approx(rows_of(straight)[-1]["val_top1"])
     assert found["ema"]["top1"] == pytest.approx(rows_of(straight)[-1]["ema_top1"])
+
+
+def test_a_classifier_trained_alone_leaves_the_rest_and_resumes(train_program, stop_before,
+                                                                small_run, tmp_path, monkeypatch,
+                                                                capsys):
+    """By Muon, too, whose matrices then rest, with a moving average; what is left is exported."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    changes = dict(optim__train="head", checkpoint__keep_epochs="[0]")
+    assert train_program.main(small_run(straight, **changes)) == 0
+    assert "AdamW for 39 weights" in (straight / "start.txt").read_text()
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
+    assert train_program.main(small_run(stopped, **changes)) == 143
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
+    assert train_program.main(["--resume", str(stopped)]) == 0
+    assert_same_run(straight, stopped)
+    before, after = (checkpoint(straight, name) for name in ("epoch_0000.pt", "last.pt"))
+    for name, value in before["model"].items():
+        for weights in (after["model"], after["ema"]["model"]):
+            assert torch.equal(value, weights[name]) == (not name.startswith("head")), name
+    moments = after["optimizer"]["state"].values()
+    assert sum(moment["exp_avg"].numel() for moment in moments) == 39    # of 12 channels, 3 classes
+    assert export.main([str(straight), "--to", "run", "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert train_program.main(family_run("cifar10_convmixer", tmp_path, tmp_path / "no",
+                                         optim__train="head")) == 2
+    assert 'optim.train = "head" with model.name' in capsys.readouterr().err

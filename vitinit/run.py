@@ -35,6 +35,7 @@ from .runs.data import open_data, read_images
 from .runs.folder import Lines
 from .runs.live import LiveCurves, require_loggers
 from .runs.model import initial_state, wrap_models
+from .runs.published import fetch, published
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
@@ -131,12 +132,17 @@ class Run:
         return self.folder.metrics.rows()
 
     def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
-        """Open the images, and the teacher of their classes; return the facts about them. Raises
+        """Fetch the weights to start from; open the images, and the teacher of their classes;
+        return the facts about these. Raises
         RecipeError on all processes if these differ between them, or from those the run began with.
         """
         processes, recipe = self.processes, choice.recipe
         processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
                                                "the step to go on from": self.folder.step})
+        weights = published(recipe.init.checkpoint)
+        with processes.together():
+            if weights and choice.saved is None and not dry_run and processes.local_rank == 0:
+                fetch(weights)
         with building(f"recipe {recipe.name}", "data"):
             self.data = data = open_data(recipe, processes, dry_run=dry_run,
                                          strided=choice.strided)
@@ -252,9 +258,11 @@ class Run:
                       f"        python -m vitinit.predict {path} photo.jpg")
 
     def drop_path(self, step: int) -> Tensor | None:
-        """The drop-path scales (branches, global batch) of a step; None without drop path."""
+        """The drop-path scales (branches, global batch) of a step; None without drop path, and
+        where the blocks are not trained.
+        """
         rates = cast(Classifier, self.state.model).drop_path_rates
-        if not any(rates):
+        if not any(rates) or self.recipe.optim.train == "head":
             return None
         return draw_drop_path(rates, self.recipe.optim.global_batch,
                               keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step))

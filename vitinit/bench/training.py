@@ -85,8 +85,11 @@ def cell(value: Any) -> str:
 
 def recipe_of(name: str, sets: Sequence[str] = (), device: torch.device = torch.device("cpu")
               ) -> Recipe:
-    """The recipe `name` with init "default" and with changes such as "engine.compile=false"."""
-    return load_recipe(name, overrides(init="default", sets=sets)).with_amp(fastest_amp(device))
+    """The recipe `name` with init "default" and with changes such as "engine.compile=false";
+    from no checkpoint.
+    """
+    changes = overrides(init="default", sets=["init.checkpoint=", *sets])
+    return load_recipe(name, changes).with_amp(fastest_amp(device))
 
 
 def alone(device: torch.device) -> Processes:

@@ -28,6 +28,7 @@ RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "rec
 NO_OPTIONS = ("num_classes", "image_size", *GIVEN)   # keyword arguments of models and inits
 # Keys that version 12 did not have at first, and what it meant: a recipe may leave them out.
 SINCE_12: dict[str, dict[str, Any]] = {"init": {"checkpoint_head": "keep"},
+                                       "optim": {"train": "all"},
                                        "schedule": {"cosine_after_warmup": False}}
 
 

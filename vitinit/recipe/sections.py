@@ -180,6 +180,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
             (schedule.min_lr > peak, f"schedule.min_lr {of_peak}", no_more),
             (recipe.distill.weights and not recipe.distill.teacher,
              "distill.weights distill.teacher", "none, as there is no teacher"),
+            (recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"),
+             "optim.train model.name", "all, as the BatchNorm below would go on changing"),
             (ema.warmup and not ema.decay, "ema.warmup ema.decay", f"false, as {no_average}"),
             (recipe.checkpoint.best_by == "ema_top1" and not ema.decay,
              "checkpoint.best_by ema.decay", f"another one, as {no_average}"),

@@ -34,6 +34,7 @@ from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, read_che
                                 save_atomically)
 from ..train.state import progress_of
 from ..values import Size, convert, flat
+from .published import kept_file, published
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
 # The weights in a folder that transformers or timm wrote.
@@ -249,9 +250,17 @@ class RunFolder:
 
 
 def by_name(path: Path) -> Path:
-    """The path as it is, or, where nothing exists at a mere name, the model in recipes/trained."""
-    boxed = path.parent == Path(".") and not path.exists() and (BOXED / path).is_dir()
-    return BOXED / path if boxed else path
+    """The path as it is, or, where nothing exists at a mere name, the model in recipes/trained, or
+    the file of published weights; NoCheckpoint if that is not there.
+    """
+    if path.parent != Path(".") or path.exists():
+        return path
+    if weights := published(path.name):
+        if not (file := kept_file(weights)).exists():
+            raise NoCheckpoint(f"{path}: expected its weights at {file}, where training with "
+                               f"init.checkpoint={path} puts them")
+        return file
+    return BOXED / path if (BOXED / path).is_dir() else path
 
 
 def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
@@ -260,7 +269,7 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
-    for its weights, and a name at which nothing exists for the model in recipes/trained.
+    for its weights; see `by_name` for a name at which nothing exists.
     """
     path = by_name(path)
     files, problems = [path], []

@@ -18,7 +18,7 @@ from ..models.layers import Classifier
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.metrics import Progress
-from ..train.optim import optimizer_for
+from ..train.optim import freeze_below_head, optimizer_for
 from ..train.state import Ema, TrainState
 from .data import training_views
 
@@ -91,6 +91,8 @@ def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:
         processes.share(model)
+    if recipe.optim.train == "head":
+        freeze_below_head(model)
     with building(f"recipe {recipe.name}", "optim"):
         optimizer = optimizer_for(model, recipe.optim)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")

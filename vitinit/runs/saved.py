@@ -20,6 +20,7 @@ from ..values import Size, convert, show
 from . import foreign
 from .folder import BOXED, RunFolder, read_checkpoint
 from .model import build
+from .published import published
 
 
 class Saved(NamedTuple):
@@ -158,20 +159,25 @@ def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) ->
     classes: the names of the run's classes, if it has any. Returns lines for the summary. Raises
     CheckpointError if the checkpoint does not fit, or computes another function.
     """
+    weights = published(recipe.init.checkpoint)
+    if weights and weights.model != recipe.model.name:
+        raise CheckpointError(f"init.checkpoint = {recipe.init.checkpoint}, of a {weights.model}, "
+                              f"with model.name = {recipe.model.name}; expected --set "
+                              f"model.name={weights.model}")
     path, state, description = _open(Path(recipe.init.checkpoint))
     saved = Saved(path, state, recipe, recipe.data.image_size, description)
     stated = description.values if description else state.get("recipe", {})
     differences = foreign.differences(stated, recipe, description.file if description else path)
-    weights, grid = recipe.init.checkpoint_weights, state.get("grid")
+    kind, grid = recipe.init.checkpoint_weights, state.get("grid")
     if description and "data.image_size" in stated:  # in patches as large as the model's
         grid = tuple(side * count // pixels for side, count, pixels in zip(
             stated["data.image_size"], model.grid, saved.size))
-    tensors = saved.tensors(weights)
+    tensors = saved.tensors(kind)
     rows, words = _classifier_rows(saved, tensors, classes or [*map(str, range(model.num_classes))])
     transfer = start_from(model, tensors, path, grid, rows)
     notes = [f"start   {recipe.init.checkpoint}: {transfer}", f"head    {words}"]
     if not saved.brings_recipe:                      # all is assumed from the run's
-        notes.append(f"note    {saved._replace(description=None).assumptions(weights)}")
+        notes.append(f"note    {saved._replace(description=None).assumptions(kind)}")
     return notes + differences
 
 

@@ -130,14 +130,15 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
 
     size: (H, W). A multiplication followed by an addition counts as two. torch counts products,
     attention and convolutions by the shapes of their operands, on the meta device. What a kernel
-    repeats does not count, as in PaLM (arXiv 2204.02311, appendix B).
+    repeats does not count, as in PaLM (arXiv 2204.02311, appendix B), nor what is not trained.
     """
     from torch.utils.flop_counter import FlopCounterMode  # here, as it imports Triton
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
     with FlopCounterMode(display=False) as counter:
         functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),))
-    return (1 + BACKWARD_COST) * counter.get_total_flops() / batch_size
+    frozen = not next(model.parameters()).requires_grad              # all below the classifier
+    return (1 + BACKWARD_COST * (not frozen)) * counter.get_total_flops() / batch_size
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 @dataclass(frozen=True)
 class Optim:
     name: Literal["adamw", "muon"]                  # muon: AdamW for all but the blocks' matrices
+    train: Literal["all", "head"]                   # head: the classifier alone, a linear probe
     global_batch: AtLeastOne                        # images per step, over all processes
     max_batch_per_process: AtLeastOne               # most images per micro-batch
     base_lr: PositiveNumber
@@ -128,6 +129,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
     return [{"params": parameters, "weight_decay": 0.0 if exempt else weight_decay,
              "layer_factor": factor, "muon": not by_adamw}
             for (by_adamw, exempt, factor), parameters in ordered]
+
+
+def freeze_below_head(model: nn.Module) -> None:
+    """Let only classifiers, all that is called head…, require gradients and be trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head"))
 
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

@@ -1,0 +1,65 @@
+"""What the ViTs of `photos` are measured against: torchvision's ResNet-18 from scratch.
+
+    python recipes/resnet18_on_photographs.py DATA_DIR --epochs 11 --lr 0.05 --seed 0 --out rows.jsonl \
+        --set data.held_out_per_class=50
+
+The images, crops, flips, batches and their order are those of the recipe `photos` with this seed,
+without RandAugment. SGD with Nesterov's momentum .9, weight decay 5e-4, one cycle of the learning
+rate up to --lr, label smoothing .1, channels last, bf16. The last line of --out has the result.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.nn.functional as F
+import torchvision
+
+from vitinit.recipe.files import load_recipe, overrides
+from vitinit.runs.data import open_data
+from vitinit.train.distributed import joined
+from vitinit.train.engine import evaluate
+from vitinit.train.interruption import StopRequest
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("data_dir")
+parser.add_argument("--epochs", type=int, required=True)
+parser.add_argument("--lr", type=float, default=0.05)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--out", required=True)
+parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+args = parser.parse_args()
+recipe = load_recipe("photos", overrides(data_dir=args.data_dir, seed=args.seed, sets=[
+    "rand_augment.layers=0", "data.workers=0", *args.set]))
+
+with joined() as processes, StopRequest() as stop:
+    data = open_data(recipe, processes, dry_run=False)
+    torch.manual_seed(args.seed)
+    model = torchvision.models.resnet18(num_classes=len(data.whole_set.classes))
+    model = model.to(processes.device, memory_format=torch.channels_last)
+    batches, seconds = data.train_batches, 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
+                                weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps=args.epochs * batches.steps_per_epoch)
+    for epoch in range(args.epochs):
+        began = time.process_time()                  # CPU seconds of training and loading alone
+        model.train()
+        for _, micro_batches in batches.steps(epoch):
+            for micro_batch in micro_batches:
+                images, targets = micro_batch.prepare()                  # (B, 3, H, W), (B, K)
+                with torch.autocast(processes.device.type, dtype=torch.bfloat16):
+                    logits = model(images.to(memory_format=torch.channels_last))
+                (F.cross_entropy(logits.float(), targets) / len(micro_batches)).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        seconds += time.process_time() - began
+        [result] = evaluate([model], data.val_batches, amp="bf16", processes=processes, stop=stop,
+                            num_classes=len(data.whole_set.classes))
+        row = {"data": args.data_dir, "seed": args.seed, "lr": args.lr, "epochs": args.epochs,
+               "epoch": epoch + 1, "val_top1": result.top1, "cpu_seconds": seconds}
+        print(json.dumps(row), flush=True)
+        with open(args.out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
