@@ -34,7 +34,7 @@ COMMANDS = {
     "export --out": ("run --to torch", ".pt2", None),
     "lessons --notebook": ("1", ".ipynb", None), "bench all --out": ("", ".md", None),
     **{f"figures {name} --out": (f"{words} --data-dir photos", ".png", "photos/a.png")
-       for name, words in (("kernels", ""), ("mass", "--run run"), ("batch", ""))},
+       for name, words in (("kernels", ""), ("mass", "--run run"), ("batch", ""), ("data", ""))},
     **{f"figures {name} --out": (words, suffix, "photos/a.png" if "photos" in words else None)
        for name, words, suffix in (
            ("maps", "--run run", ".png"), ("attention", "photos/a.png --run run", ".png"),

@@ -25,9 +25,9 @@ def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp
     folder = tmp_path / "run"
     arguments = small_run(folder, init="impulse", checkpoint__keep_epochs="[0, 2]")
     assert train_program.main(arguments) == 0
-    assert sorted(os.listdir(folder)) == ["best.pt", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
-                                          "metrics.jsonl", "previous.pt", "recipe.toml",
-                                          "run.json", "run.lock", "start.txt", "steps.jsonl"]
+    assert sorted(os.listdir(folder)) == [
+        "best.pt", "epoch_0000.pt", "epoch_0002.pt", "images.txt", "last.pt", "metrics.jsonl",
+        "previous.pt", "recipe.toml", "run.json", "run.lock", "start.txt", "steps.jsonl"]
     rows = rows_of(folder)
     assert [list(row) for row in rows] == [list(METRICS)] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]

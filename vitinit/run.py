@@ -25,6 +25,7 @@ from torch import Tensor
 from .command_line import Parser, building, integer, run_program
 from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
+from .data.survey import Survey, survey
 from .files import write_text_atomically
 from .init import INITS
 from .keys import Stream, keyed_generator
@@ -189,9 +190,13 @@ class Run:
         notes += [f"teacher {self.teacher}"] if self.teacher else []
         self.start = summary(recipe, data, self.state.model, notes, self.state.optimizer,
                              self.learning_rate, self.processes)
-        self.start.append(f"run     {self.folder.path}" + (
-            f", resumed at step {step:,}" if choice.saved else ""))
-        self.start += [f"warning {line}" for line in cautions(recipe, data, self.processes.device)]
+        new = choice.saved is None and self.processes.is_main
+        self.images = images = (survey(data.train_set, data.val_set, min(recipe.data.image_size))
+                                if new else Survey([], [], []))
+        self.start += [*images.lines, f"run     {self.folder.path}" + (
+            f", resumed at step {step:,}" if choice.saved else "")]
+        self.start += [f"warning {line}" for line in [*images.cautions, *cautions(
+            recipe, data, cast(Classifier, self.state.model).grid, self.processes.device)]]
 
     def _say_start(self, elsewhere: str) -> None:
         """Print what a terminal shows of the start. elsewhere: where all of it is."""
@@ -213,6 +218,7 @@ class Run:
                 else:
                     folder.require_unused(starts_again=self.request.resume is not None)
                     write_text_atomically(self.recipe.as_toml(), folder.recipe)
+                    write_text_atomically(str(self.images), folder.images)
                     folder.save(self.state.state_dict(), folder.last)    # which a restart finds
                 if progress.step == 0 and 0 in self.recipe.checkpoint.keep_epochs:
                     folder.save(self.state.weights(), folder.kept(0))

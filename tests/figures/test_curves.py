@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -147,3 +148,25 @@ def test_a_batch_figure_is_determined_by_its_seed(tmp_path, image_tree, panels):
         run("batch", "--data-dir", image_tree, "--seed", seed, "--out", tmp_path / "batch.png")
     tiles = [axis.images[0].get_array().tobytes() for axis in panels]    # of three figures
     assert tiles[:12] == tiles[12:24] and len({*tiles}) == 24
+
+
+def test_the_sheet_of_a_data_set_shows_each_class_with_its_number_of_images(image_tree, tmp_path,
+                                                                            panels, capsys):
+    for name in ("03", "04", "05"):
+        (image_tree / "train" / "green" / f"{name}.png").unlink()
+    train = image_tree / "train"
+    shutil.copy(train / "red" / "02.png", train / "blue" / "copy.png")
+    (train / "blue" / "00.png").write_bytes(b"damaged")                  # the first of its class
+    run("data", "--data-dir", image_tree, "--out", tmp_path / "sheet.png")
+    examples, bars = panels
+    assert [text.get_text() for text in bars.texts] == [" 18", " 17", " 14"]
+    assert [label.get_text() for label in examples.get_yticklabels()] == ["blue", "red", "green"]
+    pixels = examples.images[0].get_array()
+    rows = [pixels[start:start + 64] for start in range(0, 192, 64)]
+    brightest = [int(row[:, 64:].mean((0, 1)).argmax()) for row in rows]
+    assert brightest == [2, 0, 1] and pixels.shape == (192, 512, 3)
+    for number, row in enumerate(rows):              # eight different images, of one of them grey
+        tiles = [row[:, start:start + 64] for start in range(0, 512, 64)]
+        assert len({tile.tobytes() for tile in tiles}) == 8
+        assert (tiles[0] == 200).all() == (number == 0)
+    assert f"{train}/blue/copy.png\n{train}/red/02.png\n" in capsys.readouterr().out

@@ -17,19 +17,33 @@ from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, met
 
 
 def test_few_updates_from_scratch_are_a_warning():
-    """Four steps per epoch; it ends at 2000. Trained weights and the drawn shapes need fewer."""
+    """Four steps per epoch; it ends at 1000. Trained weights and the drawn shapes need fewer."""
     nothing = SimpleNamespace(left_out="")
     data = SimpleNamespace(train_set=None, whole_set=nothing, val_set=nothing,
                            train_batches=SimpleNamespace(steps_per_epoch=4),
                            plan=SimpleNamespace(cautions=lambda **_: []))
-    for sets, updates in ((["schedule.epochs=400", "schedule.cooldown_epochs=99"], "1,996"),
-                          (["schedule.epochs=400", "schedule.cooldown_epochs=100"], None),
+    for sets, updates in ((["schedule.epochs=200", "schedule.cooldown_epochs=49"], "996"),
+                          (["schedule.epochs=200", "schedule.cooldown_epochs=50"], None),
                           (["init.checkpoint=runs/a"], None), (["data.name=shapes"], None)):
         recipe = load_recipe("quickstart", overrides(sets=["data.name=cifar10", "data.root=x",
                                                            *sets]))
-        assert cautions(recipe, data, torch.device("meta")) == ([] if updates is None else [
-            f"{updates} updates in all: from scratch, such a model needs thousands; more "
-            "schedule.epochs or a smaller optim.global_batch make more"])
+        assert cautions(recipe, data, (6, 6), torch.device("meta")) == ([] if not updates else [
+            f"{updates} updates in all: from scratch, such a model needs thousands; --set "
+            "schedule.epochs=250 makes 1,000"])
+
+
+@pytest.mark.parametrize("size, grid, patch", [("[48, 30]", (3, 2), 3), ("[64, 64]", (4, 4), 8),
+                                               ("[7, 7]", (1, 1), 1), ("[64, 64]", (6, 6), None)])
+def test_few_patches_are_a_warning_with_the_patch_size_that_makes_more(size, grid, patch):
+    recipe = load_recipe("quickstart", overrides(sets=[f"data.image_size={size}"]))
+    nothing = SimpleNamespace(left_out="")
+    data = SimpleNamespace(train_set=None, whole_set=nothing, val_set=nothing,
+                           train_batches=SimpleNamespace(steps_per_epoch=4),
+                           plan=SimpleNamespace(cautions=lambda **_: []))
+    lines = cautions(recipe, data, grid, torch.device("meta"))
+    assert lines == ([] if patch is None else [
+        f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
+        f"model.options.patch_size={patch} makes more"])
 
 
 def test_the_faster_precision_is_named(monkeypatch, tmp_path):
@@ -83,16 +97,16 @@ def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
     monkeypatch.setattr(metrics, "peak_gib", lambda device: 1.5)
     progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
                         waiting_seconds=2.0, skipped_steps=3)
-    model = Evaluation(1.5, 50.0, 90.0, 13, [], [], [], None)
+    model = Evaluation(1.5, 50.0, 90.0, 13, [2, 0, 5], [8, 0, 5], [3, 5, 5], None)
     ema = Evaluation(9.0, 51.0, 90.0, 13, [], [], [], None)
     row = metrics_row(progress, [model, ema], lr=1e-3, global_batch=11, flops=5e12 / 11,
                       processes=Processes(0, 0, 2, torch.device("cpu")))
     assert list(row) == list(METRICS)
     assert row == pytest.approx({
         "epoch": 3, "lr": 1e-3, "train_loss": 2.0, "images_per_second": 15.4, "val_loss": 1.5,
-        "val_top1": 50.0, "val_top5": 90.0, "ema_top1": 51.0, "ema_top5": 90.0, "skipped_steps": 3,
-        "seconds": 5.0, "waiting": 0.4, "tflops_per_device": 3.5,
-        "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
+        "val_top1": 50.0, "val_top5": 90.0, "val_balanced": 62.5, "ema_top1": 51.0,
+        "ema_top5": 90.0, "skipped_steps": 3, "seconds": 5.0, "waiting": 0.4,
+        "tflops_per_device": 3.5, "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
 
 
 def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
@@ -139,5 +153,7 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, sma
                                                             for n in range(11)]
     assert train_program.main(["--resume", str(folder), "--verbose"]) == 0
     resumed = capsys.readouterr().out.splitlines()
-    assert resumed[:-3] == [*(line for line in whole[:-12] if not line.startswith("mass")),
-                            f"run     {folder}, resumed at step 0", *whole[-11:]]
+    assert resumed[:-3] == [*(line for line in whole[:-12] if not line.startswith(
+        ("mass", "classes", "files"))), f"run     {folder}, resumed at step 0", *whole[-11:]]
+    report = (folder / "images.txt").read_text(encoding="utf-8")
+    assert report.splitlines() == [line for line in whole if line.startswith(("classes", "files"))]

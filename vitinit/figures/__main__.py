@@ -12,6 +12,7 @@
     python -m vitinit.figures report RUN [RUN …] --out report.html
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
+    python -m vitinit.figures data --data-dir photographs --out data.png
 
 This needs the extra `figures` (matplotlib). An init has the same colour and line in every picture.
 Maps use cividis, viridis, or a scale from blue through white at 0 to red. Colour-blind readers can
@@ -35,6 +36,7 @@ from ..runs.records import read_runs
 from .attention import KINDS, draw_attention, draw_kernels, draw_maps, draw_mass
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_across, draw_curves, draw_steps
+from .data import draw_data
 from .explore import write_explorer
 from .plot import FigureError, pyplot
 from .report import write_report
@@ -151,6 +153,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     batch.add_argument("--data-dir", type=Path, dest="folder", required=True,
                        help="a folder with images in it")
     batch.add_argument("--seed", type=integer(0, 2**63), default=0)
+    data = figure("data", draw_data, "what a folder of classes is like: examples, counts, copies")
+    data.add_argument("--data-dir", required=True, help="a folder as `photos` trains on, or lists")
+    data.add_argument("--image-size", type=integer(1), default=128, metavar="PIXELS",
+                      help="of the model that is to be trained (128)")
     return parser.parse_args(arguments)
 
 

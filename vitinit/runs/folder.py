@@ -3,6 +3,7 @@
     recipe.toml       the recipe with every option resolved; `--recipe <this file>` repeats the run
     run.json          commands, versions, git commit, hardware
     start.txt         all that there was to say at the last start, cautions included
+    images.txt        what the images were like when the run began
     metrics.jsonl     one line per epoch
     steps.jsonl       one line per ten steps
     last.pt           the checkpoint that all programs read; it exists from step 0 on
@@ -139,6 +140,7 @@ class RunFolder:
         self.best = path / "best.pt"
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
         self.start = path / "start.txt"
+        self.images = path / "images.txt"
         self.metrics = Lines(path / "metrics.jsonl", "epoch")
         self.steps = Lines(path / "steps.jsonl", "step")
         self.read_from = self.last                   # the file that `load_last` has read

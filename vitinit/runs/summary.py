@@ -1,5 +1,6 @@
 """What a run says before its first step: its parts in words, cautions, and a rehearsal."""
 
+import math
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from ..train.state import TrainState
 from ..values import to_toml
 
 REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
-FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
+FEW_UPDATES = 1_000             # steps; fewer than that from scratch give a warning
+SMALL_GRID = 6                  # patches along a side; fewer than that give a warning
 WIDTH = 80                      # characters of a line on the terminal
 MOST_LINES, MOST_CAUTIONS = 8, 6        # there; all of them are in the run's folder
 # How the lines begin that are shown there; the last ones give way to others.
@@ -99,9 +101,12 @@ def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
             one_line(run, WIDTH), *warnings]
 
 
-def cautions(recipe: Recipe, data: Data, device: torch.device) -> list[str]:
-    """One line for each value that is valid but probably a mistake, and for what is left out."""
-    updates = recipe.schedule.total_epochs * data.train_batches.steps_per_epoch
+def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.device) -> list[str]:
+    """One line for each value that is valid but probably a mistake, and for what is left out.
+    grid: rows and columns of the model's patches.
+    """
+    steps = data.train_batches.steps_per_epoch
+    updates = recipe.schedule.total_epochs * steps
     lines = list(dict.fromkeys(line for source in (data.whole_set, data.val_set)
                                for line in source.left_out.splitlines()))
     lines += data.plan.cautions(repeats=recipe.augment.repeats,
@@ -109,7 +114,14 @@ def cautions(recipe: Recipe, data: Data, device: torch.device) -> list[str]:
     # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
         lines.append(f"{counted(updates, 'update')} in all: from scratch, such a model needs "
-                     "thousands; more schedule.epochs or a smaller optim.global_batch make more")
+                     f"thousands; --set schedule.epochs={math.ceil(FEW_UPDATES / steps)} makes "
+                     f"{FEW_UPDATES:,}")
+    if min(grid) < SMALL_GRID:
+        sides = recipe.data.image_size
+        patch = max((size for size in range(1, min(sides) // SMALL_GRID + 1)
+                     if all(side % size == 0 for side in sides)), default=1)
+        lines.append(f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
+                     f"model.options.patch_size={patch} makes more")
     if isinstance(images := data.train_set, ImageFiles):     # of all classes
         part = images.part(np.arange(0, len(images), len(images) // 64 + 1))
         lines += filter(None, [dark_in_16_bits(part.paths)])

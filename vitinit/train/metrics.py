@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from .slowness import Pace
 
 # The keys of a line of metrics.jsonl, in order.
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-           "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
-           "share_of_rate", "peak_memory_gib")
+           "val_balanced", "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting",
+           "tflops_per_device", "share_of_rate", "peak_memory_gib")
 BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
 STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
 
@@ -154,6 +155,12 @@ class Evaluation:
     class_guesses: list[int]    # per class: the images that are taken for it
     confusion: Tensor | None    # (K, K) int64 on the CPU: images of a class, a row, by their guess
 
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean accuracy, in percent, of the classes that have images."""
+        return 100.0 * fmean(hits / images for hits, images in
+                             zip(self.class_hits, self.class_images) if images)
+
 
 def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
                 flops: float, processes: Processes) -> dict[str, Any]:
@@ -171,6 +178,7 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
            "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
            "share_of_rate": tflops / peak if peak else None,
            "peak_memory_gib": peak_gib(processes.device)}
+    row |= {"val_balanced": results[0].balanced_accuracy} if results else {}
     for name, result in zip(("val", "ema"), results):
         row |= {f"{name}_top1": result.top1, f"{name}_top5": result.top5}
     return {key: row.get(key) for key in METRICS}
