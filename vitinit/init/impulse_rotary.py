@@ -71,7 +71,8 @@ def write_constants(block: Block, offsets: list[Offset], mass: float, grid: Grid
         logit = smallest_logit(lambda logit: mean_mass(logit, cosines, targets, spread) >= mass)
         if logit is None:
             raise ValueError(f"target_mass is {mass}, which these queries and keys do not reach: "
-                             'too much content or few frequencies; lower it, or base = "default"')
+                             "too much content, or too few frequencies for the grid; lower it, "
+                             'take wider heads, another rope_base, or base = "default"')
         size, phase = (logit * share * math.sqrt(head_dim)).sqrt(), omega @ omega.new_tensor(offset)
         constants[0, head, pairs] = torch.view_as_real(torch.polar(size, phase)).to(constants)
         constants[1, head, pairs[:, 0]] = size.to(constants)
@@ -109,8 +110,8 @@ def impulse_rotary(model: nn.Module | Layout, *, generator: Generator, base: Bas
     | patch_embed                            | "whitened": whitened patches                       |
     | everything else                        | as `base` drew it                                  |
 
-    kernel_size: heads go through its offsets in turn, on from block to block (9 for 3×3). Off the
-        grid, the target is the nearest token on it.
+    kernel_size: heads go through its offsets in turn, on from block to block (9 for 3×3). Where
+        the target is off the grid, a query attends to what its frequencies hold for nearest.
     target_mass: the mass of a query on its target, among patches, on average over the queries that
         have one and over what random weights make of content.
     patch_init: "whitened": as `whitened` writes them. images: as there.

@@ -102,6 +102,8 @@ class VisionTransformer(Classifier):
             raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
         if num_registers < 0:
             raise ValueError(f"num_registers is {num_registers}, expected at least 0")
+        if layer_scale < 0:
+            raise ValueError(f"layer_scale is {layer_scale}, expected at least 0")
         self.pool, self.distilled = pool, distilled
         self.learns_positions, self.rotary = pos_embed.startswith("learned"), "rope" in pos_embed
         self.drop_path_rates = drop_path_rates(drop_path, depth)

@@ -81,7 +81,9 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
         f"{counted(data.plan.accumulation, 'micro-batch')} × "
         f"{counted(data.plan.micro_batch_size, 'image')}",
         f"steps   {steps_per_epoch * epochs:,} = {counted(epochs, 'epoch')} × {steps_per_epoch:,}, "
-        f"by {'Muon and ' if weights[True] else ''}AdamW, learning rate up to {optim.peak_lr:g}",
+        f"by {'Muon and ' if weights[True] else ''}AdamW"
+        f"{' of the head alone' if optim.train == 'head' else ''}, learning rate up to "
+        f"{optim.peak_lr:g}",
         f"optim   {trained_by}",
         f"lr      peak {optim.peak_lr:g}; first step {lr_at(0):g}, last step "
         f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"]
