@@ -74,10 +74,8 @@ def write_positions(vit: Layout, stream: ResidualStream, waves: Tensor, cells: T
     amplitude = CODE_RMS * math.sqrt(vit.pos_embed.shape[1] / len(waves))
     vit.pos_embed[:, :first] = 0.0
     vit.positions[:, :2 * len(waves)] = amplitude * torch.cat([angles.cos(), angles.sin()], 1)
-    for tensor in (*stream.writers, *(tensor for block in vit.blocks
-                                   for tensor in (block.proj, block.proj_bias))):
-        if tensor is not None:
-            tensor[:first] = 0.0
+    for tensor in stream.writers:
+        tensor[:first] = 0.0
     for token in vit.tokens:
         token[..., :first] = 0.0
 

@@ -86,10 +86,8 @@ def mute_prefix(vit: Layout) -> None:
     """Give the last channel to prefix tokens alone, so that it is nearly all that norms leave them,
     and cancels the constants: they have no place, and read and offer content instead.
     """
-    of_blocks = (part for block in vit.blocks for part in (block.proj, block.proj_bias))
-    for tensor in (*stream_of(vit).writers, *of_blocks, vit.pos_embed.T):
-        if tensor is not None:
-            tensor[-1] = 0.0
+    for tensor in (*stream_of(vit).writers, vit.pos_embed.T):
+        tensor[-1] = 0.0
     for token in vit.tokens:
         token[..., -1] = LOUD * math.sqrt(token.shape[-1])
 

@@ -24,9 +24,10 @@ def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
 
 
 class ResidualStream(NamedTuple):
-    """What `deep_impulse`, and in part `impulse_rotary`, writes beside attention."""
+    """What `deep_impulse`, and in part `impulse_rotary`, writes beside queries, keys and values."""
 
-    writers: tuple[Tensor, ...]          # (D, …): of the patch embedding, each MLP's last layer
+    writers: tuple[Tensor, ...]          # (D, …): of the patch embedding, and of the last layer of
+                                         # each MLP and of each attention
     norms: tuple[nn.LayerNorm, ...]      # of the blocks, but for those before attention
     ends: tuple[nn.LayerNorm, ...]       # outside; the first after the blocks counts
 
@@ -51,10 +52,11 @@ def stream_of(vit: Layout) -> ResidualStream:
             norm.weight is None for norm in (*norms, *before_attention)):
         raise ValueError("this init needs the patch embedding, the last layer of each MLP and a "
                          "LayerNorm before it, and finds no such in the model")
-    return ResidualStream(tuple(tensor.detach() for layer in writers
-                                for tensor in (layer.weight, layer.bias)
-                                if isinstance(tensor, Tensor)),
-                          of_blocks, tuple(norm for norm in norms if norm not in inside))
+    tensors = [*(tensor for layer in writers for tensor in (layer.weight, layer.bias)),
+               *(tensor for block in vit.blocks for tensor in (block.proj, block.proj_bias))]
+    return ResidualStream(
+        tuple(tensor.detach() for tensor in tensors if isinstance(tensor, Tensor)),
+        of_blocks, tuple(norm for norm in norms if norm not in inside))
 
 
 def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:

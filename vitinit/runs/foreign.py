@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL.Image import Resampling
+
 from ..files import FileError, parse_json, read_bytes
 from ..messages import in_brief
 from ..models.layers import hidden_width
@@ -28,9 +30,7 @@ from .folder import FOREIGN_WEIGHTS
 # Whole words of a model's name whose models have our tensors, but compute something else.
 ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")
 TRAPS = ROTARY | {"rpn": "norms after attention and MLP in place of before them"}
-# Pillow's numbers of ways to resize.
-RESAMPLE: dict[object, str] = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box",
-                                              "hamming")))
+RESAMPLE: dict[object, str] = {way.value: way.name.lower() for way in Resampling}
 # Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
 FUNCTION = tuple(f"model.options.{key}" for key in (
     "num_heads", "norm_eps", "activation", "alpha", "logit_scale", "rope_frequencies", "rope_base",
@@ -250,5 +250,5 @@ def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]
             "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
             "do_convert_rgb": True, "crop_size": {"height": height, "width": width},
             "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
-            "resample": list(RESAMPLE.values()).index(recipe.eval.interpolation),
+            "resample": Resampling[recipe.eval.interpolation.upper()].value,
             "image_mean": list(recipe.data.mean), "image_std": list(recipe.data.std)}

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from itertools import chain, dropwhile
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -28,16 +27,17 @@ def tensorboard(folder: RunFolder, step: int, rows: Rows) -> None:
     place = folder.path / "tensorboard"
     first = 2 * step if place.exists() else 0
     place.mkdir(exist_ok=True)
-    beginning: list[dict[str, Any]] = [{"file_version": "brain.Event:2"},
-                                       {"step": step, "session_log": {"status": "START"}}]
-    points = ({"step": moment // 2, "summary": {"value": [
-        {"tag": tag, "simple_value": value} for tag, value in values.items()]}}
-        for moment, values in rows if moment >= first)
     # Not torch's SummaryWriter: an error in its thread is printed with a traceback.
     with open(place / f"events.out.tfevents.{time.time_ns()}", "xb") as file:
-        for event in chain(beginning, points):
+        def write(**event: Any) -> None:
             RecordWriter(file).write(Event(wall_time=time.time(), **event).SerializeToString())
             file.flush()
+        write(file_version="brain.Event:2")
+        write(step=step, session_log={"status": "START"})
+        for moment, values in rows:
+            if moment >= first:
+                write(step=moment // 2, summary={"value": [
+                    {"tag": tag, "simple_value": value} for tag, value in values.items()]})
 
 
 def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
@@ -48,8 +48,10 @@ def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
                        dir=folder.path, reinit="create_new", settings=library.Settings(
                            console="off", finish_timeout=LAST_SECONDS))
     run.define_metric("*", step_metric="step")
-    for moment, values in dropwhile(lambda row: row[0] < run.step, rows):
-        run.log(values | {"step": moment // 2}, step=moment, commit=True)
+    first = run.step
+    for moment, values in rows:
+        if moment >= first:
+            run.log(values | {"step": moment // 2}, step=moment, commit=True)
     run.finish()
 
 

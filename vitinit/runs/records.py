@@ -213,19 +213,14 @@ def without_paths(run_json: bytes) -> bytes:
 
 
 def without_folders(value: Any) -> Any:
-    """A value of JSON, of whose absolute paths only the last part remains."""
+    """A value of JSON; of absolute paths, also in words of a command, only the last part remains.
+
+    "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
+    """
     if isinstance(value, dict):
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [*map(without_folders, value)]
-    return portable(value) if isinstance(value, str) else value
-
-
-def portable(word: str) -> str:
-    """A path, or a word of a command; of an absolute path only the last part remains.
-
-    "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
-    """
     # In a string of TOML's, perhaps; and as Windows writes paths.
-    match = re.fullmatch(r"([^/\\]*=)?([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", word)
-    return f"{match[1] or ''}{PureWindowsPath(match[3]).name}" if match else word
+    match = re.fullmatch(r"([^/\\]*=)?([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", str(value))
+    return f"{match[1] or ''}{PureWindowsPath(match[3]).name}" if match else value
