@@ -74,6 +74,18 @@ def redraw(module: nn.Module, spread: float = 0.3, first: int = 0) -> nn.Module:
     return module
 
 
+def normed(state: dict[str, Tensor], x: Tensor, layer: str, eps: float) -> Tensor:
+    """What the LayerNorm of this name in a state dict makes of x, written out."""
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return scaled * state[f"{layer}.weight"] + state[f"{layer}.bias"]
+
+
+def linear(state: dict[str, Tensor], x: Tensor, layer: str) -> Tensor:
+    """The same of a linear layer."""
+    return x @ state[f"{layer}.weight"].T + state[f"{layer}.bias"]
+
+
 def assert_same_function(model: nn.Module, logits: Tensor, expected: Tensor,
                          parameters: dict[str, Tensor], atol: float = 1e-12) -> None:
     """Logits are the expected ones, of which `parameters` have the gradients of the model's."""

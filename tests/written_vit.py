@@ -6,6 +6,9 @@ LayerScale and registers are named, if there are any, and what the classifiers r
 own ("mean"), or after the last norm ("mean of norm").
 """
 
+from functools import partial
+
+import small_models
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,13 +52,8 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
                 after_blocks: list[Tensor] | None = None) -> Tensor:
     """The original model's logits, or, without a classifier, what one would read.
     after_blocks: a list to which the tokens (B, N, C) after each block are appended."""
-    def norm(x: Tensor, layer: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-        return scaled * tensors[f"{layer}.weight"] + tensors[f"{layer}.bias"]
-
-    def linear(x: Tensor, layer: str) -> Tensor:
-        return x @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"]
+    norm = partial(small_models.normed, tensors, eps=eps)
+    linear = partial(small_models.linear, tensors)
     filters = tensors["patch_embed.proj.weight"]
     patches = F.conv2d(images, filters, tensors["patch_embed.proj.bias"],
                        stride=filters.shape[2:]).flatten(2).mT

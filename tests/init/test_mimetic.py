@@ -43,9 +43,8 @@ def test_all_products_of_a_swin_are_those_of_the_matrices_that_were_drawn():
 @pytest.mark.parametrize("reads, size, head_dim", [("content", 68, 11), ("free", 35, 41)])
 def test_a_simple_vits_products_are_the_best_low_rank_parts_of_what_is_drawn(reads, size, head_dim):
     model, generator = drawn(f"simple_vit, {reads}", head_dim=head_dim, qk_alpha=0.6, qk_beta=0.5)
-    for attention in (block.attn for block in model.blocks):
-        query, key = ((attention.query, attention.key) if reads == "free" else
-                      (attention.q_weight.mT, attention.k_weight.mT))    # (h, C or N, d)
+    for block in model.blocks:
+        query, key = block.attn.factors              # (h, C or N, d)
         assert query.shape == key.shape == (4, size, head_dim)
         for one, other in zip(query.detach(), key.detach()):
             matrix = noisy_identity(size, 0.6, 0.5, torch.empty(0).double(), generator)
@@ -55,10 +54,8 @@ def test_a_simple_vits_products_are_the_best_low_rank_parts_of_what_is_drawn(rea
 @pytest.mark.parametrize("reads, size, head_dim", [("content", 68, 71), ("free", 35, 41)])
 def test_a_simple_vits_noise_is_uniform_on_the_interval_of_the_papers_code(reads, size, head_dim):
     """arXiv 2401.12511's: 0.7 √(1/n) (2 rand − 1) + 0.7 I, here in full, since d ≥ n."""
-    for attention in (block.attn for block in drawn(f"simple_vit, {reads}", head_dim=head_dim)[0]
-                      .blocks):
-        query, key = ((attention.query, attention.key) if reads == "free" else
-                      (attention.q_weight.mT, attention.k_weight.mT))
+    model, _ = drawn(f"simple_vit, {reads}", head_dim=head_dim)
+    for query, key in (block.attn.factors for block in model.blocks):
         noise = (query @ key.mT).detach() - 0.7 * torch.eye(size, dtype=torch.float64)
         bound = 0.7 * (1 / size) ** 0.5
         assert 0.99 * bound < noise.abs().max() <= bound * (1 + 1e-8)

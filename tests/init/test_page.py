@@ -5,24 +5,19 @@ from pathlib import Path
 
 import torch
 from optimisers import muon
+from pages import README, read_page
 
 import vitinit
 from vitinit.init import INITS
 from vitinit.train.optim import decays, hidden_matrices, set_learning_rate
 
-HERE = Path(vitinit.__file__).parent / "init" / "your_own_code.md"
-PAGE = Path(vitinit.__file__).parent / "init" / "README.md"
-
-
-def codes(page: Path) -> list[str]:
-    return [part.partition("```")[0]
-            for part in page.read_text(encoding="utf-8").split("```python\n")[1:]]
+HERE, PAGE = (read_page(Path(vitinit.__file__).parent / "init" / name)
+              for name in ("your_own_code.md", "README.md"))
 
 
 def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(monkeypatch):
     monkeypatch.setattr("vitinit.init.INITS", dict(INITS))
-    code = PAGE.read_text(encoding="utf-8").partition("## How to add an init")[2]
-    code = code.partition("```python\n")[2].partition("```")[0]
+    code, *_ = PAGE.section("How to add an init").blocks("python")
     names: dict = {}
     exec(code, names)
     model, x = names["model"], torch.randn(2, 7, 192, generator=torch.Generator().manual_seed(1))
@@ -33,13 +28,11 @@ def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(m
 
 
 def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
-    text = HERE.read_text(encoding="utf-8")
-    first, _, own = codes(HERE)
+    first, _, own = HERE.blocks("python")
     exec(first, {})
-    printed, shown = capsys.readouterr().out.splitlines(), text.partition("```\nVision")[2]
-    shown = ("Vision" + shown.partition("\n```")[0]).splitlines()
-    assert len(printed) == len(shown)
-    for line, expected in zip(printed, shown):
+    printed = capsys.readouterr().out.splitlines()
+    shown, = (block for block in HERE.blocks("") if block.startswith("Vision"))
+    for line, expected in zip(printed, shown.splitlines(), strict=True):
         before, _, after = expected.partition("…")
         assert line.startswith(before.rstrip()) and line.endswith(after.strip())
     names: dict = {}
@@ -53,9 +46,9 @@ def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
                                 embed_dim=22, depth=2, num_heads=2)
     generator = torch.Generator().manual_seed(0)
     vitinit.init_weights(model, "lecun", generator=generator)
-    code = codes(HERE)[1].replace("0.05", "5.0").replace("model.encoder.layers", "model.blocks")
+    _, code, _ = HERE.blocks("python")
     names: dict = {"torch": torch, "model": model}
-    exec(code, names)
+    exec(code.replace("0.05", "5.0").replace("model.encoder.layers", "model.blocks"), names)
     theirs, adamw = names["optimisers"]
     matrices = {name: model.get_parameter(name) for name in hidden_matrices(model)}
     assert set(names["matrices"]) == set(matrices.values())
@@ -78,9 +71,8 @@ def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
 
 
 def test_the_readme_shows_a_part_of_that_page():
-    readme = (HERE.parents[2] / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("\n## Keep your own trainer\n")[2].partition("\n## ")[0]
-    code, output = section.split("```")[1], section.split("```")[3]
-    page = HERE.read_text(encoding="utf-8").replace("import describe, impulse_", "import impulse_")
-    assert all(line in page for line in code.removeprefix("python").splitlines())
+    section = README.section("Keep your own trainer")
+    (code, *_), (output, *_) = section.blocks("python"), section.blocks("")
+    page = HERE.text.replace("import describe, impulse_", "import impulse_")
+    assert all(line in page for line in code.splitlines())
     assert "impulse_(model" in code and output.strip() in page

@@ -118,9 +118,7 @@ def fingerprint(model: nn.Module) -> dict[str, list[float]]:
             products["V·proj"].append(module.proj.weight.double() @ value)
         elif isinstance(module, SimpleAttention):
             packed |= {f"{name}.qk.weight", f"{name}.query", f"{name}.key"}
-            pairs = (zip(module.query, module.key) if module.reads == "free" else
-                     zip(module.q_weight.mT, module.k_weight.mT))
-            products["Q·Kᵀ"] += [q.double() @ k.double().mT for q, k in pairs]
+            products["Q·Kᵀ"] += [q.double() @ k.double().mT for q, k in zip(*module.factors)]
     rest = [value.double() for name, value in model.state_dict().items()
             if name not in packed and value.is_floating_point()]
     return {part: projected(tensors) for part, tensors in (products | {"rest": rest}).items()

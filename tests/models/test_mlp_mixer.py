@@ -1,8 +1,10 @@
 """MLP-Mixer against a transcription of its equations."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
-from small_models import assert_same_function, drawn, redraw
+from small_models import assert_same_function, drawn, linear, normed, redraw
 from torch import Tensor
 
 import vitinit
@@ -10,14 +12,10 @@ import vitinit
 
 def written_out(state: dict[str, Tensor], images: Tensor, depth: int) -> Tensor:
     """The logits by the paper's equation 1, from the state dict alone, tokens as (n, c)."""
-    def norm(x, name):
-        x = x - x.mean(dim=-1, keepdim=True)
-        x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-        return x * state[f"{name}.weight"] + state[f"{name}.bias"]
+    norm = partial(normed, state, eps=1e-6)
 
     def mlp(x, name):
-        x = F.linear(x, state[f"{name}.fc1.weight"], state[f"{name}.fc1.bias"])
-        return F.linear(F.gelu(x), state[f"{name}.fc2.weight"], state[f"{name}.fc2.bias"])
+        return linear(state, F.gelu(linear(state, x, f"{name}.fc1")), f"{name}.fc2")
     kernel = state["stem.proj.weight"]
     x = F.conv2d(images, kernel, state["stem.proj.bias"], stride=kernel.shape[2:])
     x = torch.einsum("bchw->bhwc", x).flatten(1, 2)
@@ -25,7 +23,7 @@ def written_out(state: dict[str, Tensor], images: Tensor, depth: int) -> Tensor:
         channels = torch.einsum("bnc->bcn", norm(x, f"{block}.norm1"))
         x = x + torch.einsum("bcn->bnc", mlp(channels, f"{block}.mlp_tokens"))
         x = x + mlp(norm(x, f"{block}.norm2"), f"{block}.mlp_channels")
-    return F.linear(norm(x, "norm").mean(dim=1), state["head.weight"], state["head.bias"])
+    return linear(state, norm(x, "norm").mean(dim=1), "head")
 
 
 def test_outputs_and_gradients_equal_the_equations_written_out():

@@ -4,7 +4,7 @@ from math import pi
 
 import pytest
 import torch
-from small_models import drawn, redraw
+from small_models import drawn, normed, redraw
 from torch import Tensor
 
 import vitinit
@@ -63,11 +63,6 @@ def test_attention_and_gradients_are_those_of_the_papers_rotation(name, monkeypa
     for pair, (a, b, *_) in zip(order, pairs):
         ours[a], ours[b] = 2 * pair, 2 * pair + 1
     x, outputs, weights = drawn(2, TOKENS, HEADS * DIM), [], dict(attention.named_parameters())
-
-    def normed(y: Tensor, part: str) -> Tensor:      # arXiv 2302.05442: of each head
-        y = y - y.mean(-1, keepdim=True)
-        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        return y * weights[f"{part}_norm.weight"] + weights[f"{part}_norm.bias"]
     for head in range(HEADS):
         q, k, v = (x @ weight.T + bias for weight, bias in zip(
             *(weights[f"qkv.{part}"].unflatten(0, (3, HEADS, DIM))[:, head]
@@ -76,8 +71,9 @@ def test_attention_and_gradients_are_those_of_the_papers_rotation(name, monkeypa
             pairs = [(*pair[:2], *omega) for pair, omega in zip(
                 pairs, weights["rotary.frequencies"][head])]
         turn = torch.stack([matrix(token, pairs, name == "DINOv3") for token in range(TOKENS)])
-        q, k = (torch.einsum("nij, bnj -> bni", turn, normed(y, part)[..., ours])
+        q, k = (normed(weights, y, f"{part}_norm", 1e-6)     # arXiv 2302.05442: of each head
                 for y, part in ((q, "q"), (k, "k")))
+        q, k = (torch.einsum("nij, bnj -> bni", turn, y[..., ours]) for y in (q, k))
         outputs.append((q @ k.mT / DIM ** 0.5).softmax(-1) @ v)
     expected = torch.cat(outputs, -1) @ weights["proj.weight"].T + weights["proj.bias"]
     actual = attention(x)

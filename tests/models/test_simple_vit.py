@@ -1,6 +1,9 @@
 """SimpleViT against a transcription from its state dict, and its frozen queries and keys."""
 
+from functools import partial
+
 import pytest
+import small_models
 import torch
 import torch.nn.functional as F
 from small_models import drawn, redraw
@@ -41,13 +44,8 @@ def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, read
                 input_pos_embed: bool, alpha: float = 0.5, values: bool = True, head_dim: int = 0,
                 logit_scale: float = 0.0) -> tuple[Tensor, list[Tensor]]:
     """The logits of one image, (classes,), and the maps of each block, (h, N, N)."""
-    def norm(x, name):
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        return scaled * state[f"{name}.weight"] + state[f"{name}.bias"]
-
-    def linear(x, name):
-        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+    norm = partial(small_models.normed, state, eps=1e-5)
+    linear = partial(small_models.linear, state)
     patches = [[image[channel, 2 * row + down, 3 * column + right]
                 for down in range(2) for right in range(3) for channel in range(3)]
                for row in range(3) for column in range(5)]

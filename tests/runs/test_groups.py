@@ -1,7 +1,10 @@
 """Runs are read back as they were written, and grouped by everything but the seed."""
 
 import dataclasses
+import itertools
 from pathlib import Path
+
+import pytest
 
 from vitinit.runs.groups import group_runs
 from vitinit.runs.records import METRICS, read_run
@@ -29,26 +32,28 @@ def test_a_record_of_another_version_lacks_what_was_not_measured_then(written_ru
     assert (run.rows, run.starts, run.finished, run.recipe) == ([], [], False, "recipe")
 
 
-def grouped(*folders: Path) -> dict[str, list[int]]:
+def labelled(*folders: Path) -> dict[str, list[int]]:
     """Label → seeds."""
     return {group.label: list(group.runs) for group in group_runs([read_run(f) for f in folders])}
 
 
-def test_a_group_is_one_experiment_with_all_its_seeds(written_run):
-    assert grouped(written_run("a", [1.0], seed=5, init="impulse"), written_run("b", [1.0], seed=2),
-                   written_run("c", [1.0], seed=0, init="impulse"), written_run("d", [1.0], seed=9),
-                   written_run("e", [1.0], seed=2, init="impulse")
-                   ) == {"impulse": [0, 2, 5], "default": [2, 9]}
+@pytest.fixture
+def grouped(written_run):
+    """The same of runs with these arguments of `written_run`."""
+    names = map(str, itertools.count())
+    return lambda *runs: labelled(*(written_run(next(names), [1.0], **run) for run in runs))
 
 
-def test_where_and_how_images_are_read_and_the_recipes_name_do_not_set_runs_apart(written_run):
-    assert grouped(written_run("a", [1.0]), written_run("b", [1.0], seed=1, sets=("data.root=x",)),
-                   written_run("c", [1.0], seed=2, sets=("data.workers=3",)),
-                   written_run("d", [1.0], seed=3, recipe="runs/a/recipe.toml"),
-                   written_run("e", [1.0], seed=4, sets=("data.on_device_gib=0.5",)),
-                   written_run("f", [1.0], seed=5, sets=("optim.max_batch_per_process=10",
-                                                         "engine.compile=true")),
-                   ) == {"default": [0, 1, 2, 3, 4, 5]}
+def test_a_group_is_one_experiment_with_all_its_seeds(grouped):
+    assert grouped(dict(seed=5, init="impulse"), dict(seed=2), dict(init="impulse"), dict(seed=9),
+                   dict(seed=2, init="impulse")) == {"impulse": [0, 2, 5], "default": [2, 9]}
+
+
+def test_where_and_how_images_are_read_and_the_recipes_name_do_not_set_runs_apart(grouped):
+    sets = [(), ("data.root=x",), ("data.workers=3",), ("data.on_device_gib=0.5",),
+            ("optim.max_batch_per_process=10", "engine.compile=true")]
+    assert grouped(*(dict(seed=seed, sets=texts) for seed, texts in enumerate(sets)),
+                   dict(seed=5, recipe="runs/a/recipe.toml")) == {"default": [0, 1, 2, 3, 4, 5]}
 
 
 def test_a_record_from_before_a_key_is_of_the_experiment_that_was_meant_then(written_run):
@@ -62,40 +67,34 @@ def test_a_record_from_before_a_key_is_of_the_experiment_that_was_meant_then(wri
         lines = (old / "recipe.toml").read_text().splitlines(keepends=True)
         (old / "recipe.toml").write_text("".join(line for line in lines if not line.startswith(
             ("checkpoint_head", "cosine_after_warmup", "rope_", "qk_norm", "layer_s", "mlp ="))))
-        assert grouped(new, old) == expected
+        assert labelled(new, old) == expected
 
 
-def test_a_model_with_batch_norm_is_told_apart_by_its_micro_batch(written_run):
+def test_a_model_with_batch_norm_is_told_apart_by_its_micro_batch(grouped):
     model = ("model.name=convmixer_256_8", "model.options={}")
-    assert grouped(written_run("a", [1.0], sets=model),
-                   written_run("b", [1.0], seed=1, sets=(*model, "optim.max_batch_per_process=10"))
+    assert grouped(dict(sets=model), dict(seed=1, sets=(*model, "optim.max_batch_per_process=10"))
                    ) == {"default, optim.max_batch_per_process = 50": [0],
                          "default, optim.max_batch_per_process = 10": [1]}
 
 
-def test_a_label_names_only_the_keys_that_differ(written_run):
-    """Groups of one init are not compared in options that only another init has."""
-    base = 'init.options.value_init="base"'
-    assert list(grouped(written_run("a", [1.0]), written_run("b", [1.0], init="impulse"),
-                        written_run("c", [1.0], init="impulse", sets=(base,)))) == [
-        "default", 'impulse, init.options.value_init = "mimetic"',
-        'impulse, init.options.value_init = "base"']
-    assert list(grouped(written_run("d", [1.0], sets=("optim.eps=1e-6", "mix.cutmix_alpha=1")),
-                        written_run("e", [1.0], sets=("optim.eps=1e-6",)),
-                        written_run("f", [1.0], init="mimetic"))) == [
-        "default, mix.cutmix_alpha = 1.0, optim.eps = 1e-06",
-        "default, mix.cutmix_alpha = 0.0, optim.eps = 1e-06",
-        "mimetic, mix.cutmix_alpha = 0.0, optim.eps = 1e-08"]
+@pytest.mark.parametrize("runs, labels", [
+    ([{}, dict(init="impulse"), dict(init="impulse", sets=('init.options.value_init="base"',))],
+     ["default", 'impulse, init.options.value_init = "mimetic"',
+      'impulse, init.options.value_init = "base"']),
+    ([dict(sets=("optim.eps=1e-6", "mix.cutmix_alpha=1")), dict(sets=("optim.eps=1e-6",)),
+      dict(init="mimetic")],
+     ["default, mix.cutmix_alpha = 1.0, optim.eps = 1e-06",
+      "default, mix.cutmix_alpha = 0.0, optim.eps = 1e-06",
+      "mimetic, mix.cutmix_alpha = 0.0, optim.eps = 1e-08"]),
     # An init's options for a rotary model are others.
-    rotary = ("model.options.pos_embed=rope",)
-    assert list(grouped(written_run("i", [1.0], init="impulse"),
-                        written_run("j", [1.0], init="impulse", sets=rotary))) == [
-        'impulse, model.options.pos_embed = "learned", init.options.base = "default"',
-        'impulse, model.options.pos_embed = "rope", init.options.base = "torch"']
+    ([dict(init="impulse"), dict(init="impulse", sets=("model.options.pos_embed=rope",))],
+     ['impulse, model.options.pos_embed = "learned", init.options.base = "default"',
+      'impulse, model.options.pos_embed = "rope", init.options.base = "torch"']),
     # Different recipes are not compared key by key.
-    assert list(grouped(written_run("g", [1.0], recipe="one"),
-                        written_run("h", [1.0, 2.0], recipe="two"))) == ["one, default",
-                                                                         "two, default"]
+    ([dict(recipe="one"), dict(recipe="two", epochs=2)], ["one, default", "two, default"])])
+def test_a_label_names_only_the_keys_that_differ(grouped, runs, labels):
+    """Groups of one init are not compared in options that only another init has."""
+    assert list(grouped(*runs)) == labels
 
 
 def test_a_key_that_only_newer_runs_have_is_said_to_be_missing(written_run):
@@ -105,22 +104,20 @@ def test_a_key_that_only_newer_runs_have_is_said_to_be_missing(written_run):
     assert "tf32 = true\n" in text
     older = text.replace("tf32 = true\n", "").replace("version = ", "version = -")
     (old / "recipe.toml").write_text(older)
-    assert list(grouped(old, new)) == ["default, without engine.tf32",
-                                       "default, engine.tf32 = true"]
+    assert list(labelled(old, new)) == ["default, without engine.tf32",
+                                        "default, engine.tf32 = true"]
     teacher = text[text.index("[distill]"):text.index("[eval]")]
     (old / "recipe.toml").write_text(text.replace(teacher, ""))
-    assert list(grouped(old, new)) == ["default"]
+    assert list(labelled(old, new)) == ["default"]
     for value, count in (("after", 1), ("before", 2)):
         keys = read_run(new).keys | {"model.options.norm_place": value}
         runs = [read_run(old), dataclasses.replace(read_run(new), keys=keys)]
         assert len(group_runs(runs)) == count
 
 
-def test_one_seed_by_two_commits_is_two_experiments(written_run):
+def test_one_seed_by_two_commits_is_two_experiments(grouped):
     """Other code may do something else by the same recipe, as two of the study's trials did."""
     later = dict(start={"git_commit": "beef" * 10})
-    assert grouped(written_run("a", [1.0], seed=3), written_run("b", [2.0], seed=3, **later),
-                   written_run("c", [3.0], seed=4, **later)
-                   ) == {"default, commit c0ffee": [3], "default, commit beefbee": [3, 4]}
-    assert grouped(written_run("d", [1.0], seed=5), written_run("e", [2.0], seed=6, **later)
-                   ) == {"default": [5, 6]}
+    assert grouped(dict(seed=3), dict(seed=3, **later), dict(seed=4, **later)) == {
+        "default, commit c0ffee": [3], "default, commit beefbee": [3, 4]}
+    assert grouped(dict(seed=5), dict(seed=6, **later)) == {"default": [5, 6]}
