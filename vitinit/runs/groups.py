@@ -8,7 +8,8 @@ from typing import Any
 from ..recipe.files import SINCE_12
 from ..recipe.sections import MACHINE_KEYS
 from ..train.checkpoint import CheckpointError
-from ..values import to_toml
+from ..train.optim import NO_TEACHER
+from ..values import flat, to_toml
 from .records import RunRecord
 
 # The keys in which runs of one experiment may differ: seed, folder, evaluations and machine.
@@ -22,11 +23,8 @@ CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": F
                 "model.options.rope_base": 100.0, "model.options.rope_coordinates": "index",
                 "model.options.qk_norm": False, "model.options.layer_scale": 0.0,
                 "model.options.mlp": "gelu", "data.apply_exif_orientation": True,
-                "init.checkpoint_fit": "exact", "distill.teacher": "", "distill.weights": "",
-                "distill.kind": "hard", "distill.alpha": 0.5, "distill.tau": 1.0,
-                "optim.name": "adamw",
-                **{f"{title}.{key}": value for title, values in SINCE_12.items()
-                   for key, value in values.items()}}
+                "init.checkpoint_fit": "exact", **flat({"distill": NO_TEACHER}),
+                "optim.name": "adamw", **flat(SINCE_12)}
 
 
 @dataclass(frozen=True)
