@@ -1,11 +1,10 @@
 """The baselines' distributions, their independence of what constructors drew, and init_weights."""
 
-import math
 import re
 
 import pytest
 import torch
-from small_models import QUICK, SIZES, built, seeded, state_of
+from small_models import SIZES, after, built
 from torch import nn
 
 import vitinit
@@ -17,17 +16,8 @@ VIT_INITS = [name for name, families in INITS.items() if "vit" in families]
 EMBEDDINGS = ("pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table")
 
 
-def drawn_by(name: str, family: str = "vit", seed: int = 0, fill: float = math.nan, **sizes
-             ) -> dict[str, torch.Tensor]:
-    """The state after an init, for which what constructors drew must not matter."""
-    state = torch.get_rng_state()
-    model = built(family, **sizes)
-    torch.set_rng_state(state)
-    for key, value in model.state_dict().items():
-        if model.family != "simple_vit" or key != "pos_embed":           # which is fixed
-            value.fill_(7 if key.endswith("num_batches_tracked") else fill)
-    vitinit.init_weights(model, name, generator=seeded(seed), **QUICK.get(name, {}))
-    return state_of(model)
+def drawn_by(name: str, family: str = "vit", **sizes) -> dict[str, torch.Tensor]:
+    return after(name, built(family, **sizes))
 
 
 def fan_in(state: dict[str, torch.Tensor], name: str) -> int:
@@ -126,12 +116,13 @@ def test_lecun_is_normal_by_fan_in_without_biases(family, sizes):
 @pytest.mark.parametrize("name", VIT_INITS)
 def test_the_generator_alone_decides(name):
     """Neither what constructors drew nor the global generator, which is left alone."""
-    first = drawn_by(name)
+    first, model = drawn_by(name), built("vit")
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    assert all(torch.equal(value, first[key]) for key, value in drawn_by(name, fill=2.0).items())
+    again = after(name, model, fill=2.0)
+    assert all(torch.equal(value, first[key]) for key, value in again.items())
     assert torch.equal(torch.get_rng_state(), state)
-    second = drawn_by(name, seed=1)
+    second = after(name, model, seed=1)
     for key in ("pos_embed", "head.weight", "blocks.1.attn.qkv.weight"):
         assert not torch.equal(first[key], second[key]), key
 

@@ -1,12 +1,11 @@
 """Every init writes what its docstring lists alone, and refuses options before it draws."""
 
-import math
 import re
 from typing import Any
 
 import pytest
 import torch
-from small_models import SIZES, built, inits_of, seeded, state_of
+from small_models import SIZES, after, built, inits_of, seeded, state_of
 
 from vitinit.init import INITS, init_weights, stated_family
 
@@ -78,18 +77,11 @@ AFTER_THE_DRAW: list[tuple[str, dict, str, dict, str]] = [   # seen in the weigh
 
 
 def drawn(family: str, init: str, **options: Any) -> dict[str, torch.Tensor]:
-    """The state after an init; what constructors drew, and buffers, must not survive: NaN."""
-    model = built(family)
-    for key, value in model.state_dict().items():
-        if value.is_floating_point() and "pos_embed" not in key:     # which may be fixed
-            value.fill_(math.nan)
-    init_weights(model, init, generator=seeded(3), **options)
-    state = {}
-    for key, value in model.state_dict().items():
-        if key.endswith("qkv.weight"):
-            state[f"{key}[QK]"], state[f"{key}[V]"] = value.tensor_split([2 * len(value) // 3])
-        else:
-            state[key] = value
+    """The state after an init, by part."""
+    state = after(init, built(family), 3, **options)
+    for key in [key for key in state if key.endswith("qkv.weight")]:
+        value = state.pop(key)
+        state[f"{key}[QK]"], state[f"{key}[V]"] = value.tensor_split([2 * len(value) // 3])
     return state
 
 

@@ -55,12 +55,10 @@ class RunRecord:
 
     @property
     def recipe(self) -> str:
-        """The recipe's name."""
         return Path(self.source).stem
 
     @property
     def seed(self) -> int:
-        """Recipe key run.seed."""
         return self.keys["run.seed"]
 
     @property
@@ -70,7 +68,6 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done and on record."""
         return len(self.rows) == self.epochs
 
     @property

@@ -75,7 +75,6 @@ class Trained:
 
     @property
     def device(self) -> torch.device:
-        """The device that the model's parameters are on."""
         return next(self.model.parameters()).device
 
     def view(self, image: ImageLike) -> Tensor:
