@@ -25,7 +25,7 @@ TINY = [word for change in (
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     """Restore torch's number of threads, which measurements on a CPU set to 1; few rounds."""
-    monkeypatch.setattr(interleave, "__defaults__", (2,))
+    monkeypatch.setattr(training, "ROUNDS", 2)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -42,7 +42,8 @@ def tables(capsys, *arguments: object) -> list[list[dict[str, str]]]:
     return found
 
 
-def test_actions_are_timed_in_turn_and_the_first_round_does_not_count():
+def test_actions_are_timed_in_turn_and_the_first_round_does_not_count(monkeypatch):
+    monkeypatch.setattr(training, "ROUNDS", 3)
     now, order = [0.0], []
 
     def action(name: str, seconds: float):
@@ -50,7 +51,7 @@ def test_actions_are_timed_in_turn_and_the_first_round_does_not_count():
             order.append(name)
             now[0] += seconds * len(order)
         return act
-    found = interleave({"a": action("a", 1.0), "b": action("b", 10.0)}, lambda: now[0], rounds=3)
+    found = interleave({"a": action("a", 1.0), "b": action("b", 10.0)}, lambda: now[0])
     assert "".join(order) == "baabbaab"              # in every second round the other way round
     assert found == {"a": [3.0, 6.0, 7.0], "b": [40.0, 50.0, 80.0]}
     assert times_as_fast(found["a"], found["b"]) == "11.4 (8.33 to 13.3)"

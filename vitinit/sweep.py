@@ -286,7 +286,6 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program with these arguments (default: the command line); return the exit status."""
     return run_program("vitinit.sweep", lambda: sweep(parse_arguments(arguments)))
 
 

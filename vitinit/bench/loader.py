@@ -12,6 +12,7 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
+from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ..data.sources import LooseImages
 from ..recipe.sections import Recipe
 from ..runs.data import open_data
@@ -72,7 +73,7 @@ def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
     return transforms.Compose([
         transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
         transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),
-        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
         transforms.RandomErasing(0.25, value="random")])
 
 

@@ -44,15 +44,15 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return read
 
 
-def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], float],
-               rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """The seconds of each action in each round, by name; a first round does not count.
+def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], float]
+               ) -> dict[str, list[float]]:
+    """The seconds of each action in ROUNDS rounds, by name; a first round does not count.
 
     The actions run in turn, in every second round in the opposite order, so that what disturbs the
     machine affects all of them alike.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for number in range(rounds + 1):
+    for number in range(ROUNDS + 1):
         for name in list(actions)[::1 if number % 2 else -1]:
             began = clock()
             actions[name]()

@@ -77,9 +77,8 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
     from matplotlib.text import Text  # which only figures need
-    for part in figure.findobj():
-        if isinstance(part, Text):                   # perhaps a name that is not UTF-8
-            part.set_text(part.get_text().encode(errors="backslashreplace").decode())
+    for text in figure.findobj(Text):                # perhaps a name that is not UTF-8
+        text.set_text(text.get_text().encode(errors="backslashreplace").decode())
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=PHOTO_DPI if few_colours == "dithered" else DPI, format="png")
@@ -146,9 +145,9 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
     plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))         # inches of a map
     figure, axes = plt.subplots(len(rows), len(titles), squeeze=False, layout="constrained",
                                 figsize=(side * len(titles) + 2.0, (side + .2) * len(rows) + .8))
-    lines = zip(axes, rows)
-    for (unit, diverging), group in groupby(rows, key=lambda row: (row.unit, row.diverging)):
-        shown = [next(lines) for _ in group]
+    for (unit, diverging), lines in groupby(
+            zip(axes, rows), key=lambda line: (line[1].unit, line[1].diverging)):
+        shown = list(lines)
         largest = max(row.maps.abs().max().item() for _, row in shown) or 1.0   # no empty scale
         peak = max(row.peak or row.maps.abs().max().item() for _, row in shown) or 1.0
         cut = "neither" if peak >= largest else "both" if diverging else "max"
@@ -165,9 +164,9 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
                 image = axis.imshow(values.numpy(), **look, interpolation_stage="data",
                                     interpolation="antialiased" if fine else "nearest", extent=(
                                         -left - .5, width - left - .5, height - up - .5, -up - .5))
-                axis.tick_params(labelsize=6)
                 axis.locator_params(nbins=4, integer=True)
-                axis.tick_params(labelleft=not column, labelbottom=row is shown[-1][1])
+                axis.tick_params(labelsize=6, labelleft=not column,
+                                 labelbottom=row is shown[-1][1])
             line[0].set_ylabel(f"{row.label}\n{row.down}", fontsize=8)
         for axis in shown[-1][0]:
             axis.set_xlabel(row.across, fontsize=8)
