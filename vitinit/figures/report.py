@@ -14,7 +14,7 @@ from ..data.sources import ImageFiles
 from ..messages import OneLineError, ProgressBar
 from ..recipe.files import load_recipe
 from ..runs.data import evaluation_batches, own_set, require_same_images
-from ..runs.groups import Group, group_runs
+from ..runs.groups import CAME_OR_WENT, Group, group_runs
 from ..runs.records import RunRecord, read_runs
 from ..runs.results import balanced_accuracy, class_scores, compare_runs, origin, paired, t_interval
 from ..runs.saved import open_saved
@@ -99,10 +99,9 @@ def run_view(run: RunRecord, group: Group, *, data_dir: str | None, images: int,
         note = str(error)
     changes: list[list[str]] | str
     try:
-        source = load_recipe(run.source).keys
-        changes = [[key, *(to_toml(keys[key]) if key in keys else "–"
-                           for keys in (source, run.keys))]
-                   for key in source | run.keys if source.get(key) != run.keys.get(key)]
+        source, used = load_recipe(run.source).keys, CAME_OR_WENT | run.keys
+        changes = [[key, *(to_toml(keys[key]) if key in keys else "–" for keys in (source, used))]
+                   for key in source | run.keys if source.get(key) != used.get(key)]
     except OneLineError as error:
         changes = str(error)
     starts = [{key: str(start.get(key, "unknown")) for key in (
