@@ -1,5 +1,6 @@
 """The records of the studies of inits and of teachers: complete, small, and what the pages say."""
 
+import json
 import re
 
 import pytest
@@ -15,13 +16,14 @@ from vitinit.values import plain
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
 TEACHERS = next(page for page in PAGES if page.name == "vitinit/train/README.md")
+PHOTOGRAPHS = next(page for page in PAGES if page.name == "recipes/README.md")
 SPECIAL = {"no position embedding": ("model.options.pos_embed=none",),
            "class token": ("model.options.pool=class",),
            "`deep_impulse`, constants .5": ("init.options.constant_variance=0.5",)}
 FREE = {*FREE_KEYS, "data.name", "data.held_out_per_class",
         "init.checkpoint_head"}         # no run has a checkpoint
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
-          for page in (PAGE, TEACHERS)
+          for page in (PAGE, TEACHERS, PHOTOGRAPHS)
           for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)]
 
 
@@ -42,7 +44,12 @@ def of_muon() -> list[RunRecord]:
 def top1(records, of_muon) -> dict[str, dict[int, float]]:
     """An experiment as the page names it → seed → top-1 of the last epoch."""
     found: dict[str, dict[int, float]] = {}
-    for run in (*records.values(), *of_muon):
+    lines = (RECIPES / "resnet18_on_photographs.jsonl").read_text(encoding="utf-8").splitlines()
+    for row in map(json.loads, lines):               # the last one of a run is at its end
+        name = f"r18-{row['data']}-e{row['epochs']}-lr{row['lr']:g}"
+        found.setdefault(name, {})[row["seed"]] = row["val_top1"]
+    photographs = read_archive(RECIPES / "photographs.tar.xz")
+    for run in (*records.values(), *of_muon, *photographs):
         name = run.path.name.rpartition("-s")[0].removeprefix("cifar10_10k")
         found.setdefault(name, {})[run.seed] = run.rows[-1]["val_top1"]
     return found
