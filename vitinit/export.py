@@ -49,11 +49,11 @@ from .models.libraries import counterpart
 from .recipe.files import RecipeError, from_dict
 from .recipe.sections import Recipe
 from .runs.data import as_input
-from .runs.folder import RunFolder
+from .runs.folder import RunFolder, save_atomically
 from .runs.foreign import preprocessor_config
 from .runs.records import without_folders, without_paths
 from .runs.trained import VIEW_KEYS, Trained, load
-from .train.checkpoint import CheckpointError, read_checkpoint_file, save_atomically
+from .train.checkpoint import CheckpointError, read_checkpoint_file
 
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
 NEAR_IN_HALF = 0.02             # the same, with weights in half precision

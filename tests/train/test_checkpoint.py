@@ -13,9 +13,10 @@ import torch
 from refused import refused
 
 from vitinit.files import FileError, write_text_atomically
+from vitinit.runs.folder import save_atomically
 from vitinit.train import checkpoint
 from vitinit.train.checkpoint import (CheckpointError, Damaged, Unread, model_state,
-                                      read_checkpoint_file as load, save_atomically, without_prefix)
+                                      read_checkpoint_file as load, without_prefix)
 
 
 def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tmp_path):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import vitinit
 from vitinit.models.layers import sincos_position_embedding
 from vitinit.recipe.files import RECIPES, load_recipe, overrides
+from vitinit.runs.folder import save_atomically
 from vitinit.runs.saved import fine_tune
-from vitinit.train.checkpoint import CheckpointError, save_atomically
+from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.state import Ema
 from vitinit.train.transfer import start_from
 

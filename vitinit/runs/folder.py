@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from ..data.sources import SIZES
-from ..files import RESULTS, in_one_line, parse_json, read_bytes, sync_folder, write_text_atomically
+from ..files import (RESULTS, in_one_line, parse_json, read_bytes, sync_folder,
+                     write_text_atomically, written_atomically)
 from ..messages import in_brief, warn
 from ..recipe.files import PACKAGE, RECIPES
-from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file,
-                                save_atomically)
+from ..train.checkpoint import CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file
 from ..train.state import progress_of
 from ..values import Size, convert, flat
 from .published import kept_file, published
@@ -151,7 +151,6 @@ class RunFolder:
         return self.path / f"epoch_{epoch:04d}.pt"
 
     def holds_checkpoint(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
         return self.last.exists() or self.previous.exists()
 
     def results(self) -> list[str]:
@@ -199,7 +198,6 @@ class RunFolder:
         return state
 
     def make(self) -> None:
-        """Create the folder, and those above it, if they do not exist."""
         with in_one_line(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             sync_folder(self.path.parent)
@@ -249,6 +247,12 @@ class RunFolder:
             warn(f"{self.metrics.path}: has {rows} of the {epochs} epochs that the checkpoint "
                  "counts as done; the others are lost")
         self.steps.cut_back(steps)
+
+
+def save_atomically(state: dict[str, Any], path: Path, *, keep: Path | None = None) -> None:
+    """Write a checkpoint, and keep the old file at `keep`, as `written_atomically` does."""
+    with written_atomically(path, keep=keep) as file:
+        torch.save(state, file)
 
 
 def by_name(path: Path) -> Path:

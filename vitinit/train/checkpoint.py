@@ -1,4 +1,4 @@
-"""Checkpoints: files of plain tensors and containers, written completely or not at all."""
+"""Checkpoints of any project are read: files of plain tensors and containers; no code is run."""
 
 import pickle
 import re
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import FileError, nested_deeply, parse_json, read_bytes, written_atomically
+from ..files import FileError, nested_deeply, parse_json, read_bytes
 from ..messages import in_brief, without_warnings
 
 # Where programs keep a model's state dict, and that of its moving average.
@@ -41,12 +41,6 @@ class NoCheckpoint(CheckpointError):
 
 class Damaged(CheckpointError):
     """The file is not a checkpoint, or it changed after it was written."""
-
-
-def save_atomically(state: Mapping[str, Any], path: Path, *, keep: Path | None = None) -> None:
-    """Write `state` to `path`, and keep the old file at `keep`, as `written_atomically` does."""
-    with written_atomically(path, keep=keep) as file:
-        torch.save(dict(state), file)
 
 
 def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
