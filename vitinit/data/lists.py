@@ -25,8 +25,6 @@ LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": None}     # the split
 
 
 class Line(NamedTuple):
-    """A line of a list, which is an image."""
-
     place: str                  # such as "val.csv:7"
     path: str                   # as it is listed
     label: str

@@ -218,8 +218,6 @@ class EvaluationBatches:
 
 
 class Data(NamedTuple):
-    """The data that a run trains on and is validated on."""
-
     whole_set: Source           # the training set before data.subset reduces it to `train_set`
     train_set: Source
     val_set: Source

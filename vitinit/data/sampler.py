@@ -43,13 +43,9 @@ class BatchPlan:
     strided: bool = False
 
     @property
-    def per_process(self) -> int:
-        return self.global_batch // self.world_size      # images of a global batch
-
-    @property
     def accumulation(self) -> int:
         """How many micro-batches each process has per step; their gradients are accumulated."""
-        return self.per_process // self.micro_batch_size
+        return self.global_batch // self.world_size // self.micro_batch_size
 
     @property
     def groups(self) -> int:
@@ -77,11 +73,12 @@ class BatchPlan:
                          "are views of the same image: optim.global_batch = "
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
-        if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
+        per_process = self.global_batch // self.world_size
+        if 2 * self.micro_batch_size < min(max_batch_per_process, per_process):
             lines.append(
                 f"micro-batches have {counted(self.micro_batch_size, 'image')}: no larger size up "
                 f"to optim.max_batch_per_process = {max_batch_per_process} divides the "
-                f"{self.per_process} images of each process evenly")
+                f"{per_process} images of each process evenly")
         return lines
 
 

@@ -30,8 +30,6 @@ SRGB = b"sRGB", "sRGB".encode("utf-16-be")           # in a profile's descriptio
 
 
 class File(NamedTuple):
-    """A file of a set."""
-
     split: int                  # 0: to train on; 1: to validate on
     label: int
     path: str
@@ -58,7 +56,11 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
     only if there are at most `most` images to train on.
     """
     counts = np.bincount(train_set.labels, minlength=len(train_set.classes))
-    lines, cautions = [of_classes(train_set.classes, counts)], list[str]()
+    texts = [f"{train_set.classes[index]} {counts[index]:,}"
+             for index in np.argsort(-counts, kind="stable")]
+    if len(texts) > LISTED:                          # the largest and the smallest
+        texts[3:-2] = [f"… {texts[-3]}"]
+    lines, cautions = [f"classes {', '.join(texts)}"], list[str]()
     if counts.max() > IMBALANCE * counts.min() > 0:
         few, many = (train_set.classes[index] for index in (counts.argmin(), counts.argmax()))
         cautions.append(f"class {many} has {counts.max():,} images and {few} {counts.min():,}: "
@@ -75,14 +77,6 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
                                  turned=train_set.apply_exif_orientation)
         lines, cautions = [*lines, kinds], [*cautions, *more]
     return Survey(lines, cautions, copies)
-
-
-def of_classes(classes: Sequence[str], counts: np.ndarray) -> str:
-    """The line about images per class: of all of them, or of the smallest and the largest."""
-    order = np.argsort(-counts, kind="stable")
-    texts = [f"{classes[index]} {counts[index]:,}" for index in order]
-    return "classes " + (", ".join(texts) if len(texts) <= LISTED else
-                         f"{', '.join(texts[:3])}, … {', '.join(texts[-3:])}")
 
 
 def same_bytes(files: Iterable[File]) -> list[list[File]]:
