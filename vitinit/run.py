@@ -84,7 +84,8 @@ class Run:
         self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
         self.verbose = verbose
         self.log = [log] if isinstance(log, str) else [*dict.fromkeys(log)]
-        require_loggers(self.log)
+        if self.log:
+            require_loggers(self.log)
         self.command: list[str] | None = None        # that started it, if one did
         self.objective: Callable[..., Tensor] = cross_entropy
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective
@@ -140,10 +141,10 @@ class Run:
         processes, recipe = self.processes, choice.recipe
         processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
                                                "the step to go on from": self.folder.step})
-        weights = published(recipe.init.checkpoint)
-        with processes.together():
-            if weights and choice.saved is None and not dry_run and processes.local_rank == 0:
-                fetch(weights)
+        if choice.saved is None and not dry_run and (name := recipe.init.checkpoint):
+            with processes.together():
+                if processes.local_rank == 0 and (weights := published(name)):
+                    fetch(weights)
         with building(f"recipe {recipe.name}", "data"):
             self.data = data = open_data(recipe, processes, dry_run=dry_run,
                                          strided=choice.strided)
@@ -274,7 +275,6 @@ class Run:
                               keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step))
 
     def record(self, row: StepRow) -> None:
-        """Append a line to steps.jsonl."""
         with self.processes.together():
             if self.processes.is_main:
                 self._append(self.folder.steps, row._asdict())

@@ -98,8 +98,6 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A complete recipe: one field per section."""
-
     name: str                                       # the file's stem, not a key
     run: RunSection
     data: DataSection

@@ -91,8 +91,6 @@ def copy_to(values: Tensor, device: torch.device) -> Tensor:
 
 
 class OutOfMemory(OneLineError):
-    """One process ran out of memory."""
-
     of_one_process = True       # that process prints the message itself: the others do not know
 
 

@@ -17,9 +17,7 @@ BOUNDS = {"launches": "engine.compile=true, or more images per step, helps",
           "memory": "engine.compile=true, which joins what reads and writes it, helps"}
 
 
-class Pace(NamedTuple):
-    """The steps of one process."""
-
+class Pace(NamedTuple):                             # of the steps of one process
     step: float                 # seconds from one to the next
     alone: float                # seconds of a step by itself, once its images are loaded
     waiting: float              # share of the time: for its images and other processes
