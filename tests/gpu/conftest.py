@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from outcomes import pytest_exception_interact, pytest_report_teststatus  # noqa: F401
-from small_models import SMALL
+from small_models import SMALL, written
 from torch import Tensor, nn
 
-from vitinit import build_model, init_weights
+from vitinit import build_model
 from vitinit.models.layers import draw_drop_path
 
 SIZE, BATCH, CLASSES = 16, 12, 7
@@ -46,8 +46,8 @@ def a_vit() -> nn.Module:
 
 
 def model_of(name: str) -> nn.Module:
-    model = build_model(name, num_classes=CLASSES, image_size=SIZE, **SMALL[name])
-    init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    model = written("torch", build_model(name, num_classes=CLASSES, image_size=SIZE,
+                                         **SMALL[name]))
     model.small_name = name
     return model
 

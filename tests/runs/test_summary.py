@@ -15,19 +15,20 @@ from vitinit.train.device import MATRIX_RATES, fastest_amp, matrix_rate
 from vitinit.train.distributed import Processes
 from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, metrics_row
 
+NOTHING = SimpleNamespace(left_out="")
+DATA = SimpleNamespace(train_set=None, whole_set=NOTHING, val_set=NOTHING,
+                       train_batches=SimpleNamespace(steps_per_epoch=4),
+                       plan=SimpleNamespace(cautions=lambda **_: []))
+
 
 def test_few_updates_from_scratch_are_a_warning():
     """Four steps per epoch; it ends at 1000. Trained weights and the drawn shapes need fewer."""
-    nothing = SimpleNamespace(left_out="")
-    data = SimpleNamespace(train_set=None, whole_set=nothing, val_set=nothing,
-                           train_batches=SimpleNamespace(steps_per_epoch=4),
-                           plan=SimpleNamespace(cautions=lambda **_: []))
     for sets, updates in ((["schedule.epochs=200", "schedule.cooldown_epochs=49"], "996"),
                           (["schedule.epochs=200", "schedule.cooldown_epochs=50"], None),
                           (["init.checkpoint=runs/a"], None), (["data.name=shapes"], None)):
         recipe = load_recipe("quickstart", overrides(sets=["data.name=cifar10", "data.root=x",
                                                            *sets]))
-        assert cautions(recipe, data, (6, 6), torch.device("meta")) == ([] if not updates else [
+        assert cautions(recipe, DATA, (6, 6), torch.device("meta")) == ([] if not updates else [
             f"{updates} updates in all: from scratch, such a model needs thousands; --set "
             "schedule.epochs=250 makes 1,000"])
 
@@ -36,11 +37,7 @@ def test_few_updates_from_scratch_are_a_warning():
                                                ("[7, 7]", (1, 1), 1), ("[64, 64]", (6, 6), None)])
 def test_few_patches_are_a_warning_with_the_patch_size_that_makes_more(size, grid, patch):
     recipe = load_recipe("quickstart", overrides(sets=[f"data.image_size={size}"]))
-    nothing = SimpleNamespace(left_out="")
-    data = SimpleNamespace(train_set=None, whole_set=nothing, val_set=nothing,
-                           train_batches=SimpleNamespace(steps_per_epoch=4),
-                           plan=SimpleNamespace(cautions=lambda **_: []))
-    lines = cautions(recipe, data, grid, torch.device("meta"))
+    lines = cautions(recipe, DATA, grid, torch.device("meta"))
     assert lines == ([] if patch is None else [
         f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
         f"model.options.patch_size={patch} makes more"])

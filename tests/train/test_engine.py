@@ -1,20 +1,17 @@
 """One step, however it is divided into micro-batches; skipping, stopping, and exact evaluation."""
 
 import itertools
-import math
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import counted_by_hand
 from optimisers import adamw, state_of
 from small_models import written
 
 import vitinit
-from vitinit.bench.training import GivenSteps
+from vitinit.bench.training import GivenSteps, given_step
 from vitinit.data.augment import smooth_one_hot
-from vitinit.data.sampler import BatchPlan
 from vitinit.train import engine, metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import evaluate, read_losses, train_epochs
@@ -30,16 +27,6 @@ GLOBAL_BATCH, STEPS, CLASSES = 12, 5, 7
 # step.
 EPS = 1e-4
 Batch = tuple[torch.Tensor, torch.Tensor]       # images and targets
-
-
-class Given(NamedTuple):
-    """A micro-batch of given tensors, in the form that the engine expects."""
-
-    batch: Batch
-    positions: np.ndarray
-
-    def prepare(self) -> Batch:
-        return self.batch
 
 
 def small_model(name: str = "vit_tiny", **options) -> torch.nn.Module:
@@ -60,24 +47,18 @@ def batches(count: int = STEPS) -> list[Batch]:
     return found
 
 
-def cut(batch: Batch, size: int = GLOBAL_BATCH) -> list[Given]:
-    """A global batch in micro-batches of `size`."""
-    plan = BatchPlan(GLOBAL_BATCH, world_size=1, micro_batch_size=size, group=1)
-    places = [plan.positions(0, micro_step) for micro_step in range(plan.accumulation)]
-    return [Given((batch[0][place], batch[1][place]), place) for place in places]
-
-
 def fresh(model: torch.nn.Module, **parts) -> TrainState:
     return state_of(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS), **parts)
 
 
-def train(state: TrainState, steps, *, size: int = GLOBAL_BATCH, lr_at=lambda step: 1e-2,
-          clip_norm: float = 0.0, stop: StopRequest | None = None, cut=cut, **options) -> None:
+def train(state: TrainState, steps, *, size: int = GLOBAL_BATCH,
+          change=lambda micro_batch: micro_batch, **options) -> None:
     """Train the state on these global batches, in micro-batches of `size`, as one epoch."""
-    steps = ((number, cut(batch, size)) for number, batch in enumerate(steps, state.progress.step))
-    train_epochs(GivenSteps(state, state.model, steps, global_batch=GLOBAL_BATCH,
-                            learning_rate=lr_at, clip_norm=clip_norm, **options),
-                 ALONE, stop or StopRequest())
+    given = (given_step(number, [*zip(*(part.split(size) for part in batch))])
+             for number, batch in enumerate(steps, state.progress.step))
+    given = ((number, [*map(change, micro_batches)]) for number, micro_batches in given)
+    options = dict(learning_rate=lambda step: 1e-2, global_batch=GLOBAL_BATCH) | options
+    train_epochs(GivenSteps(state, state.model, given, **options), ALONE, StopRequest())
 
 
 def trained(steps=None, *, scaler=None, ema_decay: float = 0.0, progress=None, **options
@@ -117,7 +98,7 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
         optimizer.step()
         expected.append((number + 1, loss.item(), 1e-3 * (number + 1), norm.item()))
     state = trained(steps, progress=Progress(step=3), clip_norm=clip_norm,
-                    lr_at=lambda step: 1e-3 * (step + 1), record=rows.append)
+                    learning_rate=lambda step: 1e-3 * (step + 1), record=rows.append)
     assert_close(state.model, model, atol=1e-5)
     assert state.progress.loss_sum == pytest.approx(sum(loss for _, loss, *_ in expected), rel=1e-5)
     assert state.progress.step == 24 and [row.step for row in rows] == [10, 20]
@@ -130,13 +111,11 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():
     """Its memory is used again for a later one; see data/pipeline.py."""
     model, order = small_model(), []
 
-    class Told(Given):
-        def prepare(self) -> Batch:
-            order.append("prepared")
-            return self.batch
+    def told(micro_batch):
+        return micro_batch._replace(prepare=lambda: (order.append("prepared"),
+                                                     micro_batch.prepare())[1])
     model.head.bias.register_hook(lambda gradient: order.append("trained"))
-    train(fresh(model), batches(), size=4,
-          cut=lambda batch, size: [Told(*part) for part in cut(batch, size)])
+    train(fresh(model), batches(), size=4, change=told)
     assert order == ["prepared", "trained"] * 3 * STEPS
 
 
@@ -195,31 +174,14 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         now[0] += 1000.0
     monkeypatch.setattr(Processes, "sum", lambda self, values: after(next(waits), values))
     rows, saved, state = [], [], fresh(small_model())
-    train(state, (after(1, batch) for batch in batches(23)), lr_at=lambda step: after(3, 1e-3),
-          save_every=15, save=take_long, finish_epoch=take_long, record=rows.append)
+    train(state, (after(1, batch) for batch in batches(23)), save_every=15, save=take_long,
+          learning_rate=lambda step: after(3, 1e-3), finish_epoch=take_long, record=rows.append)
     read_losses(state, ALONE)                        # as after an evaluation that was stopped
     since_last = [10 * 4.0 + 1.0, 10 * 4.0 + 2.0 + 3.0]
     assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / t for t in since_last]
     assert [row.waiting for row in rows] == [10 / t for t in since_last]
     assert saved == [15 * 4.0 + 1.0 + 2.0, 23 * 4.0 + 1.0 + 2.0 + 3.0 + 4.0]
     assert (state.progress.seconds, state.progress.waiting_seconds) == (saved[1], 23.0)
-
-
-def counted_by_hand(model, images, labels, chosen):
-    """Loss, top-1, top-5, hits per class and the confusion matrix, one image at a time in float64.
-    chosen: the model's classes that compete; labels count within them. A rank is the number of
-    classes that are ahead."""
-    loss, top1, top5, hits = 0.0, 0, 0, [0] * len(chosen)
-    confusion = np.zeros((len(chosen), len(chosen)), int)
-    for image, label in zip(images, labels.tolist()):
-        logits = model.double()(image[None].double())[0].tolist()
-        logits = [logits[place] for place in chosen]
-        ahead = sum(logit > logits[label] for logit in logits)
-        loss += math.log(sum(math.exp(logit - logits[label]) for logit in logits))
-        top1, top5, hits[label] = top1 + (ahead < 1), top5 + (ahead < 5), hits[label] + (ahead < 1)
-        confusion[label, np.argmax(logits)] += 1
-    return (loss / len(images), 100 * top1 / len(images), 100 * top5 / len(images), hits,
-            confusion)
 
 
 @pytest.mark.parametrize("size, chosen", [
@@ -237,8 +199,10 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
         [small_model(), other], zip(images.split(size), labels.split(size)), amp="off",
         num_classes=len(chosen), processes=ALONE, stop=StopRequest(),
         columns=torch.tensor(chosen) if isinstance(chosen, list) else None)
-    assert plain.class_hits == counted_by_hand(small_model(), images, labels, chosen)[3]
-    loss, top1, top5, hits, confusion = counted_by_hand(other, images, labels, chosen)
+    of_plain = counted_by_hand(small_model(), images, labels.tolist(), chosen)[-1]
+    assert plain.class_hits == of_plain.diagonal().tolist()
+    loss, top1, top5, confusion = counted_by_hand(other, images, labels.tolist(), chosen)
+    hits = confusion.diagonal().tolist()
     assert 0 < top1 < 100 and len(set(hits)) > 1     # else a mistake would not show
     assert result.top1 == pytest.approx(top1) and result.loss == pytest.approx(loss, rel=1e-6)
     assert result.top5 == (pytest.approx(top5) if len(chosen) > 5 else None)
@@ -253,7 +217,7 @@ def test_processes_add_their_counts_and_a_matrix_has_a_bound(most, monkeypatch):
     """As if a second process had the same images."""
     monkeypatch.setattr(engine, "MOST_PAIRED", most)
     images, labels = torch.randn(31, 3, 8, 8), torch.randint(CLASSES, (31,))
-    confusion = counted_by_hand(small_model(), images, labels, range(CLASSES))[-1]
+    confusion = counted_by_hand(small_model(), images, labels.tolist(), range(CLASSES))[-1]
     monkeypatch.setattr(Processes, "sum", lambda self, values: values.mul_(2))
     result, = evaluate([small_model()], [(images, labels)], amp="off", num_classes=CLASSES,
                        processes=ALONE, stop=StopRequest())
