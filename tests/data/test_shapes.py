@@ -49,6 +49,13 @@ def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_pla
     assert len(set(pixels)) == sum(SMALL.values())
 
 
+def test_clutter_drawn_in_its_window_equals_clutter_drawn_on_the_whole_canvas(monkeypatch):
+    fast = [alone(0, index)[0] for index in range(29)]
+    monkeypatch.setattr(shapes, "_window", lambda centre, radius: (slice(None), slice(None)))
+    slow = [alone(0, index)[0] for index in range(29)]
+    assert np.array_equal(fast, slow)
+
+
 def test_a_shapes_area_is_that_of_its_name():
     areas = {
         "disc": np.pi * 0.85**2, "ring": np.pi * (0.9**2 - 0.5**2), "square": 1.5**2,

@@ -10,8 +10,9 @@ from pytest import approx
 from vitinit.command_line import STDOUT
 from vitinit.files import write_text_atomically
 from vitinit.runs.data import EvaluatedSet
-from vitinit.runs.results import Finding, balanced_accuracy, class_scores, print_results
+from vitinit.runs.results import Finding, class_scores, print_results
 from vitinit.train.engine import Evaluation
+from vitinit.train.metrics import balanced_accuracy
 
 MODEL = Evaluation(loss=1.25, top1=50.0, top5=75.0, images=1004, class_hits=[2, 0, 500],
                    class_images=[4, 1, 999], class_guesses=[2, 501, 501],
@@ -64,7 +65,7 @@ def test_what_no_image_counts_for_has_no_score():
     scores = class_scores([0, 0, 0, 3], [0, 0, 5, 3], [0, 2, 0, 6])
     assert scores == [(None, None, None), (0.0, None, 0.0), (None, 0.0, 0.0),
                       (50.0, 100.0, approx(200 / 3))]
-    assert balanced_accuracy(scores) == 50.0         # of the two with images
+    assert balanced_accuracy([0, 0, 0, 3], [0, 0, 5, 3]) == 50.0         # of the two with images
 
 
 def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):

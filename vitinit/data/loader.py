@@ -39,7 +39,7 @@ OPEN_FILES = 10_240             # as many as every system allows
 class Batch(NamedTuple):
     """A training batch, with the draws of what the device still has to do."""
 
-    images: Tensor          # (B, 3, H, W) uint8, cropped and flipped, channels-last; or
+    images: Tensor          # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or
                             # (B, 4) int64, descriptions of views for the device, see `TrainViews`
     labels: Tensor          # (B,) int64
     draws: Tensor           # (B, …) float64, see `Augmentation.draws`
@@ -63,9 +63,11 @@ class TrainViews(Dataset):
             views = [view for index, same in groupby(indices.tolist())
                      for view in self.source.image(index, partial(
                          self.views, rngs=islice(generators, len([*same]))))]
-            # In the memory format of resized views.
-            images = default_collate([view.permute(1, 2, 0) for view in views])
-            images = images.permute(0, 3, 1, 2)
+            if views[0].stride(0) == 1:              # channels-last, as resized views are
+                images = default_collate([view.permute(1, 2, 0) for view in views])
+                images = images.permute(0, 3, 1, 2)
+            else:                                    # padded ones
+                images = default_collate(views)
         else:
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]

@@ -48,9 +48,16 @@ def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
             scale: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
     """Points in the coordinates of a shape; scale: its radius in pixels, or one along each axis."""
     x, y = x - centre[0], y - centre[1]
-    across, down = np.broadcast_to(scale, 2)
+    across, down = scale if isinstance(scale, np.ndarray) else (scale, scale)
     return ((x * np.cos(angle) + y * np.sin(angle)) / across,
             (y * np.cos(angle) - x * np.sin(angle)) / down)
+
+
+def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
+    """The rows and columns of the sampling points within `radius` pixels of `centre`, as slices."""
+    column, row = ((max(0, int((c - radius) * SUPERSAMPLING)),
+                    int((c + radius) * SUPERSAMPLING) + 1) for c in centre)
+    return slice(*row), slice(*column)
 
 
 class Drawing(NamedTuple):
@@ -90,9 +97,10 @@ def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
     across, _ = _turned(x, y, np.full(2, SIZE / 2), angle, SIZE)
     canvas = corner + (other - corner) * np.clip(across + 0.5, 0, 1)[..., None]  # (·, ·, 3)
     for half, centre, angle, is_bar, colour in drawing.clutter:
-        u, v = _turned(x, y, centre, angle, half)
+        near = _window(centre, 1.5 * half.max())     # 1.5 > √2, so a bar's corners are included
+        u, v = _turned(x[near], y[near], centre, angle, half)
         inside = np.maximum(abs(u), abs(v)) < 1 if is_bar else u**2 + v**2 < 1
-        canvas[inside] = colour
+        canvas[near][inside] = colour
     u, v = _turned(x, y, drawing.centre, drawing.angle, drawing.radius)
     canvas[SHAPES[CLASSES[drawing.label]](u, v)] = drawing.colour
 

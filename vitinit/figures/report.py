@@ -16,11 +16,12 @@ from ..recipe.files import load_recipe
 from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import CAME_OR_WENT, Group, group_runs
 from ..runs.records import RunRecord, read_runs
-from ..runs.results import balanced_accuracy, class_scores, compare_runs, origin, paired, t_interval
+from ..runs.results import class_scores, compare_runs, origin, paired, t_interval
 from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
 from ..train.device import this_device
 from ..train.engine import autocast
+from ..train.metrics import balanced_accuracy
 from ..values import to_toml
 from .curves import QUANTITIES, Band, by_epoch, by_step
 from .plot import FigureError, as_png, rounded, write_page
@@ -167,14 +168,14 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: P
     pairs, counts = (labels * len(classes) + guesses).unique(return_counts=True)
     wrong = (guesses != labels).nonzero()[:, 0]
     surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
-    scores = class_scores(*(part.bincount(minlength=len(classes)).tolist()
-                            for part in (labels[guesses == labels], labels, guesses)))
+    hits, totals, taken = (part.bincount(minlength=len(classes)).tolist()
+                           for part in (labels[guesses == labels], labels, guesses))
     numbers = batches.views.indices                  # of the judged images in the source
     paths = source.paths if isinstance(source, ImageFiles) else None
     return {"classes": classes, "images": len(labels), "of": len(source), "weights": weights,
             "set": data_set.name, "parameters": sum(p.numel() for p in model.parameters()),
-            "scores": [rounded([*score]) for score in scores],
-            "balanced_accuracy": rounded(balanced_accuracy(scores)),
+            "scores": [rounded([*score]) for score in class_scores(hits, totals, taken)],
+            "balanced_accuracy": rounded(balanced_accuracy(hits, totals)),
             "pairs": [[pair // len(classes), pair % len(classes), count]
                       for pair, count in zip(pairs.tolist(), counts.tolist())],
             "mistakes": [{"source": as_png(batches.views[index][0], SIDE),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..command_line import deliver
 from ..messages import one_line
-from ..train.metrics import Evaluation
+from ..train.metrics import Evaluation, balanced_accuracy
 from .data import EvaluatedSet
 from .groups import Group, finished_runs, group_runs
 from .records import RunRecord
@@ -53,11 +53,6 @@ def class_scores(hits: Sequence[int], images: Sequence[int], guesses: Sequence[i
             for right, total, taken in zip(hits, images, guesses)]
 
 
-def balanced_accuracy(scores: Iterable[ClassScores]) -> float:
-    """The mean recall of the classes that have images, in percent."""
-    return statistics.fmean(score.recall for score in scores if score.recall is not None)
-
-
 class Finding(NamedTuple):
     """The results of one checkpoint on one data set."""
 
@@ -80,7 +75,7 @@ class Finding(NamedTuple):
             scores = class_scores(*counts)
             findings[name] = {
                 "loss": result.loss, "top1": result.top1, "top5": result.top5,
-                "balanced_accuracy": balanced_accuracy(scores), "images": result.images,
+                "balanced_accuracy": balanced_accuracy(*counts[:2]), "images": result.images,
                 "per_class": [{"class": label, "correct": hits, "total": total} | score._asdict()
                               for label, hits, total, score in zip(
                                   self.classes, *counts[:2], scores)],

@@ -155,11 +155,10 @@ class Evaluation:
     class_guesses: list[int]    # per class: the images that are taken for it
     confusion: Tensor | None    # (K, K) int64 on the CPU: images of a class, a row, by their guess
 
-    @property
-    def balanced_accuracy(self) -> float:
-        """The mean accuracy, in percent, of the classes that have images."""
-        return 100.0 * fmean(hits / images for hits, images in
-                             zip(self.class_hits, self.class_images) if images)
+
+def balanced_accuracy(hits: Sequence[int], images: Sequence[int]) -> float:
+    """The mean accuracy, in percent, of the classes that have images, by their hits of these."""
+    return 100.0 * fmean(right / total for right, total in zip(hits, images) if total)
 
 
 def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
@@ -178,7 +177,8 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
            "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
            "share_of_rate": tflops / peak if peak else None,
            "peak_memory_gib": peak_gib(processes.device)}
-    row |= {"val_balanced": results[0].balanced_accuracy} if results else {}
+    if results:
+        row["val_balanced"] = balanced_accuracy(results[0].class_hits, results[0].class_images)
     for name, result in zip(("val", "ema"), results):
         row |= {f"{name}_top1": result.top1, f"{name}_top5": result.top5}
     return {key: row.get(key) for key in METRICS}
