@@ -330,3 +330,14 @@ def test_every_wrong_input_is_one_line(eval_program, one_epoch_run, capsys):
         out, error = capsys.readouterr()
         assert error.startswith("eval.py: ") and message in error and error.count("\n") == 1
         assert out == "", arguments
+
+
+def test_nan_weights_are_one_line_and_no_accuracy(eval_program, one_epoch_run, tmp_path, capsys):
+    state = torch.load(one_epoch_run / "last.pt")
+    state["ema"]["model"]["head.bias"][1] = float("nan")
+    path = tmp_path / "diverged.pt"
+    torch.save(state, path)
+    assert eval_program.main([str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"eval.py: {path}: ema 'head.bias' is not finite")
+    assert printed.err.count("\n") == 1 and "top-1" not in printed.out

@@ -118,6 +118,8 @@ def test_a_model_without_classes_gives_what_the_head_would_read(family):
                           if not name.startswith("head")})
     assert torch.equal(bare(drawn_images()), whole.features(drawn_images()).pooled)
     assert written("default", bare)(drawn_images()).isfinite().all()
+    assert "num_classes is -1, expected at least 0 (a model without" in refused(
+        ValueError, built, family, num_classes=-1)
 
 
 @each_family

@@ -76,7 +76,8 @@ class ConvMixer(Classifier):
     def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
                  depth: int, kernel_size: int, activation: Literal["gelu", "relu"] = "gelu",
                  num_filters: int = 0, train_filters: bool = True) -> None:
-        super().__init__(num_classes)
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
         require_choice("activation", activation, tuple(ACTIVATIONS))
         if not 0 <= num_filters <= embed_dim:
             raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 Layer = TypeVar("Layer", bound=nn.Module)
 Sides = tuple[int, int]         # height and width, or rows and columns
 Pair = int | Sides              # one integer stands for both
+MOST_BLOCKS = 1000
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
 
@@ -51,9 +52,20 @@ class Classifier(nn.Module):
     rotary = False                  # whether queries and keys are turned by their tokens' places
     drop_path_rates: tuple[float, ...] = ()
 
-    def __init__(self, num_classes: int) -> None:
-        """num_classes: 0 for no head."""
+    def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
+        """num_classes: 0 for no head. sizes: raises ValueError unless all are above 0, and for over
+        MOST_BLOCKS blocks, which a file from elsewhere may ask for.
+        """
         super().__init__()
+        if num_classes < 0:
+            raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without "
+                             "a head)")
+        for name, value in sizes.items():
+            parts = value if isinstance(value, Sequence) else [value]
+            if not all(part > 0 for part in parts):
+                raise ValueError(f"{name} is {value}, expected more than 0")     # also for NaN
+            if name.startswith("depth") and sum(parts) > MOST_BLOCKS:
+                raise ValueError(f"{name} is {value}, expected at most {MOST_BLOCKS} blocks")
         self.num_classes = num_classes
 
     def tokens(self, x: Tensor) -> Tokens:

@@ -48,7 +48,9 @@ class MlpMixer(Classifier):
     def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
                  depth: int, tokens_ratio: float = 0.5, channels_ratio: float = 4.0,
                  drop_path: float = 0.0) -> None:
-        super().__init__(num_classes)
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, tokens_ratio=tokens_ratio,
+                         channels_ratio=channels_ratio)
         self.drop_path_rates = drop_path_rates(drop_path, depth, first=drop_path)
         self.stem = PatchEmbed(image_size, patch_size, embed_dim)
         self.grid = self.stem.grid

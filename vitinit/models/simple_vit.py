@@ -148,7 +148,8 @@ class SimpleViT(Classifier):
                  depth: int, num_heads: int, head_dim: int = 0, mlp_ratio: float = 1.0,
                  reads: Reading = "content", alpha: float = 0.5, input_pos_embed: bool = True,
                  values: bool = True, train_qk: bool = True, logit_scale: float = 0.0) -> None:
-        super().__init__(num_classes)
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
         require_choice("reads", reads, get_args(Reading))
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
             raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim};"

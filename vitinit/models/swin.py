@@ -171,7 +171,9 @@ class SwinTransformer(Classifier):
     def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
                  depths: tuple[int, ...], num_heads: tuple[int, ...], window_size: Pair = 7,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0) -> None:
-        super().__init__(num_classes)
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depths=depths, num_heads=num_heads,
+                         window_size=window_size, mlp_ratio=mlp_ratio)
         if len(depths) != len(num_heads):
             raise ValueError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; "
                              "expected as many")

@@ -87,7 +87,9 @@ class VisionTransformer(Classifier):
                  layer_scale: float = 0.0, mlp: Literal["gelu", "swiglu"] = "gelu",
                  distilled: bool = False, num_registers: int = 0, fc_norm: bool = False,
                  norm_eps: float = 1e-6) -> None:
-        super().__init__(num_classes)
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
+                         mlp_ratio=mlp_ratio, norm_eps=norm_eps)
         for option, value, choices in (
                 ("pool", pool, ("class", "mean")), ("pos_embed", pos_embed, get_args(Positions)),
                 ("rope_frequencies", rope_frequencies, get_args(Frequencies)),
