@@ -18,7 +18,7 @@ import torchvision
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import open_data
 from vitinit.train.distributed import joined
-from vitinit.train.engine import evaluate
+from vitinit.train.engine import autocast, evaluate
 from vitinit.train.interruption import StopRequest
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,7 +48,7 @@ with joined() as processes, StopRequest() as stop:
         for _, micro_batches in batches.steps(epoch):
             for micro_batch in micro_batches:
                 images, targets = micro_batch.prepare()                  # (B, 3, H, W), (B, K)
-                with torch.autocast(processes.device.type, dtype=torch.bfloat16):
+                with autocast(processes.device, "bf16"):
                     logits = model(images.to(memory_format=torch.channels_last))
                 (F.cross_entropy(logits.float(), targets) / len(micro_batches)).backward()
             optimizer.step()

@@ -135,8 +135,8 @@ class Run:
 
     def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
         """Fetch the weights to start from; open the images, and the teacher of their classes;
-        return the facts about these. Raises
-        RecipeError on all processes if these differ between them, or from those the run began with.
+        return the facts about both. Raises RecipeError on all processes if these differ between
+        them, or from those that the run began with.
         """
         processes, recipe = self.processes, choice.recipe
         processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
@@ -191,9 +191,11 @@ class Run:
         notes += [f"teacher {self.teacher}"] if self.teacher else []
         self.start = summary(recipe, data, self.state.model, notes, self.state.optimizer,
                              self.learning_rate, self.processes)
-        new = choice.saved is None and self.processes.is_main
-        self.images = images = (survey(data.train_set, data.val_set, min(recipe.data.image_size))
-                                if new else Survey([], [], []))
+        self.images = images = Survey([], [], [])
+        with self.processes.together():
+            if choice.saved is None and self.processes.is_main:
+                self.images = images = survey(data.train_set, data.val_set,
+                                              min(recipe.data.image_size))
         self.start += [*images.lines, f"run     {self.folder.path}" + (
             f", resumed at step {step:,}" if choice.saved else "")]
         self.start += [f"warning {line}" for line in [*images.cautions, *cautions(

@@ -88,6 +88,17 @@ def test_classes_and_kinds_of_files_are_counted_and_mistakes_named(tree):
         "--set data.apply_exif_orientation=true" in sideways
 
 
+def test_names_of_any_bytes_stay_on_their_lines(tree):
+    odd = (tree / "train" / "ant").rename(tree / "train" / "a\nt")
+    (tree / "val" / "ant").rename(tree / "val" / "a\nt")
+    (odd / "0\n\udce9.png").write_bytes((odd / "0.png").read_bytes())
+    found = said(tree)
+    assert found.lines[0] == r"classes a\nt 6, bee 5, cow 5"
+    assert found.cautions[0].endswith(r": a\nt/0.png = a\nt/0\n\udce9.png") or \
+        found.cautions[0].endswith(r": a\nt/0\n\udce9.png = a\nt/0.png")
+    assert len(str(found).splitlines()) == 6         # two, a caution, none, and two paths
+
+
 def test_images_that_are_much_smaller_than_views_are_named(tree):
     sets = [open_split("image_folder", str(tree), split, 0) for split in ("train", "val")]
     for side, named in ((26, False), (27, True)):

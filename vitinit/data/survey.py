@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from ..files import read_bytes
-from ..messages import counted, shortened, without_warnings
+from ..messages import counted, one_line, shortened, without_warnings
 from .images import FORMATS, LARGEST_FILE, heif_formats
 from .sources import ImageFiles, Source
 
@@ -47,7 +47,8 @@ class Survey(NamedTuple):
 
     def __str__(self) -> str:
         """All of it, with the paths of all copies, a group per paragraph."""
-        groups = ("\n".join(["", *(file.path for file in group)]) for group in self.copies)
+        groups = ("\n".join(["", *(one_line(file.path) for file in group)])
+                  for group in self.copies)
         return "\n".join([*self.lines, *self.cautions, *groups, ""])
 
 
@@ -76,7 +77,7 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
         kinds, more = of_headers([file.path for file in files[::step]], side,
                                  turned=train_set.apply_exif_orientation)
         lines, cautions = [*lines, kinds], [*cautions, *more]
-    return Survey(lines, cautions, copies)
+    return Survey([*map(one_line, lines)], [*map(one_line, cautions)], copies)
 
 
 def same_bytes(files: Iterable[File]) -> list[list[File]]:

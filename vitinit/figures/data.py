@@ -9,9 +9,11 @@ from ..data.images import DataError, resize_and_centre_crop
 from ..data.lists import LISTS
 from ..data.sources import Source
 from ..data.survey import Survey, survey
+from ..messages import one_line
 from .plot import BLUE, pyplot, save
 
 EXAMPLES, SIDE = 8, 64          # images per class, spread evenly over it, and their pixels
+LONGEST = 30                    # characters of a class's name
 MOST_CLASSES = 20               # rows; the classes with the most and with the fewest images
 
 
@@ -44,7 +46,8 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     axes[0].imshow(np.vstack([np.pad(strip, ((0, 0), (0, EXAMPLES * SIDE - strip.shape[1]), (0, 0)),
                                      constant_values=255) for strip in strips]))
     middles = SIDE * (np.arange(len(rows)) + 0.5)
-    axes[0].set(xticks=[], yticks=middles, yticklabels=[source.classes[label] for label in rows])
+    axes[0].set(xticks=[], yticks=middles,
+                yticklabels=[one_line(source.classes[label], LONGEST) for label in rows])
     axes[1].barh(middles, counts[rows], height=0.7 * SIDE, color=BLUE)
     axes[1].set(ylim=axes[0].get_ylim(), yticks=[], xlabel="images to train on")
     for middle, count in zip(middles, counts[rows]):
