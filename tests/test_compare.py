@@ -4,9 +4,14 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 from PIL import Image
+from same_run import assert_same_run, rows_of
 
+import vitinit
 from vitinit import compare
+from vitinit.replay import against_record
+from vitinit.runs.records import read_run
 from vitinit.runs.results import mean_and_std, t_quantile
 
 
@@ -131,13 +136,50 @@ def test_without_matplotlib_a_report_and_the_extra_stand(without_matplotlib, six
     assert (tmp_path / "out" / "comparison.md").exists()
 
 
+def test_a_replay_is_the_recorded_run_to_the_bit_or_its_first_epochs(printed, tmp_path, capsys):
+    """With a learning rate that goes by all epochs; what is unlike at the start is said."""
+    run = vitinit.Run("quickstart", seed=7, out_dir=tmp_path / "mine", overrides={
+        "data.images_per_class": 3, "model.options.depth": 1, "model.options.embed_dim": 24,
+        "schedule.epochs": 3, "schedule.warmup_epochs": 0, "optim.global_batch": 13,
+        "optim.max_batch_per_process": 13, "eval.every_epochs": 3}).train()
+    archive, again, first = (tmp_path / name for name in ("mine.tar.xz", "again", "first"))
+    printed(run.folder.path, "--pack", archive)
+    text = printed(archive, "--replay", "mine", "--out", again)
+    assert text.endswith("the same kind of machine and the same code\n"
+                         "equal to the bit: all results of epochs 1 to 3\n")
+    assert_same_run(run.folder.path, again)
+    start, = json.loads(run.folder.info.read_text())
+    start["torch"], start["data"]["files and labels"] = "2.0", "beef"
+    run.folder.info.write_text(json.dumps([start]))
+    assert compare.main([str(run.folder.path), "--replay", "mine", "--epochs", "2",
+                         "--out", str(first)]) == 0
+    text, errors = capsys.readouterr()
+    assert text.endswith("equal to the bit: all results of epochs 1 to 2\n")
+    assert f"\ntorch 2.0 then, {torch.__version__} now\n" in text
+    assert [row["lr"] for row in rows_of(first)] == [row["lr"] for row in run.rows[:2]]
+    assert "warning mine was trained and measured on other images" in errors
+
+
+def test_a_replay_elsewhere_is_held_to_the_seeds_on_record(six_runs, written_run):
+    """50, 54, 58: another seed within 4.302653 · 4 · √(1 + 1 / 3) = 19.87 of 54, in 95 of 100."""
+    seeds = [*map(read_run, six_runs[:3])]
+    for top1, holds in ((54 + 19.8, True), (54 - 19.9, False)):
+        again = read_run(written_run(f"again-{top1}", [5.0, top1]))
+        text, held = against_record(seeds[0], again.rows, again.starts[0], seeds)
+        assert held is holds and "expected within 54.0000 ± 19.8731 (3 seeds, 95 %)" in text
+    text, held = against_record(seeds[0], again.rows, again.starts[0], seeds[:1])
+    assert not held and text.endswith("one seed is on record, so no interval\n")
+
+
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
     (tmp_path / "logs").mkdir()
     for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
                              ([tmp_path / "logs"], "logs: neither a run's folder nor an archive"),
                              ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
                              ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
-                             ([six_runs[0], "--out", "a", "--pack", "b"], "not allowed with argu"),
+                             ([six_runs[0], "--out", "a", "--pack", "b.tar.xz"], "not allowed w"),
+                             ([six_runs[0], "--replay", "x"], "--replay x: no such run is on rec"),
+                             ([six_runs[0], "--epochs", "1"], "are for --replay NAME"),
                              ([six_runs[0] / "run.json"], "run.json: neither a run's folder no")):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()

@@ -29,7 +29,7 @@ BELOW = {
 }
 EVERYTHING = " ".join(BELOW)
 BELOW |= {"run": EVERYTHING, "figures": EVERYTHING, "bench": EVERYTHING,
-          "lessons": "figures files messages", "begin": ""}
+          "replay": f"{EVERYTHING} run", "lessons": "figures files messages", "begin": ""}
 
 
 def named(path: Path) -> str:

@@ -22,7 +22,7 @@ PROGRAMS = {"predict": predict, "eval": evaluate, "compare": compare, "export": 
 # Options with words or paths that are only read, or that name the folder of a run, whose own files
 # `RunFolder` keeps.
 NO_OUTPUTS = ("--across", "--checkpoint", "--data-dir", "--init", "--log", "--out-dir", "--recipe",
-              "--resume", "--run", "--set", "--variant")
+              "--replay", "--resume", "--run", "--set", "--variant")
 # Each output → a command with it, how its name ends, and an input of the command that ends so.
 COMMANDS = {
     "predict --json": ("run photos", ".json", "photos/notes.json"),

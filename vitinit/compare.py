@@ -4,6 +4,7 @@
     python -m vitinit.compare runs/quickstart-default-* runs/quickstart-impulse-* --out comparison
     python -m vitinit.compare runs/quickstart-* --pack quickstart.tar.xz
     python -m vitinit.compare quickstart.tar.xz/*-default-* quickstart.tar.xz/*-impulse-*
+    python -m vitinit.compare quickstart.tar.xz --replay quickstart-impulse-s0 --epochs 1
 
 Runs that differ in nothing but the seed form a group. Every other group is compared with that of
 the run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs
@@ -12,6 +13,10 @@ the extra `figures`).
 --pack keeps the runs in one compressed file instead: recipe.toml, run.json and metrics.jsonl of
 each finished one. Such a file stands for all its runs wherever a run's folder is expected here; a
 pattern after its name chooses some of them (zsh needs it in quotes).
+
+--replay trains one of the runs again, in runs/replay-NAME or --out, and goes on there if it was
+stopped. On the same kind of machine its rows are those on record, to the bit; elsewhere its last
+one is compared with all seeds on record. The exit status is 1 if it is neither.
 """
 
 if __name__ == "__main__":
@@ -21,7 +26,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .command_line import Output, Parser, run_program
+from .command_line import Output, Parser, integer, run_program
 from .figures.curves import draw_curves
 from .files import require_replaceable, write_text_atomically
 from .messages import counted
@@ -30,8 +35,15 @@ from .runs.records import SUFFIX, read_runs, write_archive
 from .runs.results import compare_runs
 
 
-def compare(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace) -> int:
     out = args.out
+    if args.replay is not None:
+        from .replay import replay  # here, as a comparison trains nothing
+        folder = out or Path("runs", f"replay-{args.replay}")
+        text, holds = replay(read_runs(args.runs), args.replay, data_dir=args.data_dir,
+                             epochs=args.epochs, folder=folder)
+        print(f"\n{text}", end="")
+        return 0 if holds else 1
     for name in ("comparison.md", "curves.png") if out and out.exists() else ():
         require_replaceable(out / name, name[name.index("."):])
     runs = read_runs(args.runs)
@@ -40,7 +52,7 @@ def compare(args: argparse.Namespace) -> None:
         write_archive(finished, args.pack)
         print(*unfinished, f"wrote {args.pack}: {counted(len(finished), 'run')}, "
               f"{args.pack.stat().st_size:,} bytes", sep="\n")
-        return
+        return 0
     groups, text = compare_runs(runs)
     print(text, end="", flush=True)
     if out is not None:
@@ -48,18 +60,28 @@ def compare(args: argparse.Namespace) -> None:
         write_text_atomically(text, out / "comparison.md")
         draw_curves(out / "curves.png", groups)
         print(f"\nwrote {out / 'comparison.md'} and {out / 'curves.png'}")
+    return 0
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
                         help="folder of a run, archive of runs, or archive/pattern")
+    parser.add_argument("--out", type=Output(), metavar="FOLDER",
+                        help="write the comparison and its curves into this folder, too")
     to = parser.add_mutually_exclusive_group()
-    to.add_argument("--out", type=Output(), metavar="FOLDER",
-                    help="write the comparison and its curves into this folder, too")
     to.add_argument("--pack", type=Output(SUFFIX, grows=True), metavar="FILE.tar.xz",
                     help="write the finished runs into this archive, without comparing them")
-    return parser.parse_args(arguments)
+    to.add_argument("--replay", metavar="NAME", help="train this one of the runs again")
+    parser.add_argument("--data-dir", help="with --replay: data.root, the folder of its data set")
+    parser.add_argument("--epochs", type=integer(1), default=0,
+                        help="with --replay: so many epochs from the start, and not all")
+    args = parser.parse_args(arguments)
+    if args.out and args.pack:
+        parser.error("argument --pack: not allowed with argument --out")
+    if args.replay is None and (args.data_dir or args.epochs):
+        parser.error("--data-dir and --epochs are for --replay NAME")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
