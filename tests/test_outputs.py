@@ -39,7 +39,8 @@ COMMANDS = {
        for name, words, suffix in (
            ("maps", "--run run", ".png"), ("attention", "photos/a.png --run run", ".png"),
            ("explore", "b.png --run run", ".html"), ("curves", "run", ".png"),
-           ("report", "run", ".html"), ("operations", "photos/a.png", ".png"))}}
+           ("report", "run", ".html"), ("operations", "photos/a.png", ".png"),
+           ("reconstruct", "photos/a.png --run run", ".png"))}}
 BEGINS = {".json": b"{}", ".jsonl": b"{}", ".png": b"\x89PNG\r\n\x1a\n", ".html": b"<html>",
           ".ipynb": b"{", ".tar.xz": b"\xfd7zXZ\0", ".pt2": b"PK\x03\x04",
           ".csv": b"path,label,probability\n"}

@@ -101,6 +101,9 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
     Raises DataError if the model does not know a class of the data set.
     """
     count, labels, classes = saved.recipe.data.num_classes, source.classes, saved.classes
+    if not count:
+        raise DataError(f"{saved.name}: learned to reconstruct images, and has no classes to "
+                        "evaluate; init.checkpoint starts a classifier from it")
     if saved.state.get("classes") is None and count == len(imagenet_wnids()):
         classes = imagenet_wnids() if all(map(is_wnid, labels)) else None
     if classes is None and len(labels) != count:

@@ -26,6 +26,8 @@ class Stream(IntEnum):
     SUBSET = 8          # (class): the order of a class's images, from which subsets are taken
     INIT_IMAGES = 9     # (): the training images that an init reads
     FILE_SIZES = 10     # (split): the files whose sizes are recorded
+    MASK = 11           # (epoch, index, repeat): the visible patches of a sample
+    EVAL_MASK = 12      # (index): those of a validation image, whose seed is fixed
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:

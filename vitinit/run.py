@@ -31,8 +31,9 @@ from .init import INITS
 from .keys import Stream, keyed_generator
 from .messages import ProgressBar, counted, warn
 from .models.layers import Classifier, draw_drop_path
+from .models.masked_autoencoder import reconstruction
 from .recipe.files import RecipeError, overrides as recipe_changes
-from .runs.data import open_data, read_images
+from .runs.data import masks_of, open_data, read_images
 from .runs.folder import Lines
 from .runs.live import LiveCurves, require_loggers
 from .runs.model import initial_state, wrap_models
@@ -41,8 +42,8 @@ from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
 from .train.device import describe_device, memory_for, peak_gib
-from .train.engine import (cross_entropy, evaluate, read_losses, set_precision, train_epochs,
-                           tune_convolutions)
+from .train.engine import (cross_entropy, evaluate, mean_losses, read_losses, set_precision,
+                           train_epochs, tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
 from .train.metrics import Diverged, Evaluation, StepRow, epoch_line, metrics_row, training_flops
 from .train.optim import learning_rate, set_learning_rate
@@ -148,7 +149,10 @@ class Run:
         with building(f"recipe {recipe.name}", "data"):
             self.data = data = open_data(recipe, processes, dry_run=dry_run,
                                          strided=choice.strided)
-        classes = [*map(str, data.whole_set.classes)]
+        self.classes = classes = ([*map(str, data.whole_set.classes)]
+                                  if recipe.task.name == "classify" else [])
+        if recipe.task.name == "reconstruct":
+            self.objective = reconstruction
         self.recipe = recipe = recipe.with_data(num_classes=len(classes))
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
         self.steps_per_epoch = data.train_batches.steps_per_epoch
@@ -183,7 +187,7 @@ class Run:
         self.state, notes = initial_state(recipe, self.processes, data.train_set, choice.saved,
                                           self.folder.read_from)
         self.state.about = {"recipe": recipe.with_data(root=choice.written_root).as_dict(),
-                            "classes": [*map(str, data.whole_set.classes)]}
+                            "classes": self.classes}
         if step := self.state.progress.step:         # for a checkpoint before the next step
             set_learning_rate(self.state.optimizer, self.learning_rate(step - 1))
         set_precision(recipe.engine.tf32)
@@ -238,7 +242,9 @@ class Run:
         self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
         self.amp: str = recipe.engine.amp
         self.save_every = recipe.checkpoint.every_steps
-        self.flops = training_flops(self.state.model, plan.micro_batch_size, recipe.data.image_size)
+        model, masks = self.state.model, masks_of(recipe)
+        self.flops = training_flops(model, plan.micro_batch_size, recipe.data.image_size,
+                                    **{"visible": masks.visible} if masks else {})
         self.forward, self.measured = wrap_models(self.state, recipe, processes)
         try:
             with memory_for("optim.max_batch_per_process", plan.micro_batch_size, processes.rank):
@@ -261,10 +267,12 @@ class Run:
             del self.forward, self.measured          # which hold the group of the processes
         best = "none" if progress.best is None else f"{progress.best:.2f}"
         path = shlex.quote(str(self.folder.path))
+        use = (f"python -m vitinit.predict {path} photo.jpg" if self.classes else
+               f"--set init.checkpoint={path} starts a classifier from it")
         processes.say(f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
                       f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
                       f"next    python -m vitinit.figures report {path} --out report.html\n"
-                      f"        python -m vitinit.predict {path} photo.jpg")
+                      f"        {use}")
 
     def drop_path(self, step: int) -> Tensor | None:
         """The drop-path scales (branches, global batch) of a step; None without drop path, and
@@ -313,7 +321,8 @@ class Run:
         self._explain_waiting(rows=3)
         save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
         evaluations: list[Evaluation] = []
-        if epoch % recipe.eval.every_epochs == 0 or epoch == self.epochs:
+        if len(self.data.val_set) and (epoch % recipe.eval.every_epochs == 0
+                                       or epoch == self.epochs):
             if save_due:                             # an error in evaluation then loses no training
                 self.save()
             processes.share(*self.measured)
@@ -321,8 +330,10 @@ class Run:
             with (ProgressBar("validate", len(batches), items=batches, shown=processes.is_main,
                               scale=batches.batch_size * processes.world_size) as bar,
                   memory_for("eval.batch_size", batches.batch_size, processes.rank)):
-                evaluations = evaluate(self.measured, bar, amp=self.amp, processes=processes,
-                                       num_classes=recipe.data.num_classes, stop=self.stop)
+                measure = (partial(evaluate, num_classes=len(self.classes)) if self.classes else
+                           partial(mean_losses, objective=self.objective))
+                evaluations = measure(self.measured, bar, amp=self.amp, processes=processes,
+                                      stop=self.stop)
         row = metrics_row(progress, evaluations, lr=self.learning_rate(progress.step - 1),
                           flops=self.flops, global_batch=self.global_batch, processes=processes)
         progress.finish_epoch()

@@ -10,11 +10,11 @@ import torch
 from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples, view_of
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
-from vitinit.data.draw import (Augmentation, SampleKey, View, draw_crop, draw_erasing, draw_view,
-                               epoch_order, unpack)
+from vitinit.data.draw import (Augmentation, Masks, SampleKey, View, draw_crop, draw_erasing,
+                               draw_view, epoch_order, unpack)
 from vitinit.data.images import NOWHERE, Box, crop_and_flip
 from vitinit.data.rand_augment import Operation, RandAugment
-from vitinit.keys import Stream, keyed_generator
+from vitinit.keys import Stream, keyed_generator, keyed_generators
 
 KS_LIMIT = 1.95          # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
 HEIGHT, WIDTH = 223, 227                     # of a view
@@ -217,3 +217,19 @@ def test_the_draws_of_seed_0_are_those_of_runs_on_disk(index, repeat, view, oper
     assert found.operations[0, :, :3].T.numpy() == pytest.approx(
         np.array([operations, arguments, bicubic]), rel=1e-12)
     assert box_and_key(found.erased[0]) == erased
+
+
+def test_masks_show_each_patch_equally_often_by_the_key_alone():
+    """5 of 17 patches, ascending, each in 5 / 17 of the views; any two in 5 · 4 / (17 · 16)."""
+    masks, keys = Masks(17, 5), [SampleKey(0, index) for index in range(4_001)]
+    visible = masks.draw(keyed_generators(3, Stream.MASK, keys))
+    assert visible.shape == (4_001, 5) and (np.diff(visible) > 0).all()
+    assert visible.min() == 0 and visible.max() == 16
+    seen = (visible[..., None] == np.arange(17)).any(1)                  # (4001, 17)
+    for patch in range(17):
+        assert_rate(seen[:, patch], 5 / 17)
+    assert_rate(seen[:, 2] & seen[:, 11], 5 * 4 / (17 * 16))
+    alone = masks.draw(keyed_generators(3, Stream.MASK, keys[7:8]))
+    assert (alone[0] == visible[7]).all()
+    again = masks.draw(keyed_generators(3, Stream.MASK, [SampleKey(1, 7), SampleKey(0, 7, 1)]))
+    assert not (again == visible[7]).all(1).any()

@@ -127,7 +127,8 @@ class ToDevice:
 
 
 class TrainToDevice(ToDevice):
-    """Prepare training batches: augmented images (B, 3, H, W) float32, and targets (B, K) float32.
+    """Prepare training batches: augmented images (B, 3, H, W) float32, and targets (B, K) float32,
+    or the visible patches (B, n) int64 of a model that is to reconstruct the others.
 
     as_input: those of `ToDevice`. A CPU normalises, erases and mixes what fits into its cache at
     once, and a GPU the whole micro-batch, which takes fewest launches; the bits are the same.
@@ -146,7 +147,8 @@ class TrainToDevice(ToDevice):
         images, labels, packed = (part.to(self.device, non_blocking=True) for part in batch)
         draws, on_host = unpack(packed), unpack(batch[2].numpy())
         mix = self.augmentation.mix
-        targets = smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
+        targets = (smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
+                   if self.augmentation.masks is None else labels)
         if mix.mixes:
             targets = mix_targets(targets, draws.mixed)
         images = rand_augment(images, draws.operations, self.fill,

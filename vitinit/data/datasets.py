@@ -24,7 +24,7 @@ from . import shapes
 from .folders import SPLITS, TEST, TRAIN, VAL, folders_in, listed, splits_in
 from .images import DataError
 from .lists import open_list
-from .sources import ImageFiles, ImageFolder, ImagesInMemory, Source, folder_of
+from .sources import ImageFiles, ImageFolder, ImagesInMemory, LooseImages, Source, folder_of
 
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 
@@ -70,6 +70,12 @@ def require_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None
     if os.path.isdir(train) and (unshared := set(source.classes) ^ set(folders_in(train))):
         raise DataError(f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
                         f"and {held.name}/; both must hold the same classes")
+
+
+def open_images(root: Path, split: str) -> ImageFiles:
+    """All images anywhere under `root`, of one class without a name; none is in the split "val"."""
+    images = LooseImages(root)
+    return images if split == "train" else images.part(np.arange(0))
 
 
 def open_imagenet(root: Path, split: str) -> ImageFolder:
@@ -193,6 +199,7 @@ DATA_SETS: dict[str, DataSet] = {
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
+    "images": DataSet(open_images, "images in any folders, without classes", None),
     "image_list": DataSet(
         open_list, "train.csv and val.csv, or images.csv, with the columns path and label", None),
     "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),

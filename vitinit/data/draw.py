@@ -13,6 +13,7 @@ were.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
@@ -171,6 +172,18 @@ class Mix:
         return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), NOWHERE)
 
 
+class Masks(NamedTuple):
+    """Which patches of a view a model sees that is to reconstruct the others (arXiv 2111.06377)."""
+
+    patches: int                # of an image
+    visible: int                # of these
+
+    def draw(self, generators: Iterable[np.random.Generator]) -> np.ndarray:
+        """For each generator the indices of the visible patches, ascending: (B, visible) int64."""
+        return np.stack([np.sort(rng.permutation(self.patches)[:self.visible])
+                         for rng in generators])
+
+
 class SampleKey(NamedTuple):
     """One view of one image: the epoch, the image, and which of its views in that epoch it is."""
 
@@ -214,6 +227,7 @@ class Augmentation:
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
+    masks: Masks | None = None                      # None: all patches are seen
 
     def draws(self, samples: Samples) -> Tensor:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""

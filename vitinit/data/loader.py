@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..keys import Stream, keyed_generators
+from ..keys import Stream, keyed_generator, keyed_generators
 from ..messages import in_brief, own_words
-from .draw import Augmentation, Samples, draw_view
+from .draw import Augmentation, Masks, Samples, draw_view
 from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sources import Source
 
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
     images: Tensor          # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or
                             # (B, 4) int64, descriptions of views for the device, see `TrainViews`
-    labels: Tensor          # (B,) int64
+    labels: Tensor          # (B,) int64; or (B, n), indices of the visible patches, of `Masks`
     draws: Tensor           # (B, …) float64, see `Augmentation.draws`
 
 
@@ -72,7 +72,9 @@ class TrainViews(Dataset):
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
             images = torch.from_numpy(np.column_stack([indices, corners]))
-        return Batch(images, torch.from_numpy(self.labels[indices]), augmentation.draws(samples))
+        labels = self.labels[indices] if augmentation.masks is None else augmentation.masks.draw(
+            keyed_generators(augmentation.seed, Stream.MASK, samples.keys))
+        return Batch(images, torch.from_numpy(labels), augmentation.draws(samples))
 
     def views(self, image: Tensor, rngs: Iterable[np.random.Generator]) -> list[Tensor]:
         """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
@@ -86,21 +88,25 @@ class EvalViews(Dataset):
     """Evaluation views of this process's share: the images rank, rank + world_size, …, once each.
 
     Each is a view (3, H, W) uint8 and its label; a batch is (B, 3, H, W) and labels (B,) int64.
+    masks: in place of labels, the visible patches, (n,) int64, by which image of the set it is.
     """
 
     def __init__(self, source: Source, *, rank: int, world_size: int, size: tuple[int, int],
-                 crop_pct: float, interpolation: str) -> None:
+                 crop_pct: float, interpolation: str, masks: Masks | None = None) -> None:
         self.source, self.size = source, size
         self.view = partial(resize_and_centre_crop, size=size, crop_pct=crop_pct,
                             interpolation=interpolation)
         self.indices = range(rank, len(source), world_size)
-        self.labels = source.labels[rank::world_size]                    # (n,) int64
+        self.labels, self.masks = source.labels[rank::world_size], masks     # (n,) int64
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        return self.source.image(self.indices[position], self.view), int(self.labels[position])
+    def __getitem__(self, position: int) -> tuple[Tensor, Any]:
+        index, label = self.indices[position], self.labels[position]
+        if self.masks is not None:
+            label, = self.masks.draw([keyed_generator(0, Stream.EVAL_MASK, index)])
+        return self.source.image(index, self.view), label
 
 
 class Loader(DataLoader):

@@ -71,7 +71,8 @@ class MicroBatch(NamedTuple):
     """What one forward and one backward pass work on; its images have been loaded."""
 
     prepare: Callable[[], tuple[Tensor, Tensor]]     # → images (B, 3, H, W), targets (B, K) on the
-                                                     # device; called once, in training's order
+                                                     # device, or visible patches (B, n); called
+                                                     # once, in training's order
     positions: np.ndarray                            # (B,), of its images in the global batch
 
 

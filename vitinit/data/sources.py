@@ -99,11 +99,11 @@ class ImageFolder(ImageFiles):
 
 
 class LooseImages(ImageFiles):
-    """The first `count` images anywhere under `folder`; DataError if there is none."""
+    """The first `count` images anywhere under `folder`, or all; DataError if there is none."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        paths = images_in(folder)[0][:count]
-        super().__init__(paths, np.zeros(len(paths)), [""])
+    def __init__(self, folder: Path, count: int | None = None) -> None:
+        paths, self.left_out = images_in(folder)
+        super().__init__(paths[:count], np.zeros(len(paths[:count])), [""])
 
 
 def oriented(source: Source, apply_exif_orientation: bool) -> Source:

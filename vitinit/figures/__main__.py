@@ -13,6 +13,7 @@
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
     python -m vitinit.figures data --data-dir photographs --out data.png
+    python -m vitinit.figures reconstruct photograph.jpg --run RUN --out reconstruct.png
 
 This needs the extra `figures` (matplotlib). An init has the same colour and line in every picture.
 Maps use cividis, viridis, or a scale from blue through white at 0 to red. Colour-blind readers can
@@ -39,6 +40,7 @@ from .curves import draw_across, draw_curves, draw_steps
 from .data import draw_data
 from .explore import write_explorer
 from .plot import FigureError, pyplot
+from .reconstruct import draw_reconstruct
 from .report import write_report
 from .subjects import Subject, fresh, of_runs
 
@@ -157,6 +159,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--data-dir", required=True, help="a folder as `photos` trains on, or lists")
     data.add_argument("--image-size", type=integer(1), default=128, metavar="PIXELS",
                       help="of the model that is to be trained (128)")
+    reconstruct = figure("reconstruct", draw_reconstruct, "photographs, what a masked autoencoder "
+                         "sees of them, and what it makes of it")
+    reconstruct.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
+    reconstruct.add_argument("--run", type=Path, required=True, help="a run of own_images, say")
     return parser.parse_args(arguments)
 
 

@@ -82,12 +82,16 @@ def looks(groups: Sequence[Group]) -> list[Look]:
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
-    """Draw top-1 by validated epoch, a line per group: mean over seeds, in a band, their range."""
+    """Draw top-1 by validated epoch, a line per group: mean over seeds, in a band, their range; the
+    loss, if no run learned classes.
+    """
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
-    draw_bands(axis, by_epoch(groups))
+    learns_classes = any(group.last("val_top1") for group in groups)
+    draw_bands(axis, by_epoch(groups, "val_top1" if learns_classes else "val_loss"))
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set(xlabel="epoch", ylabel="validation top-1 (%)")
-    finish(figure, out, groups, "Top-1 by epoch")
+    words = "top-1 (%)" if learns_classes else "loss"
+    axis.set(xlabel="epoch", ylabel=f"validation {words}")
+    finish(figure, out, groups, f"{words.removesuffix(' (%)').capitalize()} by epoch")
 
 
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:

@@ -14,8 +14,8 @@ from . import family_of, init_function
 EMBED_STD = 0.02            # std of embeddings in ViT, DeiT and timm, and of DeiT's linear layers
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
 FLOOR = 0.05                # of patches' mean square, in units of its mean over components
-EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
-              "query", "key"}
+EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "mask_token",
+              "relative_position_bias_table", "query", "key"}
 SAME = {"class_token": "cls_token", "class_embedding": "cls_token",          # in other libraries
         "distillation_token": "dist_token", "register_tokens": "reg_token",
         **dict.fromkeys(("pos_embedding", "position_embedding", "position_embeddings",

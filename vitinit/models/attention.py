@@ -96,21 +96,24 @@ class Attention(nn.Module):
         """(C, h, d): head i adds values_i @ proj_weight[:, i].T to the output."""
         return self.proj.weight.unflatten(1, (self.num_heads, self.head_dim))
 
-    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, C) → three of (B, h, N, d), the first two normalised and turned, if they are."""
+    def queries_keys_values(self, x: Tensor, tokens: Tensor | None = None
+                            ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, C) → three of (B, h, N, d), the first two normalised and turned, if they are.
+        tokens: (B, N), which of the image's tokens these are; None: all of them, in order.
+        """
         q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b n h d",
                             three=3, h=self.num_heads)
         if isinstance(self.q_norm, nn.LayerNorm):    # whose results are float32 under autocast
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if self.rotary is not None:
-            q, k = self.rotary(q, k)
+            q, k = self.rotary(q, k, tokens)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def mixing_weights(self, x: Tensor) -> Tensor:
+    def mixing_weights(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The attention matrices that `forward` applies to the values: (B, N, C) → (B, h, N, N)."""
-        q, k, _ = self.queries_keys_values(x)
+        q, k, _ = self.queries_keys_values(x, tokens)
         return attention_weights(q, k)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = attend(*self.queries_keys_values(x))                         # (B, h, N, d)
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        x = attend(*self.queries_keys_values(x, tokens))                 # (B, h, N, d)
         return self.proj(rearrange(x, "b h n d -> b n (h d)"))

@@ -58,8 +58,11 @@ class Rotary(nn.Module):
         turns = fixed if self.frequencies is None else turns_of(fixed, self.frequencies)
         return turns.expand(-1, self.heads, -1, -1).contiguous()
 
-    def forward(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, queries: Tensor, keys: Tensor, tokens: Tensor | None = None
+                ) -> tuple[Tensor, Tensor]:
         turns = self.turns()
+        if tokens is not None:                       # some of them, (B, n), and so (B, n, h, …)
+            turns = turns[tokens]
         return turned(queries, turns), turned(keys, turns)
 
 

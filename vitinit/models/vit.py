@@ -39,9 +39,12 @@ class VitBlock(nn.Module):
         self.ls1, self.ls2 = (LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
                               for _ in range(2))
 
-    def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
-        """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
-        x = add_branch(x, self.ls1(self.attn(self.norm1(x))), drop_path[0])
+    def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None),
+                tokens: Tensor | None = None) -> Tensor:
+        """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None. tokens: as
+        for `Attention.queries_keys_values`.
+        """
+        x = add_branch(x, self.ls1(self.attn(self.norm1(x), tokens)), drop_path[0])
         return add_branch(x, self.ls2(self.mlp(self.norm2(x))), drop_path[1])
 
 

@@ -3,7 +3,7 @@
     file → --init, --seed, --data-dir, --set → sections and options → contradictions → Recipe
 
 A recipe states every key, so that `diff` shows how two experiments differ, but for options that
-have a default, keys that came later (`SINCE_12`), and `[distill]`, without which is no teacher.
+have a default, keys that came later (`SINCE_12`), and two sections that may be left out.
 """
 
 import os
@@ -19,7 +19,7 @@ from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
 from ..values import ReadOnly, accepted_values, convert, plain, show, to_toml
-from .sections import SECTIONS, VERSION, Recipe, contradictions
+from .sections import SECTIONS, TASKS, VERSION, Recipe, contradictions
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -30,6 +30,9 @@ NO_OPTIONS = ("num_classes", "image_size", *GIVEN)   # keyword arguments of mode
 SINCE_12: dict[str, dict[str, Any]] = {"init": {"checkpoint_head": "keep"},
                                        "optim": {"train": "all"},
                                        "schedule": {"cosine_after_warmup": False}}
+
+# Sections that a recipe may leave out, and what it then means: no teacher, and classes are learned.
+OPTIONAL: dict[str, dict[str, Any]] = {"distill": NO_TEACHER, "task": {"name": "classify"}}
 
 
 class RecipeError(OneLineError):
@@ -139,6 +142,8 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
     family, sizes = MODELS[model["name"]]
     model["options"] = _options("model", model["name"], model_class(family).__init__,
                                 sizes | model["options"], origin)
+    task = sections["task"]
+    task["options"] = _options("task", task["name"], TASKS[task["name"]], task["options"], origin)
     if checks_init:
         try:
             function = init_function(init["name"], stated_family(model["name"], model["options"]))
@@ -167,8 +172,8 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
             origin.refuse(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
-    tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
-    for title in ("model", "init"):
+    tables = {title: {} for title in SECTIONS} | plain(OPTIONAL) | tables
+    for title in ("model", "init", "task"):
         tables[title].setdefault("options", {})
     for title, values in SINCE_12.items():
         tables[title] = values | tables[title]

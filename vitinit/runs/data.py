@@ -11,7 +11,7 @@ from torch import Tensor
 from ..command_line import building
 from ..data.augment import ToDevice, TrainToDevice, normalise
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
-from ..data.draw import Augmentation
+from ..data.draw import Augmentation, Masks
 from ..data.images import DataError, resize_and_centre_crop
 from ..data.loader import EvalViews, prepare_workers
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
@@ -19,6 +19,8 @@ from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
 from ..keys import Stream, keyed_generator
 from ..messages import ProgressBar, say
+from ..models.layers import patch_grid, to_pair
+from ..models.masked_autoencoder import visible_patches
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import Processes
 from .folder import RunFolder, image_digests
@@ -30,7 +32,7 @@ def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]
     """
     whole = oriented(open_split(data.name, data.root, "train", data.num_classes),
                      data.apply_exif_orientation)
-    if len(whole.classes) < 2:
+    if len(whole.classes) < 2 and data.name != "images":
         raise DataError(f"{data.root}: one class found, '{whole.classes[0]}'; expected two at "
                         "least")
     return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
@@ -97,6 +99,16 @@ def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
                         f"expected the same files{', or others by --data NAME=DIR' * held_out}")
 
 
+def masks_of(recipe: Recipe) -> Masks | None:
+    """How the patches of images are masked by [task]; None if a model sees all of them."""
+    if recipe.task.name == "classify":
+        return None
+    with building(f"recipe {recipe.name}", "task"):
+        grid = patch_grid(recipe.data.image_size, to_pair(recipe.model.options["patch_size"]))
+        patches = grid[0] * grid[1]
+        return Masks(patches, visible_patches(patches, recipe.task.options["mask_ratio"]))
+
+
 def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,
                        *, rank: int = 0, world_size: int = 1) -> EvaluationBatches:
     """A data set's images as the recipe evaluates its model on them, at this size: every
@@ -105,7 +117,7 @@ def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], de
     data, how = recipe.data, recipe.eval
     views = EvalViews(oriented(source, data.apply_exif_orientation), rank=rank,
                       world_size=world_size, size=size, crop_pct=how.crop_pct,
-                      interpolation=how.interpolation)
+                      interpolation=how.interpolation, masks=masks_of(recipe))
     prepare = ToDevice(device, mean=data.mean, std=data.std,
                        channels_last=recipe.engine.channels_last)
     return EvaluationBatches(views, prepare, batch_size=how.batch_size, workers=data.workers,
@@ -135,7 +147,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool,
             sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
                                    repeats=augment.repeats)
     augmentation = Augmentation(recipe.run.seed, data.image_size, augment, recipe.rand_augment,
-                                recipe.mix)
+                                recipe.mix, masks_of(recipe))
     prepare = TrainToDevice(processes.device, augmentation, mean=data.mean, std=data.std,
                             channels_last=recipe.engine.channels_last, num_classes=classes)
     with (ProgressBar("decode", len(train_set), shown=processes.is_main) as bar,

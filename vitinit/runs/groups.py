@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..recipe.files import SINCE_12
+from ..recipe.files import OPTIONAL, SINCE_12
 from ..recipe.sections import MACHINE_KEYS
 from ..train.checkpoint import CheckpointError
-from ..train.optim import NO_TEACHER
 from ..values import flat, to_toml
 from .records import RunRecord
 
@@ -23,7 +22,7 @@ CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": F
                 "model.options.rope_base": 100.0, "model.options.rope_coordinates": "index",
                 "model.options.qk_norm": False, "model.options.layer_scale": 0.0,
                 "model.options.mlp": "gelu", "data.apply_exif_orientation": True,
-                "init.checkpoint_fit": "exact", **flat({"distill": NO_TEACHER}),
+                "init.checkpoint_fit": "exact", **flat(OPTIONAL),
                 "optim.name": "adamw", **flat(SINCE_12)}
 
 

@@ -12,9 +12,12 @@ from ..data.datasets import DATA_SETS
 from ..data.images import DataError
 from ..data.sources import Source
 from ..init import family_of, init_weights, reads_images
+from ..init.baseline import default
 from ..init.mass import has_targets, mass_on_images
 from ..models import build_model
 from ..models.layers import Classifier
+from ..models.masked_autoencoder import MaskedAutoencoder
+from ..models.vit import VisionTransformer
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.metrics import Progress
@@ -39,18 +42,25 @@ def without_data(recipe: Recipe) -> Recipe:
                      or DATA_SETS[recipe.data.name].num_classes or 2)
 
 
-def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> None:
-    """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed.
-    source: the training images, of which some inits read INIT_IMAGES; None: there are none. Raises
-    RecipeError, and DataError for an image that cannot be read.
+def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torch.Generator:
+    """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed, which
+    is returned. source: the training images, of which some inits read INIT_IMAGES; None: there are
+    none. Raises RecipeError, and DataError for an image that cannot be read.
     """
     init = recipe.init
     with building(f"recipe {recipe.name}", "init"):
         images = (training_views(recipe, source, INIT_IMAGES)
                   if source is not None and not init.checkpoint    # which replaces what they show
                   and reads_images(init.name, family_of(model)) else None)
-        init_weights(model, init.name, **init.options, images=images,
-                     generator=torch.Generator().manual_seed(recipe.run.seed))
+        generator = torch.Generator().manual_seed(recipe.run.seed)
+        init_weights(model, init.name, **init.options, images=images, generator=generator)
+    return generator
+
+
+def with_decoder(encoder: Classifier, recipe: Recipe) -> MaskedAutoencoder:
+    """The model that learns to reconstruct images with this encoder; its decoder is not drawn."""
+    with building(f"recipe {recipe.name}", "task"):
+        return MaskedAutoencoder(cast(VisionTransformer, encoder), **recipe.task.options)
 
 
 def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
@@ -77,16 +87,20 @@ def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None
     train_set: the training images, which some inits read, if they are there.
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
     """
-    model, notes = build(recipe), []
+    classifier, notes = build(recipe), []
+    learns_classes = recipe.task.name == "classify"
+    model = classifier if learns_classes else with_decoder(classifier, recipe)
     if saved is None:
         with processes.together():
-            initialise(model, recipe, train_set)
+            generator = initialise(classifier, recipe, train_set)
+            if isinstance(model, MaskedAutoencoder):
+                default(model.decoder, generator=generator)
             if recipe.init.checkpoint:
                 from .saved import fine_tune
-                notes = fine_tune(model, recipe,
-                                  [*map(str, train_set.classes)] if train_set else [])
+                notes = fine_tune(classifier, recipe, [*map(str, train_set.classes)]
+                                  if train_set and learns_classes else [])
             elif processes.is_main and train_set is not None:
-                notes = measure_mass(model, recipe, train_set)
+                notes = measure_mass(classifier, recipe, train_set)
     model.to(processes.device).to(memory_format=(
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:

@@ -28,9 +28,9 @@ from typing import Any
 
 from ..files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
 from ..messages import counted, in_brief, shortened, warn
+from ..recipe.files import OPTIONAL
 from ..train.checkpoint import CheckpointError
 from ..train.metrics import METRICS
-from ..train.optim import NO_TEACHER
 from ..values import accepted_values, flat
 from .folder import by_name, image_digests, parse_lines, parse_starts
 
@@ -85,8 +85,7 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
     if "recipe.toml" not in files:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
     try:
-        keys = flat({"distill": NO_TEACHER} |        # in a record from before there were teachers
-                    parse_toml(files["recipe.toml"]))
+        keys = flat(OPTIONAL | parse_toml(files["recipe.toml"]))     # some are from before those
         for key, kind in REQUIRED.items():
             if type(keys.get(key)) is not kind:
                 raise ValueError(f"{key} is {in_brief(repr(keys.get(key)))}, expected "

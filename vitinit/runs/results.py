@@ -177,8 +177,10 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
 
 
 def by_group(groups: Sequence[Group]) -> str:
-    """One row per group: mean ± std over seeds of the last and best epoch, and of the seconds."""
-    rows = []
+    """One row per group: mean ± std over seeds of the last and best epoch, and of the seconds; and
+    of the last loss, if a group has not learned classes.
+    """
+    rows, all_classify = [], all(group.last("val_top1") for group in groups)
     for group in groups:
         cells = [group.label, str(len(group.runs))]
         for metric in METRICS.values():
@@ -187,9 +189,11 @@ def by_group(groups: Sequence[Group]) -> str:
                       mean_and_std([max(curve) for curve in curves])
                       ] if all(curves) else ["–", "–"]
         seconds = [sum(row["seconds"] for row in run.rows) for run in group.runs.values()]
+        losses = [*group.last("val_loss").values()]
+        cells += [] if all_classify else [mean_and_std(losses, places=4) if losses else "–"]
         rows.append([*cells, mean_and_std(seconds, places=0)])
-    return table(["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds per run"],
-                 rows)
+    return table(["group", "seeds", "last", "best", "EMA last", "EMA best",
+                  *["loss"] * (not all_classify), "seconds per run"], rows)
 
 
 def mean_and_std(values: Sequence[float], places: int = 2) -> str:
@@ -205,7 +209,7 @@ def by_seed(groups: Sequence[Group]) -> str:
                                   for seed in seeds)]
             for group in groups for name, metric in METRICS.items()
             if (values := group.last(metric))]
-    return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows)
+    return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows) if rows else ""
 
 
 def differences(groups: Sequence[Group]) -> str:

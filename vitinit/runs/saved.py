@@ -11,6 +11,7 @@ from ..data.sources import are_names
 from ..messages import nearest
 from ..models.convert import native_tensors
 from ..models.layers import Classifier
+from ..models.masked_autoencoder import MaskedAutoencoder
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
@@ -19,7 +20,7 @@ from ..train.transfer import load_exactly, start_from
 from ..values import Size, convert, show
 from . import foreign
 from .folder import BOXED, RunFolder, read_checkpoint
-from .model import build
+from .model import build, with_decoder
 from .published import published
 
 
@@ -73,6 +74,12 @@ class Saved(NamedTuple):
         start_from(resized, model.state_dict(), place, model.grid)
         return resized
 
+    def autoencoder(self) -> MaskedAutoencoder:
+        """The whole model of a run that reconstructs images, with its decoder; see `model`."""
+        model = with_decoder(build(self.recipe), self.recipe)
+        load_exactly(model, model_state(self.state, self.path), self.path)
+        return model
+
     def tensors(self, weights: str) -> dict[str, Tensor]:
         """The weights "model" or "ema" under this package's names; see `model_state`."""
         options = self.recipe.model.options
@@ -80,7 +87,9 @@ class Saved(NamedTuple):
             foreign.require_known(self.path, self.state.get("arch", ""),
                                   rotary="rope" in options.get("pos_embed", ""))
         with building(str(self.path), "model"):
-            tensors = native_tensors(model_state(self.state, self.path, weights), options)
+            tensors = model_state(self.state, self.path, weights)
+            tensors = native_tensors(without_decoder(tensors) if self.brings_recipe else tensors,
+                                     options)
         if self.classes and rows_of(tensors) not in (0, len(self.classes)):
             raise CheckpointError(f"{self.path}: names {len(self.classes)} classes, and its "
                                   f"classifier has {rows_of(tensors)} rows")
@@ -91,6 +100,14 @@ class Saved(NamedTuple):
         prefix, _ = without_prefix(stored_tensors(self.state, self.path, weights))
         without = f"'{prefix}' taken off the names; " if prefix else ""
         return without + foreign.assumptions(self.recipe, self.description)
+
+
+def without_decoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a run that reconstructed images the encoder's tensors, which are those of a ViT."""
+    if not any(name.startswith("decoder.") for name in tensors):
+        return tensors
+    return {name.removeprefix("encoder."): value for name, value in tensors.items()
+            if name.startswith("encoder.")}
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> int:
@@ -142,7 +159,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         stated = [Override(key, value, str(description.file))
                   for key, value in description.values.items()] if description else []
         resolved = load_recipe(recipe, [*stated, *changes])
-    if not resolved.data.num_classes:
+    if not resolved.data.num_classes and resolved.task.name == "classify":
         raise RecipeError(f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
     if resolved.engine.amp == "auto":                # which a run's recipe never states

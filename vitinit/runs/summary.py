@@ -63,7 +63,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
         f"recipe  {recipe.name}, seed {recipe.run.seed}, in "
         f"{recipe.engine.amp.replace('off', 'float32')} on {device}",
         f"data    {recipe.data.name}: {len(data.train_set):,}{part} images, "
-        f"{recipe.data.num_classes} classes, {height}×{width}; {len(data.val_set):,} "
+        f"{recipe.data.num_classes or 'no'} classes, {height}×{width}; {len(data.val_set):,} "
         f"{'held out' if recipe.data.held_out_per_class else 'to validate'}",
         *([f"root    {recipe.data.root}"] if recipe.data.root else []),
         f"views   {'training: all images on the device; ' * data.train_batches.resident}"
@@ -133,8 +133,13 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
     """What a dry run says of a forward pass, and of what a `LearnFromTeacher`'s adds, if any."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-        images = next(iter(data.val_batches))[0][:REHEARSED_IMAGES]
-        logits = state.model.eval()(images)
+        views = data.val_batches if len(data.val_set) else [
+            micro_batch.prepare() for micro_batch in next(data.train_batches.steps(0))[1][:1]]
+        images, targets = (part[:REHEARSED_IMAGES] for part in next(iter(views)))
+        masked = {} if recipe.task.name == "classify" else {"visible": targets}
+        output = state.model.eval()(images, **masked)                    # (B, K), or (B,)
         cost = f"{teacher.cost(images)}\n" if teacher else ""
-    return (f"{cost}dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing "
+    words = f"losses of hidden patches {tuple(output.shape)}" if masked else (
+        f"logits {tuple(output.shape)}")
+    return (f"{cost}dry run: images {tuple(images.shape)} → {words}; nothing "
             "was written; --read-images decodes all images, and lists those that cannot be read")

@@ -209,6 +209,25 @@ def read_losses(state: TrainState, processes: Processes) -> None:
 
 
 @torch.no_grad()
+def mean_losses(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
+                objective: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
+                ) -> list[Evaluation]:
+    """As `evaluate`, of a run that learns no classes: the mean of its objective over images."""
+    totals = torch.zeros(len(models) + 1, dtype=torch.float64, device=processes.device)
+    for model in models:
+        model.eval()
+    for batch in agreed(batches, processes, stop):
+        if batch is not None:                        # else only other processes have images left
+            images, targets = batch
+            for index, model in enumerate(models):
+                with autocast(processes.device, amp):
+                    totals[index] += objective(model, images, (), targets) * len(images)
+            totals[-1] += len(images)
+    *losses, count = processes.sum(totals).tolist()
+    return [Evaluation(loss / count, None, None, int(count), [], [], [], None) for loss in losses]
+
+
+@torch.no_grad()
 def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
              num_classes: int, amp: str, processes: Processes, stop: StopRequest,
              columns: Tensor | None = None) -> list[Evaluation]:

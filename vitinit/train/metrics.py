@@ -126,18 +126,22 @@ class Progress:
 
 
 @torch.no_grad()
-def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
+def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int],
+                   **indices: int) -> float:
     """The model FLOPs of training per image: its share of one forward and one backward pass.
 
-    size: (H, W). A multiplication followed by an addition counts as two. torch counts products,
-    attention and convolutions by the shapes of their operands, on the meta device. What a kernel
-    repeats does not count, as in PaLM (arXiv 2204.02311, appendix B), nor what is not trained.
+    size: (H, W). indices: how many the model takes of each image, by the name of its argument. A
+    multiplication followed by an addition counts as two. torch counts products, attention and
+    convolutions by the shapes of their operands, on the meta device. What a kernel repeats does not
+    count, as in PaLM (arXiv 2204.02311, appendix B), nor what is not trained.
     """
     from torch.utils.flop_counter import FlopCounterMode  # here, as it imports Triton
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
     with FlopCounterMode(display=False) as counter:
-        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),))
+        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),), {
+            name: torch.empty(batch_size, count, dtype=torch.int64, device="meta")
+            for name, count in indices.items()})
     frozen = not next(model.parameters()).requires_grad              # all below the classifier
     return (1 + BACKWARD_COST * (not frozen)) * counter.get_total_flops() / batch_size
 
@@ -147,7 +151,7 @@ class Evaluation:
     """Loss and accuracy of one model, over every image of a split exactly once."""
 
     loss: float                 # mean cross-entropy per image
-    top1: float                 # percent
+    top1: float | None          # percent; None in a run that learns no classes
     top5: float | None          # percent; None with five classes or fewer, where it says nothing
     images: int
     class_hits: list[int]       # per class: its images whose highest logit is the right one
@@ -177,7 +181,7 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
            "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
            "share_of_rate": tflops / peak if peak else None,
            "peak_memory_gib": peak_gib(processes.device)}
-    if results:
+    if results and results[0].class_images:
         row["val_balanced"] = balanced_accuracy(results[0].class_hits, results[0].class_images)
     for name, result in zip(("val", "ema"), results):
         row |= {f"{name}_top1": result.top1, f"{name}_top5": result.top5}
