@@ -15,7 +15,7 @@ from vitinit.values import plain
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
-TEACHERS = next(page for page in PAGES if page.name == "vitinit/train/README.md")
+TEACHERS = next(page for page in PAGES if page.name == "recipes/what_a_teacher_is_worth.md")
 PHOTOGRAPHS = next(page for page in PAGES if page.name == "recipes/README.md")
 SPECIAL = {"no position embedding": ("model.options.pos_embed=none",),
            "class token": ("model.options.pool=class",),
