@@ -37,7 +37,8 @@ def test_raw_numbers_equal_philox_written_out_in_integers():
 def test_values_of_streams_are_those_of_runs_on_disk():
     assert {stream.name: stream.value for stream in Stream} == {
         "ORDER": 1, "CROP_AND_FLIP": 2, "DROP_PATH": 3, "SHAPES": 4, "RAND_AUGMENT": 5,
-        "ERASE": 6, "MIX": 7, "SUBSET": 8, "INIT_IMAGES": 9, "FILE_SIZES": 10}
+        "ERASE": 6, "MIX": 7, "SUBSET": 8, "INIT_IMAGES": 9, "FILE_SIZES": 10,
+        "MASK": 11, "EVAL_MASK": 12}
 
 
 def test_generators_of_many_keys_are_those_of_each_key_whatever_was_drawn_from_the_one_before():

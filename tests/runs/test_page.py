@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from forks import Fork
 from pages import read_page
 
@@ -35,8 +36,13 @@ STAND_INS = {
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 
 
-def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_path):
-    script, = PAGE.section("Signals, SLURM and time limits").blocks("bash")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_path, nodes):
+    """Also with its last command for several nodes."""
+    script, several = PAGE.section("Signals, SLURM and time limits").blocks("bash")
+    if nodes > 1:
+        script = script.rpartition("to_the_end torchrun")[0] + several
+        assert "--rdzv_endpoint" in script and script.count("to_the_end torchrun") == 1
     (tmp_path / "script").write_text(script)
     os.mkfifo(tmp_path / "signals")
     for name, code in STAND_INS.items():
@@ -56,8 +62,9 @@ def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_
         assert (done.returncode, done.stdout + done.stderr) == (int(environment["STATUS"]), "")
         stop = [f"scancel --signal=TERM {job}"] if "SIGNALLED" in environment else []
         again = [f"scontrol requeue {job}"] if requeued else []
-        assert (tmp_path / "log").read_text().splitlines() == ["srun torchrun", *stop, "ended",
-                                                               *again]
+        asked = ["scontrol show hostnames "] * (nodes > 1)
+        assert (tmp_path / "log").read_text().splitlines() == [*asked, "srun torchrun", *stop,
+                                                               "ended", *again]
 
 
 def test_a_plain_run_imports_only_what_the_pages_say(repository, tmp_path):
