@@ -177,8 +177,11 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
                              ([tmp_path / "logs"], "logs: neither a run's folder nor an archive"),
                              ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
                              ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
-                             ([six_runs[0], "--out", "a", "--pack", "b.tar.xz"], "not allowed w"),
+                             ([six_runs[0], "--out", "a", "--pack", "b.tar.xz"],
+                              "not allowed with argu"),
                              ([six_runs[0], "--replay", "x"], "--replay x: no such run is on rec"),
+                             ([written_run("none", [], epochs=1), "--replay", "none"],
+                              "--replay none: no epoch of it is on record"),
                              ([six_runs[0], "--epochs", "1"], "are for --replay NAME"),
                              ([six_runs[0] / "run.json"], "run.json: neither a run's folder no")):
         assert compare.main(list(map(str, folders))) == 2

@@ -29,9 +29,7 @@ def learned(train_program, small_run, tmp_path) -> Path:
 
 def test_it_is_the_same_resumed_and_with_workers(train_program, small_run, tmp_path, learned,
                                                  stop_before, monkeypatch):
-    """All is saved; rows have losses of training and validation, and no accuracy. The masks of
-    validation are always the same: the weights are those of the last epoch, whose loss is again
-    that on record."""
+    """All is saved; rows have losses of training and validation, and no accuracy."""
     assert [row["val_top1"] for row in rows_of(learned)] == [None] * 3
     assert all(0.5 < row[key] < 2 for row in rows_of(learned) for key in ("train_loss", "val_loss"))
     stopped, workers, how = tmp_path / "stopped", tmp_path / "workers", dict(

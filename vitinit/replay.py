@@ -58,6 +58,8 @@ def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str 
     if (record := by_name.get(name)) is None:
         raise CheckpointError(f"--replay {name}: no such run is on record, but "
                               f"{shortened(list(by_name))}")
+    if not record.rows:
+        raise CheckpointError(f"--replay {name}: no epoch of it is on record")
     with tempfile.TemporaryDirectory() as holder:
         recipe = Path(holder) / f"{record.recipe}.toml"
         recipe.write_bytes(record.files["recipe.toml"])
@@ -92,7 +94,8 @@ def against_record(record: RunRecord, rows: Sequence[dict[str, Any]], start: dic
     key = "val_top1" if "val_top1" in values[-1] else "train_loss"
     then, now = values[-1][key]
     text += f"apart: {key} {then:.4f} then, {now:.4f} now, after epoch {len(values)}"
-    on_record = [run.rows[len(values) - 1][key] for run in seeds if len(run.rows) >= len(values)]
+    on_record = [run.rows[len(values) - 1][key] for run in seeds if len(run.rows) >= len(values)
+                 and run.rows[len(values) - 1][key] is not None]
     if len(on_record) < 2:
         return f"{text}; one seed is on record, so no interval\n", False
     mean, n = statistics.fmean(on_record), len(on_record)

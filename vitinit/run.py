@@ -31,9 +31,9 @@ from .init import INITS
 from .keys import Stream, keyed_generator
 from .messages import ProgressBar, counted, warn
 from .models.layers import Classifier, draw_drop_path
-from .models.masked_autoencoder import reconstruction
+from .models.masked_autoencoder import MaskedAutoencoder, reconstruction
 from .recipe.files import RecipeError, overrides as recipe_changes
-from .runs.data import masks_of, open_data, read_images
+from .runs.data import open_data, read_images
 from .runs.folder import Lines
 from .runs.live import LiveCurves, require_loggers
 from .runs.model import initial_state, wrap_models
@@ -242,9 +242,9 @@ class Run:
         self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
         self.amp: str = recipe.engine.amp
         self.save_every = recipe.checkpoint.every_steps
-        model, masks = self.state.model, masks_of(recipe)
-        self.flops = training_flops(model, plan.micro_batch_size, recipe.data.image_size,
-                                    **{"visible": masks.visible} if masks else {})
+        model = self.state.model
+        self.flops = training_flops(model, plan.micro_batch_size, recipe.data.image_size, **(
+            {"visible": model.visible} if isinstance(model, MaskedAutoencoder) else {}))
         self.forward, self.measured = wrap_models(self.state, recipe, processes)
         try:
             with memory_for("optim.max_batch_per_process", plan.micro_batch_size, processes.rank):

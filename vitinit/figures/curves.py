@@ -86,12 +86,13 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     loss, if no run learned classes.
     """
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
-    learns_classes = any(group.last("val_top1") for group in groups)
-    draw_bands(axis, by_epoch(groups, "val_top1" if learns_classes else "val_loss"))
+    metric, words, heading = (("val_top1", "top-1 (%)", "Top-1")
+                              if any(group.last("val_top1") for group in groups) else
+                              ("val_loss", "loss", "Loss"))
+    draw_bands(axis, by_epoch(groups, metric))
     axis.xaxis.get_major_locator().set_params(integer=True)
-    words = "top-1 (%)" if learns_classes else "loss"
     axis.set(xlabel="epoch", ylabel=f"validation {words}")
-    finish(figure, out, groups, f"{words.removesuffix(' (%)').capitalize()} by epoch")
+    finish(figure, out, groups, f"{heading} by epoch")
 
 
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:

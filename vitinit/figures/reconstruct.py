@@ -10,7 +10,7 @@ from torch import Tensor
 from ..data.augment import normalise
 from ..data.images import decode_image
 from ..keys import Stream, keyed_generator
-from ..models.masked_autoencoder import EPS, MaskedAutoencoder
+from ..models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, patches_of, take
 from ..recipe.sections import DataSection
 from ..runs.data import evaluation_view, masks_of
 from ..runs.saved import open_saved
@@ -28,21 +28,19 @@ def pasted(model: MaskedAutoencoder, data: DataSection, views: Tensor, visible: 
     image, which the model does not know.
     """
     images, inputs = views / 255, normalise(views, data.mean, data.std)
-    height, width = model.encoder.patch_embed.proj.kernel_size
-    patches = rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=height, q=width).clone()
-    of_input = rearrange(inputs, "b c (h p) (w q) -> b (h w) (p q c)", p=height, q=width)
+    patches = patches_of(images, model.patch).clone()
     hidden, predicted = model.reconstruct(inputs, visible)
     rows = torch.arange(len(images))[:, None]                            # (B, 1)
     if model.normalise_targets:
-        variance, mean = torch.var_mean(of_input[rows, hidden], dim=2, keepdim=True)
-        predicted = predicted * (variance + EPS).sqrt() + mean
+        mean, deviation = mean_and_deviation(take(patches_of(inputs, model.patch), hidden))
+        predicted = predicted * deviation + mean
     mean, std = map(torch.tensor, (data.mean, data.std))                 # back to [0, 1]
     colours = predicted.unflatten(2, (-1, 3)) * std + mean               # (B, hidden, p·q, 3)
     both = []
     for content in (torch.tensor(GREY), colours.flatten(2).clamp(0, 1)):
         patches[rows, hidden] = content
         both.append(rearrange(patches, "b (h w) (p q c) -> b c (h p) (w q)", h=model.grid[0],
-                              p=height, q=width))
+                              p=model.patch[0], q=model.patch[1]))
     return both[0], both[1]
 
 

@@ -3,9 +3,9 @@
     image → patches → the visible quarter of them → encoder → + mask tokens → decoder
     → pixels of the hidden patches
 
-The encoder is a ViT, which never sees a mask token. Its tensors have their usual names, so that a
-classifier starts from them; the decoder is small, and thrown away. The shape legend is in
-attention.py; n of N patches are visible, and P tokens, such as the class token, stand before them.
+The encoder is a ViT, which never sees a mask token, and from which a classifier starts; the decoder
+is small, and thrown away. The shape legend is in attention.py; n of N patches are visible, and P
+tokens, such as the class token, stand before them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import module_list, run_blocks, scales_by_block, sincos_position_embedding
+from .layers import (Sides, module_list, run_blocks, scales_by_block, sincos_position_embedding,
+                     to_pair)
 from .vit import VisionTransformer, VitBlock
 
 EPS = 1e-6                      # added to a patch's variance; of the paper's code
@@ -24,6 +25,17 @@ EPS = 1e-6                      # added to a patch's variance; of the paper's co
 def take(tokens: Tensor, indices: Tensor) -> Tensor:
     """Of tokens (B, N, C) those at indices (B, n): (B, n, C)."""
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
+
+
+def patches_of(images: Tensor, patch: Sides) -> Tensor:
+    """Images (B, 3, H, W) → the values of each patch, (B, N, 3·p·q), in the paper's order."""
+    return rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=patch[0], q=patch[1])
+
+
+def mean_and_deviation(patches: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each of the patches (B, N, values), (B, N, 1), as the paper's code normalises them."""
+    variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
+    return mean, (variance + EPS).sqrt()
 
 
 class Decoder(nn.Module):
@@ -89,19 +101,19 @@ class MaskedAutoencoder(nn.Module):
         self.patches = self.grid[0] * self.grid[1]
         self.visible = visible_patches(self.patches, mask_ratio)
         projection = encoder.patch_embed.proj
+        self.patch: Sides = to_pair(projection.kernel_size)
         self.decoder = Decoder(projection.out_channels, projection.weight[0].numel(), self.grid,
                                self.prefix, dim=decoder_dim, depth=decoder_depth,
                                num_heads=decoder_heads)
 
     def targets(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) → what is to be predicted of each patch, (B, N, 3·p·q), ≥ float32."""
-        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", h=self.grid[0],
-                            w=self.grid[1])
+        patches = patches_of(images, self.patch)
         patches = patches.to(torch.promote_types(patches.dtype, torch.float32))
         if not self.normalise_targets:
             return patches
-        variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
-        return (patches - mean) / (variance + EPS).sqrt()
+        mean, deviation = mean_and_deviation(patches)
+        return (patches - mean) / deviation
 
     def encode(self, images: Tensor, visible: Tensor, drop_path: Tensor | None = None) -> Tensor:
         """The encoder's tokens of the visible patches (B, n) alone: (B, P + n, C)."""

@@ -18,7 +18,7 @@ LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 
 # Parameters with these names are exempt from weight decay, whatever their shape, as in DeiT, Swin
 # and timm 1.0 (but for dist_token, which DeiT's own code decays).
 UNDECAYED_NAMES = {"pos_embed", "frequencies", "cls_token", "dist_token", "reg_token",
-                   "mask_token",                   "relative_position_bias_table"}
+                   "mask_token", "relative_position_bias_table"}
 BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 
 
