@@ -37,13 +37,14 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
 
 
 @lessons
-def test_a_page_is_short_and_ends_in_one_exercise_whose_answer_its_notebook_hides_too(path):
+def test_a_page_is_short_and_ends_in_two_exercises_whose_answers_its_notebook_hides_too(path):
     text, page = path.read_text(encoding="utf-8"), read_page(path)
     assert page.minutes <= 15 and page.text() == text
-    before, _, exercise = text.partition("\n## Exercise\n")
-    assert text.count("<details>") == text.count("</details>") == 1 and "<details>" not in before
-    answer = exercise.partition("<details>\n<summary>Answer</summary>\n\n")[2]
-    assert "```python" in answer and answer.endswith("\n\n</details>\n")
+    before, *exercises = re.split(r"\n## Exercise (?:1|2: your own)\n", text)
+    assert len(exercises) == 2 and "<details>" not in before
+    for exercise in exercises:
+        question, answer = exercise.split("<details>\n<summary>Answer</summary>\n\n")
+        assert question.strip() and "```python" in answer and answer.endswith("\n\n</details>\n")
     for code in page.codes:
         assert ("steps=" in code.source and not code.pictures) or not code.trains
     book = notebook(page)
@@ -55,15 +56,16 @@ def test_a_page_is_short_and_ends_in_one_exercise_whose_answer_its_notebook_hide
         kinds = [output["output_type"] for output in cell["outputs"]]
         assert kinds == ["stream"] * bool(code.output) + ["display_data"] * len(code.pictures)
         assert not code.output or cell["outputs"][0]["text"] == code.output
-    # From the first cell of the answer to the end, each is collapsed; before it, none is.
+    # From the first cell of an answer to the next exercise each is collapsed; no other is.
     asked = False
     for cell in book["cells"]:
         prose = cell["cell_type"] == "markdown"
         assert not (prose and re.search(r"!\[|\]\((?!http)", cell["source"]))
+        asked &= not (prose and cell["source"].startswith("## Exercise 2"))
         folded = cell["source"].startswith("<details>\n<summary>Answer</summary>\n\n")
         hidden = cell["metadata"].get("jupyter") == {"source_hidden": True, "outputs_hidden": True}
         assert (folded, hidden) == (asked and prose, asked and not prose)
-        asked |= "## Exercise\n" in cell["source"]
+        asked |= prose and "## Exercise" in cell["source"]
 
 
 def test_lessons_are_numbered_and_every_picture_belongs_to_one():

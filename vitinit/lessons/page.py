@@ -35,6 +35,7 @@ WORDS_PER_MINUTE = 150          # of prose with formulas; a line of code counts 
 LINE = 6
 LONG = re.compile(r"\b(steps|images)=\d+")
 SHORT = r"\1=2"                 # in its place where nobody wants to wait
+ANSWER = re.compile(r"<details>.*?</details>", flags=re.DOTALL)
 FOLD = re.compile(r"<details>\s*<summary>.*?</summary>|</details>")      # around an answer
 FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]*\)")
@@ -73,10 +74,10 @@ class Page:
 
     @property
     def minutes(self) -> int:
-        """About how many minutes it takes to read, rounded up."""
-        words = sum(len(text.split()) for text in self.prose)
-        lines = sum(code.source.count("\n") for code in self.codes)
-        return -(-(words + LINE * lines) // WORDS_PER_MINUTE)
+        """About how many minutes it takes to read without the answers, rounded up."""
+        text = ANSWER.sub("", self.text())
+        lines = sum(match["source"].count("\n") for match in CODE.finditer(text))
+        return -(-(len(CODE.sub("", text).split()) + LINE * lines) // WORDS_PER_MINUTE)
 
     def text(self) -> str:
         """The page as Markdown; the inverse of `read_page`."""
