@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "tflops_per_device",
-         "peak_memory_gib")
+TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "cpu_seconds",
+         "tflops_per_device", "peak_memory_gib")
 
 # Small models of the other families for `family_run`: recipe → model.options.
 FAMILIES = {

@@ -93,7 +93,7 @@ def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
     monkeypatch.setattr(metrics, "matrix_rate", lambda device: peak)
     monkeypatch.setattr(metrics, "peak_gib", lambda device: 1.5)
     progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
-                        waiting_seconds=2.0, skipped_steps=3)
+                        cpu_seconds=7.0, waiting_seconds=2.0, skipped_steps=3)
     model = Evaluation(1.5, 50.0, 90.0, 13, [2, 0, 5], [8, 0, 5], [3, 5, 5], None)
     ema = Evaluation(9.0, 51.0, 90.0, 13, [], [], [], None)
     row = metrics_row(progress, [model, ema], lr=1e-3, global_batch=11, flops=5e12 / 11,
@@ -102,8 +102,8 @@ def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
     assert row == pytest.approx({
         "epoch": 3, "lr": 1e-3, "train_loss": 2.0, "images_per_second": 15.4, "val_loss": 1.5,
         "val_top1": 50.0, "val_top5": 90.0, "val_balanced": 62.5, "ema_top1": 51.0,
-        "ema_top5": 90.0, "skipped_steps": 3, "seconds": 5.0, "waiting": 0.4,
-        "tflops_per_device": 3.5, "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
+        "ema_top5": 90.0, "skipped_steps": 3, "seconds": 5.0, "cpu_seconds": 7.0,
+        "waiting": 0.4, "tflops_per_device": 3.5, "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
 
 
 def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):

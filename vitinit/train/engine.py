@@ -106,7 +106,8 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
     start, done, last_loss = time.perf_counter(), 0, ""              # for the bar
     for epoch in range(progress.epochs, run.epochs):
         run.forward.train()
-        idle_since = progress.clock = time.perf_counter()
+        progress.start_clocks()
+        idle_since = time.perf_counter()
         with ProgressBar(f"epoch {epoch + 1}/{run.epochs}", run.steps_per_epoch,
                          initial=progress.epoch_steps, scale=run.global_batch,
                          run=(start, done, (run.epochs - epoch - 1) * run.steps_per_epoch),
@@ -147,12 +148,12 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                     bar.set_postfix_str(last_loss, refresh=False)
                 if run.save_every and (step + 1) % run.save_every == 0:
                     run.save()
-                    progress.clock = time.perf_counter()             # saving is not training
+                    progress.start_clocks()                          # saving is not training
                 bar.update()
                 done += 1
                 idle_since = time.perf_counter()
         read_losses(state, processes)
-        progress.clock = None                                        # nor is evaluating
+        progress.clocks = None                                       # nor is evaluating
         run.finish_epoch(epoch + 1)
 
 

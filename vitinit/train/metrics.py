@@ -18,8 +18,8 @@ from .slowness import Pace
 
 # The keys of a line of metrics.jsonl, in order.
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-           "val_balanced", "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting",
-           "tflops_per_device", "share_of_rate", "peak_memory_gib")
+           "val_balanced", "ema_top1", "ema_top5", "skipped_steps", "seconds", "cpu_seconds",
+           "waiting", "tflops_per_device", "share_of_rate", "peak_memory_gib")
 BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
 STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
 
@@ -54,6 +54,7 @@ class Progress:
     epoch_steps: int = 0        # steps of the current epoch
     loss_sum: float = 0.0       # over the steps of the current epoch
     seconds: float = 0.0        # spent on training in the current epoch, without evaluation
+    cpu_seconds: float = 0.0    # of processor time meanwhile, of all threads of this process
     waiting_seconds: float = 0.0    # part of `seconds`: waiting for the loader and other processes
     skipped_steps: int = 0      # since the start of the run: gradients overflowed in fp16
     best: float | None = None   # the best value so far of the metric checkpoint.best_by
@@ -62,7 +63,7 @@ class Progress:
         self.losses: list[Tensor] = []               # of steps not yet read, () on the device
         self.skipped: list[Tensor] = []
         self.last_loss = math.nan
-        self.clock: float | None = None              # the last update of `seconds`, in training
+        self.clocks: tuple[float, float] | None = None       # at the last update of `seconds`
         self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
         self.loading = 0.0                           # part of the waiting since the last row
         self.paces: list[Pace] | None = []           # of the first rows of this process
@@ -73,6 +74,10 @@ class Progress:
         if skipped is not None:
             self.skipped.append(skipped)
 
+    def start_clocks(self) -> None:
+        """From now on, time is spent on training."""
+        self.clocks = time.perf_counter(), time.process_time()
+
     def read_losses(self, processes: Processes) -> None:
         """Add the steps since the last call; raises Diverged if a loss is infinite or NaN."""
         losses = []
@@ -82,9 +87,11 @@ class Progress:
         if self.skipped:
             self.skipped_steps += int(torch.stack(self.skipped).sum())
             self.skipped = []
-        if self.clock is not None:                   # now the steps are done, and not only launched
-            before, self.clock = self.clock, time.perf_counter()
-            self.seconds += self.clock - before
+        if self.clocks is not None:                  # now the steps are done, and not only launched
+            before, processor = self.clocks
+            self.start_clocks()
+            self.seconds += self.clocks[0] - before
+            self.cpu_seconds += self.clocks[1] - processor
         for loss in losses:
             if not math.isfinite(loss):
                 raise Diverged(f"the loss of step {self.step} is {loss}")
@@ -121,7 +128,8 @@ class Progress:
 
     def finish_epoch(self) -> None:
         self.epochs += 1
-        self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
+        self.epoch_steps = 0
+        self.loss_sum = self.seconds = self.cpu_seconds = self.waiting_seconds = 0.0
         self.at_last_row, self.loading = (0, 0.0, 0.0), 0.0
 
 
@@ -178,6 +186,7 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
            "train_loss": progress.loss_sum / progress.epoch_steps, "images_per_second": rate,
            "val_loss": results[0].loss if results else None,
            "skipped_steps": progress.skipped_steps, "seconds": progress.seconds,
+           "cpu_seconds": progress.cpu_seconds,
            "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
            "share_of_rate": tflops / peak if peak else None,
            "peak_memory_gib": peak_gib(processes.device)}
