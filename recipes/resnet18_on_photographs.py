@@ -4,12 +4,14 @@
 
 The images, crops, flips, batches and their order are those of the recipe `photos` with this seed,
 without RandAugment. SGD with Nesterov's momentum .9, weight decay 5e-4, one cycle of the learning
-rate up to --lr, label smoothing .1, channels last, bf16. The last line of --out has the result.
+rate up to --lr, label smoothing .1, channels last, bf16. The last line of --out has the
+result. The same command goes on where it was stopped, by the .pt file beside --out.
 """
 
 import argparse
 import json
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +39,17 @@ with joined() as processes, StopRequest() as stop:
     torch.manual_seed(args.seed)
     model = torchvision.models.resnet18(num_classes=len(data.whole_set.classes))
     model = model.to(processes.device, memory_format=torch.channels_last)
-    batches, seconds = data.train_batches, 0.0
+    batches, first, seconds = data.train_batches, 0, 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
                                 weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.epochs * batches.steps_per_epoch)
-    for epoch in range(args.epochs):
+    parts, last = (model, optimizer, schedule), Path(args.out).with_suffix(".pt")
+    if last.exists():
+        first, seconds, *states = torch.load(last)
+        for part, state in zip(parts, states):
+            part.load_state_dict(state)
+    for epoch in range(first, args.epochs):
         began = time.process_time()                  # CPU seconds of training and loading alone
         model.train()
         for _, micro_batches in batches.steps(epoch):
@@ -62,3 +69,4 @@ with joined() as processes, StopRequest() as stop:
         print(json.dumps(row), flush=True)
         with open(args.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        torch.save([epoch + 1, seconds, *(part.state_dict() for part in parts)], last)
