@@ -85,6 +85,18 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys, monkeypatch):
     assert bench.main(["memory", "--recipe", "no-such-recipe"]) == 2
 
 
+def test_what_reconstructs_images_is_measured_as_that(capsys):
+    """A decoder of four values saves less than half of what its encoder, seeing all tokens, does."""
+    sets = ("--set", "task.options.decoder_dim=4", "--set", "task.options.decoder_heads=1",
+            "--set", "engine.amp=off")
+    both = tables(capsys, "memory", "--recipe", "own_images", "cifar10_10k", *sets[-2:])[0]
+    small, = tables(capsys, "memory", "--recipe", "own_images", *sets)[0]
+    masked, encoder = (float(row["MiB per image"]) for row in both)
+    assert encoder / 4 < float(small["MiB per image"]) < masked < encoder / 2
+    (row,), = tables(capsys, "step", "--recipe", "own_images", "--batch", 2, *sets)
+    assert row["beside a bare loop over"] == "its encoder, learning classes"
+
+
 def test_operations_except_views_are_counted_and_copies_by_their_direction():
     with FakeTensorMode():
         host = torch.zeros(3, 5)

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from statistics import median
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from ..command_line import building
 from ..models import MODELS
 from ..models.layers import Classifier, draw_drop_path
 from ..models.libraries import counterpart
+from ..models.masked_autoencoder import MaskedAutoencoder, reconstruction
 from ..recipe.sections import Recipe
-from ..runs.model import build, without_data
+from ..runs.model import build, with_decoder, without_data
 from ..runs.teacher import learn_from_teacher
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
@@ -38,8 +40,9 @@ def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
     """A training step of the recipe on synthetic images, with a batch that fits on the device.
 
     The step is train.py's. It is compared with a bare loop (forward, cross-entropy, backward, fused
-    AdamW) over torchvision's model if it has this one, else over the same model, with large matrix
-    products in the recipe's precision, and with itself without a teacher, if there is one.
+    AdamW) over torchvision's model if it has this one, else over the same model (over the encoder
+    alone, as a classifier, if it is to reconstruct images), with large matrix products in the
+    recipe's precision, and with itself without a teacher, if there is one.
     batch: images per step, halved for as long as they do not fit.
     """
     recipe = without_data(recipe)
@@ -57,12 +60,18 @@ def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
 def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
-    assert isinstance(state.model, Classifier)       # the recipe's, of whichever family
-    part, rates = synthetic_batch(recipe, batch, device), state.model.drop_path_rates
+    model = state.model
+    assert isinstance(model, (Classifier, MaskedAutoencoder))        # the recipe's
+    labelled, rates = synthetic_batch(recipe, batch, device), model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     classes = [*map(str, range(recipe.data.num_classes))]
-    objective = (learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else
-                 cross_entropy)
+    objective: Callable[..., Tensor] = (
+        learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else cross_entropy)
+    part, other, whose = labelled, cast(nn.Module, model), "the same model"
+    if isinstance(model, MaskedAutoencoder):
+        objective = reconstruction
+        part = labelled[0], torch.arange(model.visible, device=device).expand(batch, -1)
+        other, whose = build(recipe).to(device), "its encoder, learning classes"
 
     def engine(objective: Callable[..., Tensor] = objective, images: int = batch) -> None:
         some = part[0][:images], part[1][:images]
@@ -74,9 +83,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
         engine()
     peak = peak_gib(device)                          # before there is a second model
-    other: nn.Module = state.model
-    compiled: Callable[..., Tensor] = forward
-    whose = "the same model"
+    compiled: Callable[..., Tensor] = forward if other is model else other
     with suppress(ValueError):                       # torchvision has no such model
         name, arguments, _ = counterpart("torchvision", MODELS[recipe.model.name][0],
                                          image_size=recipe.data.image_size, **recipe.model.options)
@@ -87,7 +94,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         compiled = torch.compile(other) if recipe.engine.compile else other
     multiply, product_flops = product(device, amp)
     few = max(1, batch // 8)                         # images, whose step takes as many launches
-    loops = {"engine": engine, "bare": bare_loop(other, compiled, part, amp, count),
+    loops = {"engine": engine, "bare": bare_loop(other, compiled, labelled, amp, count),
              "product": multiply}
     if not recipe.engine.compile:                    # would compile again, for another size
         loops["few"] = lambda: engine(images=few)
@@ -95,7 +102,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         loops["alone"] = lambda: engine(objective=cross_entropy)
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
-    flops = batch * training_flops(state.model, batch, recipe.data.image_size) / second
+    flops = batch * training_flops(model, batch, recipe.data.image_size, **(
+        {"visible": model.visible} if isinstance(model, MaskedAutoencoder) else {})) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
                 if batch > few and "few" in seconds else 0.0)
@@ -149,7 +157,7 @@ def product(device: torch.device, amp: str) -> tuple[Callable[[], None], float]:
     return multiply, repeats * 2 * side**3
 
 
-def saved_bytes(model: Classifier, images: Tensor, amp: str) -> int:
+def saved_bytes(model: Classifier | MaskedAutoencoder, images: Tensor, amp: str) -> int:
     """Bytes of storages that a forward pass on (B, 3, H, W) saves for backward, but the model's."""
     def storage(tensor: Tensor) -> int:              # fake tensors have one, but no address
         return tensor.untyped_storage()._cdata
@@ -165,8 +173,12 @@ def saved_bytes(model: Classifier, images: Tensor, amp: str) -> int:
         model.drop_path_rates) else ()
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), \
             autocast(images.device, amp):
-        logits = model(images, *drop_path).float()
-        F.cross_entropy(logits, torch.zeros_like(logits))
+        if isinstance(model, MaskedAutoencoder):
+            visible = torch.arange(model.visible).expand(len(images), -1)
+            reconstruction(model, images, drop_path, visible)
+        else:
+            logits = model(images, *drop_path).float()
+            F.cross_entropy(logits, torch.zeros_like(logits))
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
@@ -177,7 +189,9 @@ def memory_row(recipe: Recipe, card_gib: float) -> Row:
     by the operations that PyTorch uses on a CPU.
     """
     with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
-        model = build(without_data(recipe)).train()
+        encoder = build(without_data(recipe))
+        model = (encoder if recipe.task.name == "classify" else
+                 with_decoder(encoder, recipe)).train()
         # In bf16 `attend` calls no fused kernel on a CPU; fp16 has as many bytes.
         amp = recipe.engine.amp.replace("bf16", "fp16")
         two, four = (saved_bytes(model, torch.zeros(count, 3, *recipe.data.image_size), amp)
