@@ -20,6 +20,23 @@ from vitinit.recipe.files import load_recipe, overrides
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES, PACKAGE = REPOSITORY / "recipes", REPOSITORY / "vitinit"
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
+CODE = ("bash", "sh", "python", "py")
+# Where each output that a page shows is compared, by how it begins: (page, output) → (file, test).
+COMPARED = {
+    ("README.md", "tests/data/cifar10/airplane/0000.jpg"): (
+        "test_readme.py", "test_the_model_in_the_box_predicts_what_the_readme_shows"),
+    ("README.md", '[("cat", 0.76)'): (
+        "test_readme.py", "test_the_model_in_the_box_predicts_what_the_readme_shows"),
+    ("README.md", "impulse: VisionTransformer"): (
+        "init/test_page.py", "test_the_readme_shows_a_part_of_that_page"),
+    ("vitinit/init/your_own_code.md", "VisionTransformer: 12 blocks"): (
+        "init/test_page.py", "test_the_examples_for_ones_own_code_print_what_the_page_shows"),
+    ("vitinit/init/README.md", "(2, 3, 65, 65)"): (
+        "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
+    ("vitinit/models/README.md", "(2, 10)"): (
+        "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
+    ("vitinit/data/README.md", "left out: "): (
+        "data/test_sources.py", "test_the_lines_that_the_page_quotes_are_said")}
 WRITTEN = {"recipe.toml", "report.md", "comparison.md"}      # files that programs write
 OTHERS = {"--standalone", "--nproc_per_node", "--node_rank", "--shutdown_timeout",
           "--signals_to_handle", "--shm-size"}               # options of torchrun and of containers
@@ -114,6 +131,23 @@ def bad_commits(page: Page) -> Iterator[str]:
                 yield f"{commit}: no such commit"
 
 
+def bad_outputs(page: Page) -> Iterator[str]:
+    """Outputs of blocks, of comments that give a value, and of the line `left out`, which no test
+    compares, and before which neither "shortened" nor "such as" stands. Lessons are run as wholes.
+    """
+    if not page.path.is_relative_to(PACKAGE / "lessons"):
+        values = r"^(.*#.*?) ([\[(][\[(\"\d].*)$"
+        outputs = [(page.text[:block.start()].rstrip().rpartition("\n\n")[2], block[2])
+                   for block in FENCED.finditer(page.text) if block[1] not in CODE]
+        outputs += [found for language in CODE for code in page.blocks(language)
+                    for found in re.findall(values, code, flags=re.MULTILINE)]
+        outputs += [("", code) for code in page.code_spans() if code.startswith("left out: ")]
+        for before, output in outputs:
+            if not any(name == page.name and output.startswith(begin) for name, begin in COMPARED
+                       ) and not re.search(r"\bshortened\b|\bsuch as$", before):
+                yield f"{output.splitlines()[0]}: compared by no test of COMPARED"
+
+
 @cache
 def known_options() -> set[str]:
     """The options of all our programs, as their sources name them, and others'."""
@@ -185,4 +219,4 @@ def parser_of(program: str):
             module).parse_arguments
 
 
-CHECKS = (bad_links, bad_files, bad_commits, bad_words, bad_commands)
+CHECKS = (bad_links, bad_files, bad_commits, bad_outputs, bad_words, bad_commands)

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from pages import (CHECKS, PACKAGE, PAGES, README, RECIPES, REPOSITORY, Page, bad_commands,
-                   bad_commits, bad_files, bad_links, bad_words, program_of)
+from pages import (CHECKS, COMPARED, PACKAGE, PAGES, README, RECIPES, REPOSITORY, Page,
+                   bad_commands, bad_commits, bad_files, bad_links, bad_outputs, bad_words,
+                   program_of)
 
 from vitinit.data.datasets import DATA_SETS, EVAL_SETS
 from vitinit.init import INITS
@@ -47,6 +48,12 @@ def test_a_table_is_complete(name, title, entries):
     assert {word for row in rows for word in re.findall(r"`(\w+)`", row[column])} == entries
 
 
+def test_each_output_that_is_compared_is_on_its_page_and_its_test_is_there():
+    for (name, output), (file, test) in COMPARED.items():
+        assert output in next(page for page in PAGES if page.name == name).text
+        assert f"\ndef {test}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("check, text, found", [
     (bad_links, "[a](recipes/nowhere.md)", "recipes/nowhere.md: no such file"),
     (bad_links, "[a](recipes/README.md#nowhere)", "recipes/README.md#nowhere: no such heading"),
@@ -62,6 +69,10 @@ def test_a_table_is_complete(name, title, entries):
     (bad_commands, "```bash\npython -m vitinit.compare --nowhere a\n```", "--nowhere"),
     (bad_commands, "```bash\npython -m vitinit.sweep --recipe quickstart --init nowhere --seeds 0"
      "\n```", "nowhere"),
+    (bad_outputs, "Its output:\n\n```text\nloss 1.5\n```", "loss 1.5: compared by no test"),
+    (bad_outputs, "Shortened:\n\n```py\nf()\n```\n\n```\nloss 1.5\n```", "loss 1.5: compared"),
+    (bad_outputs, "```py\nf(x)    # such as [1, 2]\ng(x)    # pairs: [(1, 2)]\n```", "[(1, 2)]: "),
+    (bad_outputs, "and `left out: 2 .heic`", "left out: 2 .heic: compared by no test"),
     (bad_words, "with `--job 2`", "no option --job"),
     (bad_words, "with\n`--set init.options.target_mas=1`", "init.options.target_mas: no such key")])
 def test_a_planted_mistake_is_found(check, text, found):

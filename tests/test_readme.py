@@ -22,13 +22,23 @@ from vitinit.runs.records import read_archive
 from vitinit.runs.results import mean_and_std, t_interval
 
 
+def form(line: str) -> str:
+    """A line without its numbers, and without what a machine computes in."""
+    line = re.sub(r"\d[\d,.]*( of [\d,]+)?", "#", line.partition(", in ")[0])
+    return line.replace("epochs", "epoch")
+
+
 def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, train_program,
                                                      eval_program, capsys):
     monkeypatch.chdir(tmp_path)
-    commands = README.section("Three minutes").commands()
+    section = README.section("Three minutes")
+    commands = section.commands()
     train = next(words for words in commands if "train.py" in words)
     assert train_program.main([*train[2:], "--set", "schedule.epochs=1", "--set",
                                "data.images_per_class=11"]) == 0
+    shown = [line for line in section.blocks("")[0].splitlines() if not re.search("…|%\\|", line)]
+    assert len(shown) == 7
+    assert {*map(form, shown)} <= {*map(form, capsys.readouterr().out.splitlines())}
     last = json.loads((tmp_path / "runs/quickstart-impulse-s0/metrics.jsonl").read_text())
     evaluate = next(words for words in commands if "eval.py" in words)
     assert eval_program.main([*evaluate[2:], "--json", "-"]) == 0

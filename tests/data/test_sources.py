@@ -14,11 +14,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from pages import read_page
 from PIL import Image, PngImagePlugin
 from refused import refused
 from torchvision.datasets.folder import make_dataset
 
 from vitinit.data import sources
+from vitinit.data.datasets import open_split
 from vitinit.data.folders import EXTENSIONS, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.data.sources import (ImageFiles, ImageFolder, ImagesInMemory, LooseImages,
@@ -92,6 +94,18 @@ def test_a_folder_without_images_or_that_cannot_be_listed_is_one_line(tmp_path):
     for folder in ("missing", "a/1.png", "x" * 300):
         for function in (ImageFolder, lambda path: LooseImages(path, 3)):
             assert refusal(function, tmp_path / folder).startswith(f"{tmp_path / folder}: ")
+
+
+@pytest.mark.usefixtures("without_heif")
+def test_the_lines_that_the_page_quotes_are_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tree(tmp_path / "photos", "train/a/1.png", "val/a/1.png", "test/a/1.png", "masks/a/1.png",
+         *(f"train/a/{number}.heic" for number in range(12)),
+         *(f"train/a/{number}.mov" for number in range(3)))
+    said = open_split("image_folder", "photos", "train", 1).left_out
+    page = read_page(Path(sources.__file__).with_name("README.md"))
+    quoted = [code for code in page.code_spans() if code.startswith("left out: ")]
+    assert len(quoted) == 2 and all(f"\n{line}" in f"\n{said}" for line in quoted)
 
 
 @pytest.mark.usefixtures("without_heif")
