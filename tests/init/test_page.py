@@ -28,7 +28,7 @@ def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(m
 
 
 def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
-    first, _, own = HERE.blocks("python")
+    first, own, _ = HERE.blocks("python")
     exec(first, {})
     printed = capsys.readouterr().out.splitlines()
     shown, = (block for block in HERE.blocks("") if block.startswith("Vision"))
@@ -46,7 +46,7 @@ def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
                                 embed_dim=22, depth=2, num_heads=2)
     generator = torch.Generator().manual_seed(0)
     vitinit.init_weights(model, "lecun", generator=generator)
-    _, code, _ = HERE.blocks("python")
+    *_, code = HERE.blocks("python")
     names: dict = {"torch": torch, "model": model}
     exec(code.replace("0.05", "5.0").replace("model.encoder.layers", "model.blocks"), names)
     theirs, adamw = names["optimisers"]
