@@ -46,8 +46,12 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
     assert [(line.get_color(), line.get_linestyle()) for line in axis.lines] == [
         LOOKS["impulse"], LOOKS["default"]]
     run("curves", runs[3], "--out", tmp_path / "curves.png")
+    run("curves", written_run("c-0", [7.0]), "--out", tmp_path / "curves.png")
     assert [axis.figure.get_suptitle() for axis in panels] == [
-        "Top-1 by epoch: mean over seeds, band from lowest to highest", "Top-1 by epoch"]
+        "Top-1 by epoch: mean over seeds, band from lowest to highest", *["Top-1 by epoch"] * 2]
+    one, (low, high) = panels[-1], panels[-1].get_xlim()                 # a point above the 1
+    assert [tick for tick in one.get_xticks() if low <= tick <= high] == [1.0]
+    assert one.lines[0].get_marker() == "."
 
 
 def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
@@ -80,8 +84,19 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
     run("curves", "--across", "schedule.epochs", "--out", tmp_path / "epochs.png", *(
         written_run(f"e-{epochs}-{each}", [5.0] * epochs, sets=(f"data.images_per_class={each}",))
         for epochs in (1, 2) for each in (3, 5)))
-    assert panels[-1].get_legend_handles_labels()[1] == [
-        "default, data.images_per_class = 3", "default, data.images_per_class = 5"]
+    axis = panels[-1]
+    assert axis.get_legend_handles_labels()[1] == [
+        "default, 3 images per class", "default, 5 images per class"]
+    assert [axis.get_xlabel(), axis.figure.get_suptitle()] == ["epochs", "Top-1 by epochs"]
+
+
+def test_the_keys_of_a_label_are_in_words():
+    label = ('r, impulse, optim.name = "muon", optim.betas = [0.9, 0.95], without init.options.a_b'
+             ', schedule.epochs = 1, model.options.num_heads = 3, commit c0ffee')
+    assert curves.in_words(label) == (
+        "r, impulse, muon, betas [0.9, 0.95], without a b, 1 epoch, 3 heads, commit c0ffee")
+    assert curves.in_words(label, ("optim.betas", "init.options.a_b")) == (
+        "r, impulse, muon, 1 epoch, 3 heads, commit c0ffee")
 
 
 def with_steps(folder: Path, losses: list[float], **values: list[float | None]) -> Path:

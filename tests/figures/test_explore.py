@@ -1,5 +1,6 @@
 """The explorer: the page holds what the model computes, and a browser shows it."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,23 @@ def test_the_page_opens_on_the_head_that_gives_most_to_one_patch(page, photograp
     assert peaks.argmax() > 0                        # else the page would open on it in any case
     view = in_browser(page, "model=0&image=1", "return explorer.view")
     assert (view["block"], view["head"]) == divmod(int(peaks.argmax()), 3)
+
+
+def test_a_page_says_what_its_small_pictures_are_and_how_fine_weights_are(tmp_path, in_browser):
+    """Photographs of one name by their folders, the kernel, and as many levels as on the README."""
+    for folder in ("cat", "dog"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (9, 9)).save(tmp_path / folder / "0.png")
+    page = tmp_path / "page.html"
+    assert main(["explore", *map(str, sorted(tmp_path.glob("*/0.png"))), "--recipe", "quickstart",
+                 "--out", str(page)]) == 0
+    kernel, *names, made = in_browser(page, "", """
+        return [...document.querySelectorAll("#images button, .detail > div, #made")].map(
+          (part) => part.innerText)""")
+    assert names == ["cat/0.png", "dog/0.png"]
+    readme = (Path(figures.__file__).parent / "README.md").read_text()
+    count, = re.findall(r"weights of (\d+) levels", readme)
+    assert kernel == "mean by offset" and f"one of {count} levels" in made
 
 
 def test_a_browser_shows_what_python_computed(page, photographs, in_browser):

@@ -14,6 +14,7 @@ def row(label: str, maps: torch.Tensor, unit: str = "share") -> Row:
 
 def test_every_init_has_one_look_for_good():
     assert LOOKS.keys() == INITS.keys() and len(set(LOOKS.values())) == len(LOOKS)
+    assert [colour for colour, _ in LOOKS.values()].count(LOOKS["default"][0]) == 1
     again = looks_of(["impulse", "default", "impulse", "mine", "whitened", "whitened"])
     assert again[:2] == [LOOKS["impulse"], LOOKS["default"]] and again[3] == OTHER
     assert again[2][0] == again[0][0] and len({*again}) == len(again)    # as after other epochs

@@ -142,7 +142,7 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
 
     figure, axes = pyplot().subplots(2, len(by_recipe), squeeze=False, sharey=True,
                                      layout="constrained",
-                                     figsize=(max(7.6, 2.4 * len(by_recipe) + 0.8), 6.0))
+                                     figsize=(max(6.4, 2.2 * len(by_recipe) + 0.8), 5.6))
     legend = {}
     for column, (name, masses) in zip(axes.T, by_recipe.items()):
         looks = looks_of([subject.recipe.init.name for subject, _ in masses])
@@ -155,8 +155,8 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
                     known.nonzero()[:, 0], values[known], color=colour, linestyle=line, marker="o",
                     markersize=3)
             axis.set_title(f"{name}, {words}", fontsize=10)
-            axis.set_xticks(range(len(mass.uniform)))
-            axis.tick_params(labelsize=7)
+            axis.locator_params(axis="x", nbins=7, integer=True)
+            axis.tick_params(labelsize=8)
             axis.grid(alpha=0.3)
         axis.set_xlabel("block")
     axis.set(yscale="log", ylim=(None, 1.2))         # of all panels; with room for markers at 1
@@ -206,7 +206,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     plt = pyplot()
     scale = plt.matplotlib.colors.PowerNorm(0.5, 0.0, max(maps.max().item() for *_, maps in rows))
     figure, axes = plt.subplots(len(rows), len(heads) + 1, squeeze=False, layout="constrained",
-                                figsize=(1.9 * (len(heads) + 1) + 1.2, 1.95 * len(rows) + .7))
+                                figsize=(1.5 * (len(heads) + 1) + 1.0, 1.55 * len(rows) + .5))
     for line, (label, image, grid, query, maps) in zip(axes, rows):
         height, width = image.shape[1:]
         down, across = height / grid[0], width / grid[1]                 # a patch in pixels
@@ -222,6 +222,6 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
                                              linewidth=thickness))
     bar = figure.colorbar(layer, ax=list(axes.flat), label="attention", shrink=0.9, pad=0.01)
     bar.ax.tick_params(labelsize=7)
-    for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
+    for axis, title in zip(axes[0], ("photograph", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
     save(figure, out, subject.heading("what the framed patch attends to"), few_colours="dithered")

@@ -26,7 +26,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     described = for_device(np.stack([operations, arguments, ones], 1)[:, None], (224, 224))
     images = rand_augment(image.expand(len(operations), -1, -1, -1), torch.from_numpy(described),
                           settings.fill)
-    figure, axes = pyplot().subplots(4, 4, figsize=(9.0, 9.7), layout="constrained")
+    figure, axes = pyplot().subplots(4, 4, figsize=(6.4, 7.0), layout="constrained")
     for axis, tile, operation, argument in zip(axes.flat, images, Operation, arguments):
         axis.imshow(tile.permute(1, 2, 0).numpy())
         axis.set_title(f"{operation.name} {argument:.3g}" if argument else
@@ -43,7 +43,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     """
     source, size, count = LooseImages(folder, 12), (224, 224), 6
     deit = load_recipe(RECIPES / "deit_base.toml")
-    figure, axes = pyplot().subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
+    figure, axes = pyplot().subplots(2, count, figsize=(1.4 * count, 3.4), layout="constrained")
     kinds = {"mixup": replace(deit.mix, cutmix_alpha=0.0),
              "cutmix": replace(deit.mix, mixup_alpha=0.0)}
     for step, (row, (kind, mixing)) in enumerate(zip(axes, kinds.items())):
@@ -59,7 +59,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         for column, (axis, tile) in enumerate(zip(row, mixed)):
             axis.imshow(tile.permute(1, 2, 0).numpy())
             axis.set_title(f"{share:.2f} × {column + 1} + {1 - share:.2f} × {count - column}",
-                           fontsize=9)
+                           fontsize=8)
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)
     save(figure, out, "Two augmented batches: each image with its partner, targets in these shares",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 POINTS = 400                    # points per line, at most; longer lines average neighbours
 IMAGES = "training images"      # as run.json calls their number
 SUBSET = ("data.images_per_class", "data.subset")
+KEY = re.compile(r', (without )?(\w+(?:\.\w+)+)(?: = (".*?"|\[.*?\]|[^,]+))?')     # in a label
+MARKED = 30                     # points per line, at most, that each have a mark
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -73,8 +76,25 @@ def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float]]) -> Ba
     shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
     values = torch.tensor([[values[place] for place in shared] for values in by_seed],
                           dtype=torch.float64)
-    label = f"{group.label} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
+    label = f"{in_words(group.label)} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
     return Band(label, *look, torch.tensor(shared), values)
+
+
+def in_words(label: str, hidden: Sequence[str] = ()) -> str:
+    """A group's label with words for the recipe's keys: "impulse, muon, 30 epochs, weight decay
+    1.0"; without those that are hidden.
+    """
+    def words(found: re.Match[str]) -> str:
+        without, key, value = (part or "" for part in found.groups())
+        name = key.rpartition(".")[2].replace("_", " ")
+        if key in hidden:
+            return ""
+        if value.isdigit() and name.endswith("s"):
+            one = value == "1" and not name.endswith("ss")
+            return f", {value} {name.removeprefix('num ').removesuffix('s' * one)}"
+        parts = (without.strip(), name * (name != "name"), value.strip('"'))
+        return f", {' '.join(filter(None, parts))}"
+    return KEY.sub(words, label)
 
 
 def looks(groups: Sequence[Group]) -> list[Look]:
@@ -85,12 +105,12 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     """Draw top-1 by validated epoch, a line per group: mean over seeds, in a band, their range; the
     loss, if no run learned classes.
     """
-    figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
     metric, words, heading = (("val_top1", "top-1 (%)", "Top-1")
                               if any(group.last("val_top1") for group in groups) else
                               ("val_loss", "loss", "Loss"))
     draw_bands(axis, by_epoch(groups, metric))
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis="x", integer=True, min_n_ticks=1)           # 1 alone for one epoch
     axis.set(xlabel="epoch", ylabel=f"validation {words}")
     finish(figure, out, groups, f"{heading} by epoch")
 
@@ -98,12 +118,15 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     """Draw the quantities of `by_step`, which may raise FigureError, as `draw_curves` top-1."""
     bands, merged = by_step(groups)
-    figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(9.0, 3.6), layout="constrained")
+    figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(7.6, 3.2), layout="constrained")
     for axis, (key, words) in zip(axes, QUANTITIES.items()):
         draw_bands(axis, bands[key])
-        axis.set(xlabel="step", title=words)
+        axis.set_xlabel("step")
+        axis.set_title(words, fontsize=10)
         axis.locator_params(axis="x", nbins=4)
     axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
+    axes[-1].yaxis.set_major_formatter("{x:g}")
+    axes[-1].yaxis.set_minor_formatter(pyplot().matplotlib.ticker.LogFormatter())
     finish(figure, out, groups,
            f"Every tenth step, {merged} of them to a point" if merged > 1 else "Every tenth step")
 
@@ -112,7 +135,7 @@ def draw_bands(axis: matplotlib.axes.Axes, bands: Sequence[Band]) -> None:
     """Draw each mean over seeds as a line and, of two or more, the range as an area."""
     for label, colour, line, across, values in bands:
         axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
-                  marker="." if len(across) < 20 else None)
+                  marker="." if len(across) < MARKED else None)
         if len(values) > 1:
             axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2,
                               linewidth=0)
@@ -146,22 +169,22 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     drawn = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
     if not drawn:
         raise FigureError(f"no two of these groups differ in {key} alone")
-    figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
     firsts = [next(iter(line.values())) for line in drawn]
     for line, first, (colour, dashes) in zip(drawn, firsts, looks(firsts)):
         tops = [list(group.last("val_top1").values()) for group in line.values()]
         means = [sum(values) / len(values) for values in tops]
         ranges = [[mean - min(values) for mean, values in zip(means, tops)],
                   [max(values) - mean for mean, values in zip(means, tops)]]
-        label = ", ".join(words for words in first.label.split(", ")
-                          if words.partition(" = ")[0] not in (SUBSET if key == IMAGES else [key]))
         axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
-                      capsize=4, label=label)
+                      markersize=5, capsize=4,
+                      label=in_words(first.label, (key, *SUBSET * (key == IMAGES))))
     values = sorted({value for line in drawn for value in line})
     axis.set_xscale("log", base=2)
-    axis.set_xticks(values, [f"{value:g}" for value in values], minor=False)
-    axis.set(xlabel=key, ylabel="validation top-1 of the last epoch (%)")
-    finish(figure, out, [group for line in drawn for group in line.values()], f"Top-1 by {key}",
+    axis.set_xticks(values, [f"{value:,}" for value in values], minor=False)
+    words = key.rpartition(".")[2].replace("_", " ")
+    axis.set(xlabel=words, ylabel="last validation top-1 (%)")
+    finish(figure, out, [group for line in drawn for group in line.values()], f"Top-1 by {words}",
            spread="bar")
 
 

@@ -33,7 +33,7 @@ RADIUS = 3                      # of the mean attention by offset, in patches
 TOP = 5                         # classes shown
 LARGEST = 80_000_000            # weights, each of which takes a byte of the browser's memory
 MOST = 4_700_000                # letters of them in a page, which is then of at most 5 MB
-LEVELS = (254, 62, 14)          # how finely weights are told apart: even, so that 0 has a level
+LEVELS = (254, 62, 14)          # the highest level of a weight: even, so that 0 has a level
 
 
 def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, dict[str, Any]]:
@@ -112,15 +112,18 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
         if sum(part.size for part in levels) > LARGEST:
             break
     steps, weights = coarse_enough(levels)
+    names = [one_line(path.name) for path in photographs]
+    if len({*names}) < len(names):                   # then the names of their folders say more
+        names = [one_line("/".join(path.absolute().parts[-2:])) for path in photographs]
     write_page(out, "explore.html", {
         "levels": steps, "top": TOP, "radius": RADIUS, "colours": colours(OVERLAY),
         "signed_colours": colours(DIVERGING), "models": models, "height": height,
-        "width": width, "images": [{"name": one_line(path.name), "source": as_png(view)}
-                                   for path, view in zip(photographs, views)]}, weights)
+        "width": width, "images": [{"name": name, "source": as_png(view)}
+                                   for name, view in zip(names, views)]}, weights)
 
 
 def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:
-    """The weights as text of at most MOST letters, and how many steps their levels have."""
+    """The highest of LEVELS whose text of all weights has at most MOST letters, and that text."""
     count = sum(part.size for part in levels)
     for steps in LEVELS if count <= LARGEST else ():
         text = packed(b"".join(np.rint(part * (steps / LEVELS[0])).astype(np.uint8).tobytes()

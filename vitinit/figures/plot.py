@@ -36,16 +36,16 @@ LOOKS: dict[str, Look] = {
     "default": (BLUE, "-"), "torch": (SKY, "--"), "lecun": (BLACK, "--"),
     "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."), "deep_impulse": (PURPLE, (0, (6, 1))),
     "norm_matched": (ORANGE, ":"), "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-."),
-    "whitened": (BLUE, ":")}
+    "whitened": (ORANGE, "-")}
 OTHER: Look = (BLACK, "-")      # an init that is not in the table
-LINES = ("-", "--", "-.", ":")
+LINES = ("-", ":", "-.", "--")
 SEQUENTIAL = "cividis"          # colour map for values from 0 up
 OVERLAY = "viridis"             # the same over a grey photograph, since cividis contains greys
 DIVERGING = "RdBu_r"            # blue below 0, white at 0, red above; ColorBrewer lists it as safe
 HEAT = 0.7                      # opacity of heat over a photograph
 LEVELS = 63                     # colours in a map: odd, so that 0 is white; more make larger files
-DPI, PHOTO_DPI = 100, 80        # the latter where pictures are mostly photographs
-FEW = 256                       # colours of a picture with photographs or maps of noise
+DPI, PHOTO_DPI = 160, 95        # the latter where pictures are mostly photographs
+FEW = 256                       # colours of a picture
 LETTER = 0.07                   # width of a letter in inches, in a legend of 8 points
 HERE = Path(__file__).parent
 COLOURS = 64                    # of a colour map; even, since a page looks them up from the middle
@@ -68,11 +68,11 @@ def pyplot() -> ModuleType:
 
 
 def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
-         few_colours: Literal["", "flat", "dithered"] = "") -> None:
+         few_colours: Literal["flat", "dithered"] = "flat") -> None:
     """Write a figure with its heading as a PNG file and close it, or pyplot would keep it.
 
-    few_colours: reduce it to FEW colours, which is a fourth of the bytes: "flat" for the areas of
-    maps, "dithered" for photographs. Raises FigureError if it is too large for matplotlib, and
+    few_colours: it is reduced to FEW colours, which is a fourth of the bytes: "flat" for lines and
+    areas, "dithered" for photographs. Raises FigureError if it is too large for matplotlib, and
     FileError if the file cannot be written; one that was there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
@@ -86,14 +86,13 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
         pyplot().close(figure)
-    if few_colours:
-        picture = Image.open(drawn).convert("RGB")
-        if few_colours == "flat":
-            few = picture.quantize(FEW, dither=Image.Dither.NONE)
-        else:                                        # this method's palette keeps rare colours
-            palette = picture.quantize(FEW, method=Image.Quantize.FASTOCTREE)
-            few = picture.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
-        few.save(drawn := io.BytesIO(), format="png", optimize=True)
+    picture = Image.open(drawn).convert("RGB")
+    if few_colours == "flat":
+        few = picture.quantize(FEW, dither=Image.Dither.NONE)
+    else:                                            # this method's palette keeps rare colours
+        palette = picture.quantize(FEW, method=Image.Quantize.FASTOCTREE)
+        few = picture.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
+    few.save(drawn := io.BytesIO(), format="png", optimize=True)
     with written_atomically(out) as file:
         file.write(drawn.getvalue())
 
@@ -112,8 +111,10 @@ def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
     letters = int(figure.get_figwidth() / LETTER)    # in one row; a line before a label takes 9
     labels = [textwrap.fill(label, letters - 12) for label in handles]
-    figure.legend(handles.values(), labels, loc="outside lower center", fontsize=8,
-                  ncols=min(max(letters // (max(map(len, handles)) + 9), 1), 4))
+    abreast = min(max(letters // (max(map(len, handles)) + 9), 1), 4)
+    rows = -(-len(labels) // abreast)
+    figure.legend(handles.values(), labels, loc="outside lower center", fontsize=8, handlelength=3,
+                  ncols=-(-len(labels) // rows))     # rows of equal length
 
 
 def draw_heat(axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor,
@@ -144,7 +145,7 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
     titles = [f"head {head}" for head in heads or range(max(len(row.maps) for row in rows))]
     plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))         # inches of a map
     figure, axes = plt.subplots(len(rows), len(titles), squeeze=False, layout="constrained",
-                                figsize=(side * len(titles) + 2.0, (side + .2) * len(rows) + .8))
+                                figsize=(side * len(titles) + 1.7, (side + .1) * len(rows) + .9))
     for (unit, diverging), lines in groupby(
             zip(axes, rows), key=lambda line: (line[1].unit, line[1].diverging)):
         shown = list(lines)
@@ -165,17 +166,17 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
                                     interpolation="antialiased" if fine else "nearest", extent=(
                                         -left - .5, width - left - .5, height - up - .5, -up - .5))
                 axis.locator_params(nbins=4, integer=True)
-                axis.tick_params(labelsize=6, labelleft=not column,
+                axis.tick_params(labelsize=7, labelleft=not column,
                                  labelbottom=row is shown[-1][1])
             line[0].set_ylabel(f"{row.label}\n{row.down}", fontsize=8)
-        for axis in shown[-1][0]:
-            axis.set_xlabel(row.across, fontsize=8)
+        columns = len(row.maps)                      # of the last row, in whose middle it stands
+        shown[-1][0][columns // 2].set_xlabel(row.across, x=columns % 2 / 2, fontsize=8)
         bar = figure.colorbar(image, ax=[axis for line, _ in shown for axis in line], label=unit,
                               shrink=0.9, pad=0.01, aspect=20 * len(shown), extend=cut)
         bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=9)
-    save(figure, out, heading, few_colours="flat")
+    save(figure, out, heading)
 
 
 def write_page(out: Path, template: str, meta: dict[str, Any], weights: str = "") -> None:
