@@ -22,7 +22,6 @@ POINTS = 400                    # points per line, at most; longer lines average
 IMAGES = "training images"      # as run.json calls their number
 SUBSET = ("data.images_per_class", "data.subset")
 KEY = re.compile(r', (without )?(\w+(?:\.\w+)+)(?: = (".*?"|\[.*?\]|[^,]+))?')     # in a label
-MARKED = 30                     # points per line, at most, that each have a mark
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -135,7 +134,7 @@ def draw_bands(axis: matplotlib.axes.Axes, bands: Sequence[Band]) -> None:
     """Draw each mean over seeds as a line and, of two or more, the range as an area."""
     for label, colour, line, across, values in bands:
         axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
-                  marker="." if len(across) < MARKED else None)
+                  marker="." if len(across) < 30 else None)
         if len(values) > 1:
             axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2,
                               linewidth=0)
