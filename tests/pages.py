@@ -148,6 +148,13 @@ def bad_outputs(page: Page) -> Iterator[str]:
                 yield f"{output.splitlines()[0]}: compared by no test of COMPARED"
 
 
+def bad_formulas(page: Page) -> Iterator[str]:
+    """Formulas that GitHub shows as text: a `$` beside a letter or digit, or a blank within."""
+    for paragraph in re.sub(r"`[^`]+`", "", page.prose).split("\n\n"):
+        if "$" in re.sub(r"(?<![\w$])(\$\$?)(?=\S)[^$]+(?<=\S)\1(?![\w$])", "", paragraph):
+            yield f"{' '.join(paragraph.split())}: a formula that is none"
+
+
 @cache
 def known_options() -> set[str]:
     """The options of all our programs, as their sources name them, and others'."""
@@ -219,4 +226,4 @@ def parser_of(program: str):
             module).parse_arguments
 
 
-CHECKS = (bad_links, bad_files, bad_commits, bad_outputs, bad_words, bad_commands)
+CHECKS = (bad_links, bad_files, bad_commits, bad_outputs, bad_formulas, bad_words, bad_commands)

@@ -4,8 +4,8 @@ import re
 
 import pytest
 from pages import (CHECKS, COMPARED, PACKAGE, PAGES, README, RECIPES, REPOSITORY, Page,
-                   bad_commands, bad_commits, bad_files, bad_links, bad_outputs, bad_words,
-                   program_of)
+                   bad_commands, bad_commits, bad_files, bad_formulas, bad_links, bad_outputs,
+                   bad_words, program_of)
 
 from vitinit.data.datasets import DATA_SETS, EVAL_SETS
 from vitinit.init import INITS
@@ -73,6 +73,7 @@ def test_each_output_that_is_compared_is_on_its_page_and_its_test_is_there():
     (bad_outputs, "Shortened:\n\n```py\nf()\n```\n\n```\nloss 1.5\n```", "loss 1.5: compared"),
     (bad_outputs, "```py\nf(x)    # such as [1, 2]\ng(x)    # pairs: [(1, 2)]\n```", "[(1, 2)]: "),
     (bad_outputs, "and `left out: 2 .heic`", "left out: 2 .heic: compared by no test"),
+    (bad_formulas, "of $x$, and of $ y$", "of $ y$: a formula that is none"),
     (bad_words, "with `--job 2`", "no option --job"),
     (bad_words, "with\n`--set init.options.target_mas=1`", "init.options.target_mas: no such key")])
 def test_a_planted_mistake_is_found(check, text, found):
