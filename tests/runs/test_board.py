@@ -1,0 +1,44 @@
+"""The board: each record is what its row says, and keeps the rules."""
+
+import re
+from statistics import fmean
+
+import pytest
+from pages import PAGES, RECIPES
+
+from vitinit.runs.groups import experiment
+from vitinit.runs.records import read_archive
+from vitinit.runs.results import t_interval
+
+PAGE = next(page for page in PAGES if page.name == "recipes/board.md")
+ROWS = [[cell.strip() for cell in row.split("|")[1:-1]]
+        for row in re.findall(r"^\| \([a-z]\) .*$", PAGE.text, re.MULTILINE)]
+RECORDS = [row for row in ROWS if row[-1]]
+ARCHIVES = sorted((RECIPES / "board").iterdir())
+
+
+def test_archives_are_small_and_each_is_a_row():
+    sizes = [archive.stat().st_size for archive in ARCHIVES]
+    assert max(sizes) <= 3e6 and sum(sizes) <= 12e6
+    assert [row[0][:3] for row in ROWS] == ["(a)", "(b)", "(c)", "(d)"]
+    names = [re.search(r"\(board/(.+)\)", row[-1])[1] for row in RECORDS]
+    assert sorted(names) == [archive.name for archive in ARCHIVES]
+
+
+@pytest.mark.parametrize("row", RECORDS, ids=lambda row: row[0][:3])
+def test_a_record_is_what_its_row_says_and_keeps_the_rules(row):
+    target, _, epochs, count, top1, minutes, link = row
+    runs = read_archive(RECIPES / "board" / re.search(r"\(board/(.+)\)", link)[1])
+    assert [run.seed for run in runs] == [*range(len(runs))] and len(runs) == int(count) >= 3
+    assert all(experiment(run) == experiment(runs[0]) for run in runs)
+    results = [run.rows[-1]["val_top1"] for run in runs]
+    assert top1 == "{:.1f} ± {:.1f}".format(*t_interval(results))
+    assert fmean(results) >= float(re.search(r"([\d.]+) %", target)[1])
+    spent = fmean(sum(row["cpu_seconds"] for row in run.rows) / 60 for run in runs)
+    assert minutes == f"{spent:.1f}"
+    for run in runs:
+        assert run.finished and len(run.rows) == run.epochs == int(epochs)
+        assert run.measured("val_top1") == [run.rows[-1]["val_top1"]]    # looked at once
+        assert "convmixer" not in run.keys["model.name"] and not run.keys["init.checkpoint"]
+        assert run.keys["data.workers"] == 0
+        assert [start["device"][:14] for start in run.starts] == ["CPU, 1 threads"]
