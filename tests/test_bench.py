@@ -86,7 +86,7 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys, monkeypatch):
 
 
 def test_what_reconstructs_images_is_measured_as_that(capsys):
-    """A decoder of four values saves less than half of what its encoder, seeing all tokens, does."""
+    """A decoder of four values saves less than half of what the encoder does with all tokens."""
     sets = ("--set", "task.options.decoder_dim=4", "--set", "task.options.decoder_heads=1",
             "--set", "engine.amp=off")
     both = tables(capsys, "memory", "--recipe", "own_images", "cifar10_10k", *sets[-2:])[0]

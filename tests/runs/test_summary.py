@@ -103,7 +103,8 @@ def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
         "epoch": 3, "lr": 1e-3, "train_loss": 2.0, "images_per_second": 15.4, "val_loss": 1.5,
         "val_top1": 50.0, "val_top5": 90.0, "val_balanced": 62.5, "ema_top1": 51.0,
         "ema_top5": 90.0, "skipped_steps": 3, "seconds": 5.0, "cpu_seconds": 7.0,
-        "waiting": 0.4, "tflops_per_device": 3.5, "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
+        "waiting": 0.4,
+        "tflops_per_device": 3.5, "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
 
 
 def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
