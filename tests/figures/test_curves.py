@@ -11,6 +11,7 @@ from PIL import Image
 
 from vitinit.figures import __main__ as figures, augmentation, curves
 from vitinit.figures.plot import LOOKS
+from vitinit.runs.groups import Group
 
 
 def run(*arguments: object) -> None:
@@ -91,11 +92,15 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
 
 
 def test_the_keys_of_a_label_are_in_words():
-    label = ('r, impulse, optim.name = "muon", optim.betas = [0.9, 0.95], without init.options.a_b'
-             ', schedule.epochs = 1, model.options.num_heads = 3, commit c0ffee')
-    assert curves.in_words(label) == (
+    group = Group(("r", "impulse"), {
+        "optim.name": "muon", "optim.betas": [0.9, 0.95], "init.options.a_b": None,
+        "schedule.epochs": 1, "model.options.num_heads": 3}, "commit c0ffee", {})
+    assert group.label == (
+        'r, impulse, optim.name = "muon", optim.betas = [0.9, 0.95], without init.options.a_b'
+        ', schedule.epochs = 1, model.options.num_heads = 3, commit c0ffee')
+    assert group.in_words() == (
         "r, impulse, muon, betas [0.9, 0.95], without a b, 1 epoch, 3 heads, commit c0ffee")
-    assert curves.in_words(label, ("optim.betas", "init.options.a_b")) == (
+    assert group.in_words(("optim.betas", "init.options.a_b")) == (
         "r, impulse, muon, 1 epoch, 3 heads, commit c0ffee")
 
 

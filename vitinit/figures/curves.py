@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 POINTS = 400                    # points per line, at most; longer lines average neighbours
 IMAGES = "training images"      # as run.json calls their number
 SUBSET = ("data.images_per_class", "data.subset")
-KEY = re.compile(r', (without )?(\w+(?:\.\w+)+)(?: = (".*?"|\[.*?\]|[^,]+))?')     # in a label
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -75,25 +73,8 @@ def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float]]) -> Ba
     shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
     values = torch.tensor([[values[place] for place in shared] for values in by_seed],
                           dtype=torch.float64)
-    label = f"{in_words(group.label)} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
+    label = f"{group.in_words()} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
     return Band(label, *look, torch.tensor(shared), values)
-
-
-def in_words(label: str, hidden: Sequence[str] = ()) -> str:
-    """A group's label with words for the recipe's keys: "impulse, muon, 30 epochs, weight decay
-    1.0"; without those that are hidden.
-    """
-    def words(found: re.Match[str]) -> str:
-        without, key, value = (part or "" for part in found.groups())
-        name = key.rpartition(".")[2].replace("_", " ")
-        if key in hidden:
-            return ""
-        if value.isdigit() and name.endswith("s"):
-            one = value == "1" and not name.endswith("ss")
-            return f", {value} {name.removeprefix('num ').removesuffix('s' * one)}"
-        parts = (without.strip(), name * (name != "name"), value.strip('"'))
-        return f", {' '.join(filter(None, parts))}"
-    return KEY.sub(words, label)
 
 
 def looks(groups: Sequence[Group]) -> list[Look]:
@@ -177,7 +158,7 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
                   [max(values) - mean for mean, values in zip(means, tops)]]
         axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
                       markersize=5, capsize=4,
-                      label=in_words(first.label, (key, *SUBSET * (key == IMAGES))))
+                      label=first.in_words((key, *SUBSET * (key == IMAGES))))
     values = sorted({value for line in drawn for value in line})
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [f"{value:,}" for value in values], minor=False)

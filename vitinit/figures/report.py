@@ -23,7 +23,7 @@ from ..train.device import this_device
 from ..train.engine import autocast
 from ..train.metrics import balanced_accuracy
 from ..values import to_toml
-from .curves import QUANTITIES, Band, by_epoch, by_step, in_words
+from .curves import QUANTITIES, Band, by_epoch, by_step
 from .plot import FigureError, as_png, rounded, write_page
 
 MISTAKES = 24                   # shown
@@ -50,11 +50,10 @@ def write_report(out: Path, runs: Sequence[Path], *, data_dir: str | None, image
     if len(records) > max(1, len(unfinished)):
         compared, text = compare_runs(records)
         intervals = [
-            {"label": in_words(label), "weights": weights, "by_seed": rounded([*by_seed.values()]),
+            {"label": group.in_words(), "weights": name, "by_seed": rounded([*by_seed.values()]),
              "interval": rounded(t_interval([*by_seed.values()])) if len(by_seed) > 1 else None}
-            for label, weights, by_seed in paired(compared) if by_seed]
-        comparison = {"text": text, "base": in_words(compared[0].label),
-                      "intervals": intervals}
+            for group, name, by_seed in paired(compared) if by_seed]
+        comparison = {"text": text, "base": compared[0].in_words(), "intervals": intervals}
     write_page(out, "report.html", {
         "recipes": list(dict.fromkeys(run.recipe for run in records)),
         "notes": unfinished + notes,

@@ -28,10 +28,36 @@ CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": F
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one experiment."""
+    """The runs of one experiment, and what distinguishes it from the other groups."""
 
-    label: str                  # what distinguishes it from the other groups, in words
+    names: Sequence[str]        # of its recipe, if there are several, and of its init
+    keys: Mapping[str, Any]     # others that distinguish it, with their values; None: it has none
+    commit: str                 # that its runs began with, if they are alike but for the code; ""
     runs: Mapping[int, RunRecord]       # by seed, in ascending order
+
+    @property
+    def label(self) -> str:
+        """What distinguishes it, by keys: "impulse, optim.name = "muon", schedule.epochs = 30"."""
+        return ", ".join([*self.names, *(
+            f"without {key}" if value is None else f"{key} = {to_toml(value)}"
+            for key, value in self.keys.items()), *filter(None, [self.commit])])
+
+    def in_words(self, hidden: Sequence[str] = ()) -> str:
+        """The same without keys, and without those that are hidden: "impulse, muon, 30 epochs"."""
+        parts = [*self.names]
+        for key, value in self.keys.items():
+            name = key.rpartition(".")[2].replace("_", " ")
+            if key in hidden:
+                continue
+            if value is None:
+                parts.append(f"without {name}")
+            elif type(value) is int and name.endswith("s"):
+                one = value == 1 and not name.endswith("ss")
+                parts.append(f"{value} {name.removeprefix('num ').removesuffix('s' * one)}")
+            else:
+                text = value if isinstance(value, str) else to_toml(value)
+                parts.append(text if name == "name" else f"{name} {text}")
+        return ", ".join([*parts, *filter(None, [self.commit])])
 
     def last(self, metric: str) -> dict[int, float]:
         """Seed → the metric's last value, for the runs that have any."""
@@ -81,18 +107,17 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
                                   f"{members[run.seed].path}; expected one run per seed and commit")
         members[run.seed] = run
     firsts = [next(iter(members.values())) for members in groups.values()]
-    return [Group(_label(first, firsts), dict(sorted(members.items())))
+    return [_group(first, firsts, dict(sorted(members.items())))
             for first, members in zip(firsts, groups.values())]
 
 
-def _label(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
-    """The label of a run's group: the recipe's name if there are several, that of the init, and the
-    keys in which the group differs from others of the recipe. Options are compared among models, or
-    inits, of the same name; an init has other ones for rotary attention. firsts: a run of each.
+def _group(run: RunRecord, firsts: Sequence[RunRecord], runs: Mapping[int, RunRecord]) -> Group:
+    """The group of these runs, of which `run` is the first, with the keys in which it differs from
+    others of the recipe. Options are compared among models, or inits, of the same name; an init has
+    other ones for rotary attention. firsts: a run of each group.
     """
     rivals = [experiment(other) for other in firsts if other.recipe == run.recipe]
-    keys = experiment(run)
-    parts = [*[run.recipe] * (len(rivals) < len(firsts)), keys["init.name"]]
+    keys, distinct = experiment(run), dict[str, Any]()
     for key in dict.fromkeys(key for rival in rivals for key in rival):
         section, _, option = key.partition(".options.")
         compared = [rival for rival in rivals
@@ -101,10 +126,9 @@ def _label(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
             compared = [rival for rival in compared if key in rival.keys() & keys.keys()
                         or _rotary(rival) == _rotary(keys)]
         if key != "init.name" and any(rival.get(key) != keys.get(key) for rival in compared):
-            parts.append(f"{key} = {to_toml(keys[key])}" if key in keys else f"without {key}")
-    if rivals.count(keys) > 1:
-        parts.append(f"commit {commit(run)}")
-    return ", ".join(parts)
+            distinct[key] = keys.get(key)
+    names = [*[run.recipe] * (len(rivals) < len(firsts)), keys["init.name"]]
+    return Group(names, distinct, f"commit {commit(run)}" * (rivals.count(keys) > 1), runs)
 
 
 def _rotary(keys: Mapping[str, Any]) -> bool:

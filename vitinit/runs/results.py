@@ -147,16 +147,16 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
 class Difference(NamedTuple):
     """A group's last top-1 minus that of the first group, over the seeds that both have."""
 
-    label: str                  # of the group
+    group: Group
     weights: str                # "model" or "EMA"
     by_seed: dict[int, float]
 
 
 def paired(groups: Sequence[Group]) -> list[Difference]:
     first, *others = groups
-    return [Difference(other.label, name, {seed: value - first.last(metric)[seed]
-                                           for seed, value in other.last(metric).items()
-                                           if seed in first.last(metric)})
+    return [Difference(other, name, {seed: value - first.last(metric)[seed]
+                                     for seed, value in other.last(metric).items()
+                                     if seed in first.last(metric)})
             for other in others for name, metric in METRICS.items()]
 
 
@@ -215,13 +215,13 @@ def by_seed(groups: Sequence[Group]) -> str:
 def differences(groups: Sequence[Group]) -> str:
     """A table of the other groups minus the first one, with intervals over the seeds of both."""
     rows, unpaired, base = [], [], groups[0].label
-    for label, name, by_seed in paired(groups):
+    for group, name, by_seed in paired(groups):
         if len(by_seed) > 1:
             mean, half = t_interval(list(by_seed.values()))
-            rows.append([label, name, str(len(by_seed)), f"{mean:+.2f} ± {half:.2f}",
+            rows.append([group.label, name, str(len(by_seed)), f"{mean:+.2f} ± {half:.2f}",
                          ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items())])
         elif name == "model":
-            unpaired.append(f"`{label}`")
+            unpaired.append(f"`{group.label}`")
     head = [f"minus {base}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
     parts = [table(head, rows)] if rows else []
     if unpaired:
