@@ -5,7 +5,8 @@
 The images, crops, flips, batches and their order are those of the recipe `photos` with this seed,
 without RandAugment. SGD with Nesterov's momentum .9, weight decay 5e-4, one cycle of the learning
 rate up to --lr, label smoothing .1, channels last, bf16. The last line of --out has the
-result. The same command goes on where it was stopped, by the .pt file beside --out.
+result. The same command goes on where it was stopped, by the .pt file beside --out, and starts
+again once it has ended.
 """
 
 import argparse
@@ -45,9 +46,9 @@ with joined() as processes, StopRequest() as stop:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.epochs * batches.steps_per_epoch)
     parts, last = (model, optimizer, schedule), Path(args.out).with_suffix(".pt")
-    if last.exists():
-        first, seconds, *states = torch.load(last)
-        for part, state in zip(parts, states):
+    if last.exists() and (saved := torch.load(last))["arguments"] == vars(args):
+        first, seconds = saved["epochs"], saved["seconds"]
+        for part, state in zip(parts, saved["states"]):
             part.load_state_dict(state)
     for epoch in range(first, args.epochs):
         began = time.process_time()                  # CPU seconds of training and loading alone
@@ -69,4 +70,6 @@ with joined() as processes, StopRequest() as stop:
         print(json.dumps(row), flush=True)
         with open(args.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        torch.save([epoch + 1, seconds, *(part.state_dict() for part in parts)], last)
+        torch.save({"arguments": vars(args), "epochs": epoch + 1, "seconds": seconds,
+                    "states": [part.state_dict() for part in parts]}, last)
+    last.unlink()

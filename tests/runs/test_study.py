@@ -104,7 +104,9 @@ def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_mu
 
 def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repository):
     monkeypatch.chdir(repository)
-    rows = "| 5 | 60.56 ± 0.60 |", "| 5 | 69.30 ± 0.31 |"
+    rows = ("| 5 | 60.56 ± 0.60 |", "| 5 | 69.30 ± 0.31 |",
+            "| impulse, init.options.target_mass = 0.997 | 3 | 74.69 ± 0.10 |",
+            "| deep_impulse, init.options.constant_variance = 0.5 | 3 | 53.21 ± 0.33 |")
     for one, row in zip((w for w in PAGE.commands() if "vitinit.compare" in w), rows, strict=True):
         assert main(one[3:]) == 0
         assert row in capsys.readouterr().out
