@@ -4,7 +4,7 @@ import torch
 
 import vitinit
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.folder import BOXED
+from vitinit.runs.checkpoints import BOXED
 from vitinit.runs.groups import CAME_OR_WENT
 from vitinit.runs.model import build
 from vitinit.runs.records import RunRecord, read_archive, read_run

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from statistics import median
-from typing import cast
 
 import numpy as np
 import torch
@@ -19,11 +18,10 @@ from ..models.layers import Classifier, draw_drop_path
 from ..models.libraries import counterpart
 from ..models.masked_autoencoder import MaskedAutoencoder, reconstruction
 from ..recipe.sections import Recipe
-from ..runs.model import build, with_decoder, without_data
+from ..runs.model import build, compiled, flops_per_image, for_task, without_data
 from ..runs.teacher import learn_from_teacher
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
-from ..train.metrics import training_flops
 from ..train.optim import hidden_matrices
 from ..train.slowness import bound_of
 from .training import Part, Row, clock_of, given_step, interleave, set_up, times_as_fast, train_on
@@ -67,11 +65,9 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     classes = [*map(str, range(recipe.data.num_classes))]
     objective: Callable[..., Tensor] = (
         learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else cross_entropy)
-    part, other, whose = labelled, cast(nn.Module, model), "the same model"
+    part = labelled
     if isinstance(model, MaskedAutoencoder):
-        objective = reconstruction
-        part = labelled[0], torch.arange(model.visible, device=device).expand(batch, -1)
-        other, whose = build(recipe).to(device), "its encoder, learning classes"
+        objective, part = reconstruction, (labelled[0], first_patches(model, labelled[0]))
 
     def engine(objective: Callable[..., Tensor] = objective, images: int = batch) -> None:
         some = part[0][:images], part[1][:images]
@@ -83,7 +79,10 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
         engine()
     peak = peak_gib(device)                          # before there is a second model
-    compiled: Callable[..., Tensor] = forward if other is model else other
+    other: nn.Module = model
+    whose = "the same model"
+    if isinstance(model, MaskedAutoencoder):
+        other, whose = build(recipe).to(device), "its encoder, learning classes"
     with suppress(ValueError):                       # torchvision has no such model
         name, arguments, _ = counterpart("torchvision", MODELS[recipe.model.name][0],
                                          image_size=recipe.data.image_size, **recipe.model.options)
@@ -91,10 +90,11 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         other = getattr(torchvision.models, kind)(
             **arguments, num_classes=recipe.data.num_classes).to(device)
         whose = f"torchvision's {kind}"
-        compiled = torch.compile(other) if recipe.engine.compile else other
+    callee = (forward if other is model else
+              compiled(other) if recipe.engine.compile else other)
     multiply, product_flops = product(device, amp)
     few = max(1, batch // 8)                         # images, whose step takes as many launches
-    loops = {"engine": engine, "bare": bare_loop(other, compiled, labelled, amp, count),
+    loops = {"engine": engine, "bare": bare_loop(other, callee, labelled, amp, count),
              "product": multiply}
     if not recipe.engine.compile:                    # would compile again, for another size
         loops["few"] = lambda: engine(images=few)
@@ -102,8 +102,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         loops["alone"] = lambda: engine(objective=cross_entropy)
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
-    flops = batch * training_flops(model, batch, recipe.data.image_size, **(
-        {"visible": model.visible} if isinstance(model, MaskedAutoencoder) else {})) / second
+    flops = batch * flops_per_image(model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
                 if batch > few and "few" in seconds else 0.0)
@@ -127,6 +126,11 @@ def synthetic_batch(recipe: Recipe, batch: int, device: torch.device) -> Part:
     if recipe.engine.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     return images, torch.eye(classes, device=device)[torch.arange(batch, device=device) % classes]
+
+
+def first_patches(model: MaskedAutoencoder, images: Tensor) -> Tensor:
+    """As many patches of each image as the model sees, from the first on: (B, n) int64."""
+    return torch.arange(model.visible, device=images.device).expand(len(images), -1)
 
 
 def bare_loop(model: nn.Module, forward: Callable[[Tensor], Tensor], part: Part, amp: str,
@@ -174,8 +178,7 @@ def saved_bytes(model: Classifier | MaskedAutoencoder, images: Tensor, amp: str)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), \
             autocast(images.device, amp):
         if isinstance(model, MaskedAutoencoder):
-            visible = torch.arange(model.visible).expand(len(images), -1)
-            reconstruction(model, images, drop_path, visible)
+            reconstruction(model, images, drop_path, first_patches(model, images))
         else:
             logits = model(images, *drop_path).float()
             F.cross_entropy(logits, torch.zeros_like(logits))
@@ -189,9 +192,7 @@ def memory_row(recipe: Recipe, card_gib: float) -> Row:
     by the operations that PyTorch uses on a CPU.
     """
     with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
-        encoder = build(without_data(recipe))
-        model = (encoder if recipe.task.name == "classify" else
-                 with_decoder(encoder, recipe)).train()
+        model = for_task(build(without_data(recipe)), recipe).train()
         # In bf16 `attend` calls no fused kernel on a CPU; fp16 has as many bytes.
         amp = recipe.engine.amp.replace("bf16", "fp16")
         two, four = (saved_bytes(model, torch.zeros(count, 3, *recipe.data.image_size), amp)

@@ -31,16 +31,12 @@ from ..data.sources import SIZES
 from ..files import (RESULTS, in_one_line, parse_json, read_bytes, sync_folder,
                      write_text_atomically, written_atomically)
 from ..messages import in_brief, warn
-from ..recipe.files import PACKAGE, RECIPES
-from ..train.checkpoint import CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file
+from ..recipe.files import PACKAGE
+from ..train.checkpoint import CheckpointError
 from ..train.state import progress_of
-from ..values import Size, convert, flat
-from .published import kept_file, published
+from ..values import convert, flat
+from .checkpoints import read_checkpoint
 
-BOXED = RECIPES / "trained"                          # models that come with the package, by name
-# The weights in a folder that transformers or timm wrote.
-FOREIGN_WEIGHTS = tuple(f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin")
-                        for index in ("", ".index.json"))    # in one file, or in shards
 LONGEST_LINES = 2**28           # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
 # What run.json says of a start that is read again; whatever else it says is only shown.
 RECORDED: dict[str, Any] = {
@@ -253,70 +249,6 @@ def save_atomically(state: dict[str, Any], path: Path, *, keep: Path | None = No
     """Write a checkpoint, and keep the old file at `keep`, as `written_atomically` does."""
     with written_atomically(path, keep=keep) as file:
         torch.save(state, file)
-
-
-def by_name(path: Path) -> Path:
-    """The path as it is, or, where nothing exists at a mere name, the model in recipes/trained, or
-    the file of published weights; NoCheckpoint if that is not there.
-    """
-    if path.parent != Path(".") or path.exists():
-        return path
-    if weights := published(path.name):
-        if not (file := kept_file(weights)).exists():
-            raise NoCheckpoint(f"{path}: expected its weights at {file}, where training with "
-                               f"init.checkpoint={path} puts them")
-        return file
-    return BOXED / path if (BOXED / path).is_dir() else path
-
-
-def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
-                    ) -> tuple[dict[str, Any], Path]:
-    """The contents of a checkpoint, as `read_checkpoint_file` reads them, and their file.
-
-    path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
-    missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
-    for its weights; see `by_name` for a name at which nothing exists.
-    """
-    path = by_name(path)
-    files, problems = [path], []
-    if path.is_dir():
-        files = [path / "last.pt", path / "previous.pt"]
-        if not any(file.exists() for file in files):
-            files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
-        if not files:
-            raise NoCheckpoint(f"{path}: holds no checkpoint; expected last.pt or one of "
-                               f"{', '.join(FOREIGN_WEIGHTS)}")
-    for file in files:
-        try:
-            state = read_checkpoint_file(file, mmap=mmap, verify=verify)
-        except (NoCheckpoint, Damaged) as error:
-            problems.append(error)
-            continue
-        if problems:
-            warn(f"{problems[0]}; going on with {file}")
-        require_plain(state, file)
-        return state, file
-    if isinstance(problems[-1], NoCheckpoint):
-        raise problems[0]
-    raise CheckpointError("; and ".join(map(str, problems)))
-
-
-def require_plain(state: dict[str, Any], file: Path) -> None:
-    """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
-    if isinstance(state.get("recipe"), dict):        # a checkpoint of ours
-        if "progress" in state:
-            progress_of(state["progress"], file)
-        try:                                         # the same limits as of a text
-            state["recipe"] = parse_json(json.dumps(state["recipe"]).encode())
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{file}: its 'recipe' is no table of plain values "
-                                  f"({in_brief(error)})") from None
-    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", Size, tuple)):
-        if state.get(key) is not None:
-            try:
-                state[key] = form(convert(state[key], kind))
-            except TypeError as error:
-                raise CheckpointError(f"{file}: its '{key}' is {error}") from None
 
 
 def git_commit(folder: Path) -> str:

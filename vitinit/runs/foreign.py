@@ -25,7 +25,7 @@ from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError
 from ..values import Count, Size, convert, flat, plain, to_toml
-from .folder import FOREIGN_WEIGHTS
+from .checkpoints import FOREIGN_WEIGHTS
 
 # Whole words of a model's name whose models have our tensors, but compute something else.
 ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")

@@ -20,7 +20,7 @@ from ..models.masked_autoencoder import MaskedAutoencoder
 from ..models.vit import VisionTransformer
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
-from ..train.metrics import Progress
+from ..train.metrics import Progress, training_flops
 from ..train.optim import freeze_below_head, optimizer_for
 from ..train.state import Ema, TrainState
 from .data import training_views
@@ -63,6 +63,17 @@ def with_decoder(encoder: Classifier, recipe: Recipe) -> MaskedAutoencoder:
         return MaskedAutoencoder(cast(VisionTransformer, encoder), **recipe.task.options)
 
 
+def for_task(classifier: Classifier, recipe: Recipe) -> Classifier | MaskedAutoencoder:
+    """What the recipe trains: the classifier, or with a decoder what reconstructs images."""
+    return classifier if recipe.task.name == "classify" else with_decoder(classifier, recipe)
+
+
+def flops_per_image(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
+    """`training_flops` of a classifier, or of what sees as many patches as its masks leave."""
+    return training_flops(model, batch_size, size, **(
+        {"visible": model.visible} if isinstance(model, MaskedAutoencoder) else {}))
+
+
 def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
     """A line on the attention on the init's targets, if it has any, in MASS_IMAGES images."""
     name, options = recipe.init.name, recipe.init.options
@@ -88,8 +99,7 @@ def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
     """
     classifier, notes = build(recipe), []
-    learns_classes = recipe.task.name == "classify"
-    model = classifier if learns_classes else with_decoder(classifier, recipe)
+    model = for_task(classifier, recipe)
     if saved is None:
         with processes.together():
             generator = initialise(classifier, recipe, train_set)
@@ -98,7 +108,7 @@ def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None
             if recipe.init.checkpoint:
                 from .saved import fine_tune
                 notes = fine_tune(classifier, recipe, [*map(str, train_set.classes)]
-                                  if train_set and learns_classes else [])
+                                  if train_set and model is classifier else [])
             elif processes.is_main and train_set is not None:
                 notes = measure_mass(classifier, recipe, train_set)
     model.to(processes.device).to(memory_format=(

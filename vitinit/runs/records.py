@@ -32,7 +32,8 @@ from ..recipe.files import OPTIONAL
 from ..train.checkpoint import CheckpointError
 from ..train.metrics import METRICS
 from ..values import accepted_values, flat
-from .folder import by_name, image_digests, parse_lines, parse_starts
+from .checkpoints import by_name
+from .folder import image_digests, parse_lines, parse_starts
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"

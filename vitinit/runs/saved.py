@@ -19,9 +19,9 @@ from ..train.device import fastest_amp, this_device
 from ..train.transfer import load_exactly, start_from
 from ..values import Size, convert, show
 from . import foreign
-from .folder import BOXED, RunFolder, read_checkpoint
+from .checkpoints import BOXED, published, read_checkpoint
+from .folder import RunFolder
 from .model import build, with_decoder
-from .published import published
 
 
 class Saved(NamedTuple):

@@ -23,7 +23,7 @@ from ..train.checkpoint import model_state
 from ..train.distill import LearnFromTeacher, Teacher
 from ..train.transfer import load_exactly
 from ..values import PositiveNumber, convert
-from .folder import read_checkpoint
+from .checkpoints import read_checkpoint
 from .trained import Weights, load
 
 TORCHVISION = "torchvision:"
