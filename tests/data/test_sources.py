@@ -192,6 +192,10 @@ def test_each_class_is_found_at_its_index_in_the_model_and_one_with_too_few_imag
         assert refusal(choose, numbered([7, 3])) == (
             f"class 'class 1' has 3 images, too few to train on {least} and hold out {held_out} of "
             "them; expected less of data.images_per_class or data.held_out_per_class")
+    without_classes = numbered([3])
+    without_classes.classes = [""]
+    assert refusal(partial(held_out_part, images_per_class=3), without_classes).startswith(
+        "the folder has 3 images, too few to train on 1 and hold out 3")
 
 
 def numbered(sizes: Sequence[int]) -> ImagesInMemory:

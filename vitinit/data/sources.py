@@ -198,7 +198,8 @@ def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> It
     for label, name in enumerate(source.classes):
         members = np.flatnonzero(source.labels == label)
         if len(members) < least + held_out:
-            raise DataError(f"class '{name}' has {len(members)} images, too few to train on "
-                            f"{least} and hold out {held_out} of them; expected less of "
-                            "data.images_per_class or data.held_out_per_class")
+            which = f"class '{name}'" if name else "the folder"          # without classes
+            raise DataError(f"{which} has {len(members)} images, too few to train on {least} "
+                            f"and hold out {held_out} of them; "
+                            "expected less of data.images_per_class or data.held_out_per_class")
         yield members[keyed_generator(seed, Stream.SUBSET, label).permutation(len(members))]

@@ -194,7 +194,7 @@ def write_page(out: Path, template: str, meta: dict[str, Any], weights: str = ""
                   (HERE / template).read_text(encoding="utf-8")).encode("utf-8", "replace")
     with written_atomically(out) as file:
         file.write(page)
-    print(f"{len(page) / 1e6:.1f} MB, a page without a network")
+    print(f"{len(page) / 1e6:.1f} MB, a page that needs no network")
 
 
 def packed(levels: bytes) -> str:

@@ -47,9 +47,10 @@ def impulse(model: nn.Module | Layout, *, generator: Generator, base: Base = "de
             noise_scale: float = 3.0, noise_std: NonNegative = 0.6,
             value_init: Literal["mimetic", "base"] = "mimetic",
             value_alpha: NonNegative = 0.4, value_beta: float = 0.4) -> None:
-    """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.
+    """Solve Q and K so that softmax(X Qᵀ K Xᵀ) is near an impulse convolution in every head.
 
-    Algorithm 1 of arXiv 2505.19985. P: the position embedding. Options: see the module's docstring.
+    Algorithm 1 of arXiv 2505.19985. X: (N, D), the position embedding after LayerNorm; Q and K of a
+    head: (d, D); D channels. Options: see the module's docstring.
 
     | tensor                                    | value                                            |
     |-------------------------------------------|--------------------------------------------------|
