@@ -152,12 +152,13 @@ def test_a_replay_is_the_recorded_run_to_the_bit_or_its_first_epochs(printed, tm
     start["torch"], start["data"]["files and labels"] = "2.0", "beef"
     run.folder.info.write_text(json.dumps([start]))
     assert compare.main([str(run.folder.path), "--replay", "mine", "--epochs", "2",
-                         "--out", str(first)]) == 0
+                         "--set", "data.on_device_gib=0", "--out", str(first)]) == 0
     text, errors = capsys.readouterr()
     assert text.endswith("equal to the bit: all results of epochs 1 to 2\n")
     assert f"\ntorch 2.0 then, {torch.__version__} now\n" in text
     assert [row["lr"] for row in rows_of(first)] == [row["lr"] for row in run.rows[:2]]
     assert "warning mine was trained and measured on other images" in errors
+    assert "on_device_gib = 0.0\n" in (first / "recipe.toml").read_text(encoding="utf-8")
 
 
 def test_a_replay_elsewhere_is_held_to_the_seeds_on_record(six_runs, written_run):
@@ -183,6 +184,8 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
                              ([written_run("none", [], epochs=1), "--replay", "none"],
                               "--replay none: no epoch of it is on record"),
                              ([six_runs[0], "--epochs", "1"], "are for --replay NAME"),
+                             ([six_runs[0], "--replay", "x", "--set", "run.seed=1"],
+                              "--set run.seed=1: a replay has all but its images"),
                              ([six_runs[0] / "run.json"], "run.json: neither a run's folder no")):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()

@@ -16,7 +16,8 @@ pattern after its name chooses some of them (zsh needs it in quotes).
 
 --replay trains one of the runs again, in runs/replay-NAME or --out, and goes on there if it was
 stopped. On the same kind of machine its rows are those on record, to the bit; elsewhere its last
-one is compared with all seeds on record. The exit status is 1 if it is neither.
+one is compared with all seeds on record. The exit status is 1 if it is neither. --data-dir and
+--set data.KEY=VALUE say where its images are here.
 """
 
 if __name__ == "__main__":
@@ -41,7 +42,7 @@ def compare(args: argparse.Namespace) -> int:
         from .replay import replay  # here, as a comparison trains nothing
         folder = out or Path("runs", f"replay-{args.replay}")
         text, holds = replay(read_runs(args.runs), args.replay, data_dir=args.data_dir,
-                             epochs=args.epochs, folder=folder)
+                             sets=args.set, epochs=args.epochs, folder=folder)
         print(f"\n{text}", end="")
         return 0 if holds else 1
     for name in ("comparison.md", "curves.png") if out and out.exists() else ():
@@ -74,13 +75,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                     help="write the finished runs into this archive, without comparing them")
     to.add_argument("--replay", metavar="NAME", help="train this one of the runs again")
     parser.add_argument("--data-dir", help="with --replay: data.root, the folder of its data set")
+    parser.add_argument("--set", action="append", default=[], metavar="data.KEY=VALUE",
+                        help="with --replay: another key of its images, such as data.name=cifar10")
     parser.add_argument("--epochs", type=integer(1), default=0,
                         help="with --replay: so many epochs from the start, and not all")
     args = parser.parse_args(arguments)
     if args.out and args.pack:
         parser.error("argument --pack: not allowed with argument --out")
-    if args.replay is None and (args.data_dir or args.epochs):
-        parser.error("--data-dir and --epochs are for --replay NAME")
+    if args.replay is None and (args.data_dir or args.epochs or args.set):
+        parser.error("--data-dir, --set and --epochs are for --replay NAME")
+    if others := [text for text in args.set if not text.startswith("data.")]:
+        parser.error(f"--set {others[0]}: a replay has all but its images (data.…) from the record")
     return args
 
 
