@@ -17,10 +17,11 @@ SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
 TEACHERS = next(page for page in PAGES if page.name == "recipes/what_a_teacher_is_worth.md")
 PHOTOGRAPHS = next(page for page in PAGES if page.name == "recipes/README.md")
+BOARD = next(page for page in PAGES if page.name == "recipes/board.md")
 FREE = {*FREE_KEYS, "data.name", "data.held_out_per_class",
         "init.checkpoint_head"}         # no run has a checkpoint
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
-          for page in (PAGE, TEACHERS, PHOTOGRAPHS)
+          for page in (PAGE, TEACHERS, PHOTOGRAPHS, BOARD)
           for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)]
 
 
