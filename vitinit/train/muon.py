@@ -77,7 +77,7 @@ class MuonWithAdamW(torch.optim.AdamW):
                             None if found_inf is None else found_inf != 0)
 
     def _step_matrices(self, scale: Tensor | None, skipped: Tensor | None) -> None:
-        """Muon's update: one iteration per shape of matrix, and all else for all matrices together.
+        """Muon's update: the matrices of one shape together.
 
         skipped: a boolean on the device: gradients hold infinities; None without loss scaling.
         """
@@ -93,32 +93,20 @@ class MuonWithAdamW(torch.optim.AdamW):
                 share = group["lr"] * group["weight_decay"]
                 torch._foreach_mul_(trained, 1.0 - share if skipped is None else
                                     (1.0 - share * (~skipped).double()).to(trained[0].dtype))
-        if not shapes:
-            return
-
-        momenta, directions, batches = list[Tensor](), list[Tensor](), list[Tensor]()
         for together in shapes.values():
+            momenta = [self.state[p]["momentum_buffer"].flatten(1) for p, *_ in together]    # views
             gradients = torch.stack([gradient.flatten(1) for _, gradient, _ in together])
-            buffers = [self.state[p]["momentum_buffer"].flatten(1) for p, *_ in together]    # views
             if scale is not None:
                 gradients /= scale                                       # (B, rows, columns)
             if skipped is not None:                  # with this gradient the momentum stays
-                gradients = torch.where(skipped, torch.stack(buffers), gradients)
-            batches.append(gradients)
-            directions += gradients.unbind()                                     # views
-            momenta += buffers
-        torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
-        torch._foreach_lerp_(directions, momenta, self.momentum)         # Nesterov's, into batches
-
-        weights, updates, steps = list[Tensor](), list[Tensor](), list[float]()
-        for together, batch in zip(shapes.values(), batches):
-            half = batch.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-            update = orthogonalised(batch, torch.bfloat16 if half else torch.float32)
+                gradients = torch.where(skipped, torch.stack(momenta), gradients)
+            directions = gradients.unbind()          # views
+            torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
+            torch._foreach_lerp_(directions, momenta, self.momentum)     # Nesterov's
+            half = gradients.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+            updates = orthogonalised(gradients, torch.bfloat16 if half else torch.float32)
             if skipped is not None:
-                update = torch.where(skipped, 0.0, update)
-            updates += update.unbind()
-            weights += [p.flatten(1) for p, *_ in together]
-            size = self.factor * ADAMW_RMS * math.sqrt(max(batch.shape[1:]))
-            steps += [-size * lr for *_, lr in together]
-        torch._foreach_mul_(updates, steps)
-        torch._foreach_add_(weights, updates)
+                updates = torch.where(skipped, 0.0, updates)
+            size = self.factor * ADAMW_RMS * math.sqrt(max(updates.shape[1:]))
+            torch._foreach_mul_(updates.unbind(), [-size * lr for *_, lr in together])
+            torch._foreach_add_([p.flatten(1) for p, *_ in together], updates.unbind())
