@@ -167,7 +167,9 @@ def read_bytes(path: Path | str, *, default: bytes | None = None, limit: int = L
     """A file's contents, or `default` if there is none; FileError over `limit`, and for a pipe."""
     with in_one_line(path, "read"):
         try:
-            with open(path, "rb", buffering=0, opener=without_waiting) as file:
+            # A pipe, too, is opened without waiting for who writes to it; Windows has none.
+            with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(
+                    name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise FileError(f"{path}: is a pipe or a device, expected a file")
@@ -179,11 +181,6 @@ def read_bytes(path: Path | str, *, default: bytes | None = None, limit: int = L
             if default is None:
                 raise
             return default
-
-
-def without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe, too, without waiting for who writes to it (Windows has none)."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def parse_json(text: bytes) -> Any:
