@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from .command_line import Output, Parser, add_run, deliver, integer, run_arguments, run_program
-from .data.folders import images_in
 from .data.images import DataError, dark_in_16_bits
 from .data.lists import as_list
+from .data.sources import LooseImages
 from .figures.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
 from .files import written_atomically
 from .messages import ProgressBar, in_brief, one_line, say
@@ -79,10 +79,13 @@ def images_of(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         if not os.path.exists(argument):
             raise DataError(f"{argument}: no such file or folder")
-        files, line = images_in(argument) if os.path.isdir(argument) else ([argument], "")
-        if line:
-            say(f"vitinit.predict: {line}", sys.stderr)
-        paths += files
+        if os.path.isdir(argument):
+            images = LooseImages(argument)
+            if images.left_out:
+                say(f"vitinit.predict: {images.left_out}", sys.stderr)
+            paths += images.paths
+        else:
+            paths.append(argument)
     return paths
 
 

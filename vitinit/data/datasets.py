@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..messages import OneLineError, counted, in_brief, one_line
+from ..messages import OneLineError, counted, in_brief
 from . import shapes
 from .folders import SPLITS, TEST, TRAIN, VAL, folders_in, listed, splits_in
 from .images import DataError
@@ -45,8 +45,8 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     if not splits and split != "val":
         source = ImageFolder(root)
         if split == "whole":
-            line = f"{root}: no splits in it, so that all {len(source):,} images are evaluated"
-            source.left_out = f"{one_line(line)}\n{source.left_out}".rstrip()
+            source.note(
+                f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
         return source
     if lacks and split != "train" and (not splits or train and folders_in(root / train)):
         raise DataError(
@@ -60,8 +60,7 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     if split != "train":
         require_the_classes_of(root / (train or "train"), source, root / name)
     if unused:
-        line = one_line(f"left out: {counted(len(unused), 'folder')} in {root}: {listed(unused)}")
-        source.left_out = f"{line}\n{source.left_out}".rstrip()
+        source.note(f"left out: {counted(len(unused), 'folder')} in {root}: {listed(unused)}")
     return source
 
 

@@ -96,17 +96,6 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     return sorted(images.items())
 
 
-def images_in(folder: str | Path) -> tuple[list[str], str]:
-    """The images anywhere under `folder` (DataError if none), and a line on what is left out."""
-    left_out: Counter[str] = Counter()
-    paths = [os.path.join(parent, name) for parent, names in images_below(folder, left_out)
-             for name in names]
-    line = in_words(left_out, folder)
-    if not paths:
-        raise DataError(f"{folder}: no images in it{line and '; '}{line}")
-    return paths, line
-
-
 def is_image(name: str) -> bool:
     """Whether a file's name ends as that of an image which can be read here."""
     return name.lower().endswith(EXTENSIONS) or (

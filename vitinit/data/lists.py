@@ -16,7 +16,7 @@ from sys import intern
 from typing import NamedTuple
 
 from ..files import read_bytes
-from ..messages import counted, in_brief, one_line, shortened
+from ..messages import counted, in_brief, shortened
 from .folders import SPLITS, TEST, TRAIN, VAL, in_words, is_image, suffix_of
 from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles
@@ -74,8 +74,7 @@ def open_list(root: Path, split: str) -> ImageFiles:
                         [numbers[line.label] for line in images], classes)
     source.left_out = left_out_line
     if split == "whole" and used is to_train:
-        line = f"{root}: no splits in it, so that all {len(source):,} images are evaluated"
-        source.left_out = f"{one_line(line)}\n{left_out_line}".rstrip()
+        source.note(f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
     return source
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..keys import Stream, keyed_generator
-from .folders import EXTENSIONS, folders_in, images_below, images_in, in_words, suffix_of
+from ..messages import one_line
+from .folders import EXTENSIONS, folders_in, images_below, in_words, suffix_of
 from .images import DataError, decode_image, jpeg_decoder
 
 SIZES = "sizes of files"        # the name of their digest among what a run records
@@ -37,6 +38,10 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def note(self, line: str) -> None:
+        """Put a line before what `left_out` says."""
+        self.left_out = f"{one_line(line)}\n{self.left_out}".rstrip()
 
     def part(self, indices: np.ndarray) -> Self:
         """Only these images, in this order."""
@@ -101,8 +106,13 @@ class ImageFolder(ImageFiles):
 class LooseImages(ImageFiles):
     """The first `count` images anywhere under `folder`, or all; DataError if there is none."""
 
-    def __init__(self, folder: Path, count: int | None = None) -> None:
-        paths, self.left_out = images_in(folder)
+    def __init__(self, folder: str | Path, count: int | None = None) -> None:
+        left_out = Counter[str]()
+        paths = [os.path.join(parent, file) for parent, files in images_below(folder, left_out)
+                 for file in files]
+        self.left_out = in_words(left_out, folder)
+        if not paths:
+            raise DataError(f"{folder}: no images in it{self.left_out and '; '}{self.left_out}")
         super().__init__(paths[:count], np.zeros(len(paths[:count])), [""])
 
 
