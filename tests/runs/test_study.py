@@ -15,13 +15,10 @@ from vitinit.values import plain
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
-TEACHERS = next(page for page in PAGES if page.name == "recipes/what_a_teacher_is_worth.md")
-PHOTOGRAPHS = next(page for page in PAGES if page.name == "recipes/README.md")
-BOARD = next(page for page in PAGES if page.name == "recipes/board.md")
 FREE = {*FREE_KEYS, "data.name", "data.held_out_per_class",
         "init.checkpoint_head"}         # no run has a checkpoint
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
-          for page in (PAGE, TEACHERS, PHOTOGRAPHS, BOARD)
+          for page in PAGES
           for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)]
 
 
@@ -46,8 +43,9 @@ def top1(records, of_muon) -> dict[str, dict[int, float]]:
     for row in map(json.loads, lines):               # the last one of a run is at its end
         name = f"r18-{row['data']}-e{row['epochs']}-lr{row['lr']:g}"
         found.setdefault(name, {})[row["seed"]] = row["val_top1"]
-    photographs = read_archive(RECIPES / "photographs.tar.xz")
-    for run in (*records.values(), *of_muon, *photographs):
+    others = (run for name in ("photographs", "own_images")
+              for run in read_archive(RECIPES / f"{name}.tar.xz") if "val_top1" in run.rows[-1])
+    for run in (*records.values(), *of_muon, *others):
         name = run.path.name.rpartition("-s")[0].removeprefix("cifar10_10k")
         found.setdefault(name, {})[run.seed] = run.rows[-1]["val_top1"]
     return found
