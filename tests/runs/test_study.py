@@ -15,6 +15,9 @@ from vitinit.values import plain
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
+SPECIAL = {"no position embedding": ("model.options.pos_embed=none",),
+           "class token": ("model.options.pool=class",),
+           "`deep_impulse`, constants .5": ("init.options.constant_variance=0.5",)}
 FREE = {*FREE_KEYS, "data.name", "data.held_out_per_class",
         "init.checkpoint_head"}         # no run has a checkpoint
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
@@ -89,9 +92,8 @@ def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_mu
         for column, number in zip(columns, shown, strict=True):
             adamw = "optim.name=muon" not in column
             lecun = ["init.options.base=lecun"] * ("base" in what and adamw)
-            half = ["init.options.constant_variance=0.5"] * ("constants" in what)
             keys = load_recipe("cifar10_10k", overrides(init=init, sets=[
-                *column, *lecun, *half])).keys
+                *column, *lecun, *SPECIAL.get(what, ())])).keys
             found = [run for run in every if run.seed == 0 and all(
                 key in FREE or (CAME_OR_WENT | run.keys).get(key, value) == plain(value)
                 for key, value in keys.items())]
@@ -101,12 +103,17 @@ def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_mu
 
 def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repository):
     monkeypatch.chdir(repository)
-    rows = "| 5 | 60.56 ± 0.60 |", "| 5 | 69.30 ± 0.31 |"
-    for one, row in zip((w for w in PAGE.commands() if "vitinit.compare" in w), rows, strict=True):
-        assert main(one[3:]) == 0
+    rotary, muon = "recipes/rotary.tar.xz/cifar10_10k-rotary", "recipes/muon.tar.xz/cifar10_10k"
+    commands = [words[3:] for words in PAGE.commands() if "vitinit.compare" in words]
+    commands += [[f"{rotary}-m.*", f"{rotary}-s*"], [f"{muon}-d*-f2.5-n2500-[cs]*"],
+                 ["recipes/remaining_gap.tar.xz"]]           # the last one is all 93 runs at once
+    rows = ("| 5 | 60.56 ± 0.60 |", "| 5 | 69.30 ± 0.31 |",
+            "| impulse, init.options.target_mass = 0.997 | 3 | 74.69 ± 0.10 |",
+            "| deep_impulse, init.options.constant_variance = 0.5 | 3 | 53.21 ± 0.33 |",
+            "| 3 | 51.35 ± 0.40 |")
+    for command, row in zip(commands, rows, strict=True):
+        assert main(command) == 0
         assert row in capsys.readouterr().out
-    assert main(["recipes/remaining_gap.tar.xz"]) == 0       # also all 93 runs at once
-    assert "| 3 | 51.35 ± 0.40 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("recipe, name, count", [
