@@ -48,7 +48,7 @@ def test_the_faster_precision_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("vitinit.train.device.CPU_INFO", tmp_path / "cpuinfo")
     for computes, amp, words in ((True, "off", "engine.amp=bf16 is faster"), (True, "bf16", None),
                                  (False, "bf16", "engine.amp=off is faster"), (False, "off", None)):
-        (tmp_path / "cpuinfo").write_text("flags: avx512f avx512_" + ["vnni", "bf16"][computes])
+        (tmp_path / "cpuinfo").write_text("flags: avx512_bf16" + " amx_bf16" * computes)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: computes)
         lines, of_gpu = (faster_amp(amp, torch.device(kind)) for kind in ("cpu", "cuda"))
         assert len(of_gpu) == (amp == "bf16" and not computes)
@@ -58,8 +58,11 @@ def test_the_faster_precision_is_named(monkeypatch, tmp_path):
 def test_auto_is_the_precision_that_the_device_computes(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
     assert fastest_amp(torch.device("cpu")) == "off"             # of a system that has no such file
-    for flags, amp in (("avx512_vnni", "off"), ("avx512_bf16 amx_bf16", "bf16")):
-        (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags}\n")
+    for maker, flags, amp in (
+            ("AuthenticAMD", "avx512_vnni", "off"), ("AuthenticAMD", "avx512_bf16", "bf16"),
+            ("GenuineIntel", "avx512_bf16", "off"),
+            ("GenuineIntel", "avx512_bf16 amx_bf16", "bf16")):
+        (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}\nflags : fpu {flags}\n")
         assert fastest_amp(torch.device("cpu")) == amp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

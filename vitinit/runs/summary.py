@@ -34,7 +34,7 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
     """A line if another precision would be faster."""
     fastest = fastest_amp(device)
     if amp == "bf16" != fastest and (device.type == "cuda" or platform.machine() == "x86_64"):
-        return [f"bf16, which this device only emulates: engine.amp={fastest} is faster"]
+        return [f"bf16 is slow on this device: engine.amp={fastest} is faster"]
     if amp == "off" and fastest == "bf16" and device.type == "cpu":
         return ["this CPU computes bf16: engine.amp=bf16 is faster than off (a ViT 2 times)"]
     return []
