@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from pages import read_page
+from refused import refused
 from same_run import assert_same_run, rows_of
 
 import vitinit
+from vitinit.recipe.files import RecipeError
 from vitinit.runs.records import read_run
+from vitinit.train.distributed import Processes
 
 PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")
 SMALL = {"data.images_per_class": 3, "model.options.depth": 1, "model.options.embed_dim": 24,
@@ -48,6 +51,22 @@ def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_prog
     assert "command" not in second and second["arguments"] == first["arguments"] | {
         "out_dir": str(called)} and second["arguments"]["changes"] == {"run.seed": 7} | SMALL
     assert read_run(called).recipe == first["recipe"] == "quickstart"
+
+
+def test_an_objective_of_ones_own_stays_and_none_asks_no_teacher(monkeypatch):
+    """What differs between machines, the folder of the images and the workers, is not compared."""
+    compared = []
+    monkeypatch.setattr(Processes, "require_equal", lambda self, facts: compared.append(facts))
+    small = {"data.name": "shapes", "data.root": "", "data.num_classes": 0}
+    run = vitinit.Run("own_images", overrides=small | {"data.held_out_per_class": 3})
+    run.objective = len
+    run.rehearse()
+    assert run.objective is len
+    assert {"data.root", "data.workers", "data.image_size"} & compared[0].keys() == {
+        "data.image_size"}
+    run = vitinit.Run("quickstart", overrides={"distill.teacher": "cifar10_small"})
+    run.objective = len
+    assert "leave one of them out" in refused(RecipeError, run.rehearse)
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):

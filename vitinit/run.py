@@ -41,7 +41,7 @@ from .runs.model import flops_per_image, initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
-from .train.device import describe_device, memory_for, peak_gib
+from .train.device import describe_device, forget_peak, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, mean_losses, read_losses, set_precision,
                            train_epochs, tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
@@ -140,8 +140,10 @@ class Run:
         them, or from those that the run began with.
         """
         processes, recipe = self.processes, choice.recipe
-        processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
-                                               "the step to go on from": self.folder.step})
+        alike = {key: value for key, value in recipe.keys.items()
+                 if key not in ("data.root", "data.workers")}
+        processes.require_equal(alike | {"the version of torch": torch.__version__,
+                                         "the step to go on from": self.folder.step})
         if choice.saved is None and not dry_run and (name := recipe.init.checkpoint):
             with processes.together():
                 if processes.local_rank == 0 and (weights := published(name)):
@@ -151,7 +153,7 @@ class Run:
                                          strided=choice.strided)
         self.classes = classes = ([*map(str, data.whole_set.classes)]
                                   if recipe.task.name == "classify" else [])
-        if recipe.task.name == "reconstruct":
+        if recipe.task.name == "reconstruct" and self.objective is cross_entropy:
             self.objective = reconstruction
         self.recipe = recipe = recipe.with_data(num_classes=len(classes))
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
@@ -160,6 +162,9 @@ class Run:
                                      peak=recipe.optim.peak_lr,
                                      steps_per_epoch=self.steps_per_epoch)
         if recipe.distill.teacher:
+            if self.objective not in (cross_entropy, self.teacher):
+                raise RecipeError("distill.teacher is given, and another objective, which would "
+                                  "not ask it: leave one of them out")
             from .runs.teacher import learn_from_teacher  # here, as only some runs need it
             with processes.together():
                 self.objective = self.teacher = learn_from_teacher(recipe, classes,
@@ -245,6 +250,7 @@ class Run:
         self.flops = flops_per_image(self.state.model, plan.micro_batch_size,
                                      recipe.data.image_size)
         self.forward, self.measured = wrap_models(self.state, recipe, processes)
+        forget_peak(processes.device)
         try:
             with memory_for("optim.max_batch_per_process", plan.micro_batch_size, processes.rank):
                 train_epochs(self, processes, stop)

@@ -84,6 +84,14 @@ def test_tokens_keep_their_places_and_what_is_hidden_is_not_seen(positions):
     assert torch.equal(model.reconstruct(other, visible)[1], predicted)
 
 
+@pytest.mark.parametrize("options", [{}, {"pool": "mean", "fc_norm": True, "num_registers": 0}])
+def test_every_weight_is_trained(options):
+    """Adam's moments of one without a gradient would be missing from a checkpoint."""
+    model, (images, order) = autoencoder(**options), drawn(3)
+    reconstruction(model, images, (), order[:, :4].sort(1).values).backward()
+    assert [name for name, value in model.named_parameters() if value.grad is None] == []
+
+
 def test_a_share_that_hides_all_or_nothing_is_refused():
     for ratio in (0.0, 1.0, 0.97, 0.04):
         encoder = vitinit.build_model("vit_tiny", num_classes=0, image_size=SIZE, patch_size=PATCH)

@@ -153,7 +153,7 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
     steps[2][0][3] = float("nan")
     for save_every in (0, 1):
         state = fresh(small_model())
-        with pytest.raises(Diverged, match="the loss of step 2 is nan"):
+        with pytest.raises(Diverged, match="the loss of step 3 is nan"):
             train(state, steps, save_every=save_every, save=lambda: read_losses(state, ALONE))
 
 

@@ -30,7 +30,7 @@ def test_losses_add_up_in_order_until_one_is_not_finite_which_is_named_and_not_c
     assert one == many and one.step == one.epoch_steps == 17
     for bad in (float("nan"), float("inf")):
         progress = Progress(step=40)
-        with pytest.raises(Diverged, match="loss of step 42 is"):
+        with pytest.raises(Diverged, match="loss of step 43 is"):
             added(progress, [1.0, 2.0, bad, 3.0])
         assert progress.step == 42 and progress.loss_sum == 3.0
 

@@ -30,7 +30,8 @@ def fresh_state(seed: int, dim: int = 12) -> TrainState:
 
 
 def step(state: TrainState, factor: float = 1.0) -> None:
-    """A step at rate .01; factor: of the loss, infinite for gradients that overflow."""
+    """A step at rate .01; factor: of the loss, infinite for gradients that overflow. A loss of
+    one's own may be below 0."""
     for group in state.optimizer.param_groups:
         group["lr"] = 1e-2
     state.scaler.scale(state.model.eval()(IMAGES).square().mean() * factor).backward()
@@ -38,7 +39,7 @@ def step(state: TrainState, factor: float = 1.0) -> None:
     state.scaler.update()
     state.optimizer.zero_grad()
     state.ema.update(torch.tensor(factor > 1.0))
-    state.progress.add(torch.tensor(1.0), torch.tensor(factor > 1.0))
+    state.progress.add(torch.tensor(-1.0), torch.tensor(factor > 1.0))
     state.progress.read_losses(ALONE)
 
 

@@ -20,7 +20,7 @@ from ..models.masked_autoencoder import MaskedAutoencoder, reconstruction
 from ..recipe.sections import Recipe
 from ..runs.model import build, compiled, flops_per_image, for_task, without_data
 from ..runs.teacher import learn_from_teacher
-from ..train.device import matrix_rate, peak_gib
+from ..train.device import forget_peak, matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.optim import hidden_matrices
 from ..train.slowness import bound_of
@@ -76,7 +76,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
                  objective=objective)
     engine()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        forget_peak(device)
         engine()
     peak = peak_gib(device)                          # before there is a second model
     other: nn.Module = model

@@ -33,8 +33,9 @@ def draw_base(model: nn.Module, base: Base | None, generator: Generator) -> None
 def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """What an init draws, in the model's order: (kind, weight, bias). Norms are reset on the way.
 
-    kind: "linear", "conv", or an embedding's name in this package. Other parameters, such as
-    LayerScale, stay as they are; in a model of ours they raise ValueError.
+    kind: "linear", "conv", or an embedding's name in this package. Factors of LayerScale and
+    learned rotary frequencies stay as the model was built; what else a model itself holds does so,
+    too, but raises ValueError in one of ours.
     """
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):

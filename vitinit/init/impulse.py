@@ -181,7 +181,8 @@ def impulse_swin(model: nn.Module | SwinLayout, *, generator: Generator,
     it. Where the shift masks part of a window the mass is higher. A token whose target is outside
     its window, or masked, spreads its attention evenly over the tokens that it can attend to.
 
-    kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel beyond every window.
+    kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel beyond the
+    smallest window.
     """
     swin = layout_of(model)
     assert isinstance(swin, SwinLayout)

@@ -60,9 +60,9 @@ def impulse_gd(model: nn.Module | Layout, *, generator: Generator, base: Base = 
         vit = layout_of(model)
         assert isinstance(vit, Layout)
         if vit.tokens and not vit.learned:
-            raise ValueError("init 'impulse_gd' solves on fixed positions of patches, and the "
-                             "class token, which has none, would draw the attention; set pool = "
-                             '"mean"')
+            raise ValueError("init 'impulse_gd' solves on fixed positions of patches, and prefix "
+                             "tokens, which have none, would draw the attention; set pool = "
+                             '"mean" and num_registers = 0')
         model, positions, grid = vit.model, vit.positions, vit.grid
         norm_eps = vit.blocks[0].norm.eps
         free, scale = False, vit.blocks[0].q.shape[1] ** -0.5

@@ -154,7 +154,7 @@ def decimal(value: float) -> str:
     if math.isnan(value):
         return "–"
     text = f"{value:.2f}" if value >= 0.0995 else f"{float(f'{value:.2g}'):.6f}".rstrip("0")
-    return text.removeprefix("0")
+    return text.removeprefix("0") if float(text) else "0"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ class MaskedAutoencoder(nn.Module):
         tokens = torch.cat([prefix_indices(self.prefix, visible), visible + self.prefix], 1)
         x, _ = run_blocks(self.encoder.blocks, take(self.encoder.embed(images), tokens), (),
                           scales_by_block(drop_path, depth), [tokens] * depth)
-        return self.encoder.norm(x)
+        return self.encoder.fc_norm(self.encoder.norm(x))                # one is the identity
 
     def reconstruct(self, images: Tensor, visible: Tensor, drop_path: Tensor | None = None
                     ) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,12 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def forget_peak(device: torch.device) -> None:
+    """Let a GPU's peak begin anew, with what is allocated now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep what tensors free for the next ones, if it is glibc.
 

@@ -117,11 +117,11 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
             for item in agreed(steps, processes, stop):
                 assert item is not None              # all processes have as many steps
                 step, micro_batches = item
+                progress.waiting_seconds += time.perf_counter() - idle_since
                 row_due = (step + 1) % STEPS_PER_ROW == 0
                 if row_due and progress.paces is not None and device.type == "cuda":
                     torch.cuda.synchronize(device)   # this step is measured alone
                 began = time.perf_counter()
-                progress.waiting_seconds += began - idle_since
                 lr = run.learning_rate(step)
                 set_learning_rate(state.optimizer, lr)
                 drop_path = run.drop_path(step)                      # (branches, global batch)

@@ -27,7 +27,8 @@ class StopRequest:
 
     The program looks at `number` between two steps and two batches, never within one. A second
     Ctrl-C calls `second`, by default to end at once. Signals that were ignored when the program
-    started, as under nohup, stay ignored. Outside of the main thread nothing is remembered.
+    started, as under nohup, stay ignored, and those that a C library took before Python began stay
+    that library's. Outside of the main thread nothing is remembered.
     """
 
     def __init__(self, second: Callable[[], object] | None = None) -> None:
@@ -38,7 +39,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         hears = threading.current_thread() is threading.main_thread()
         self.handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS
-                         if hears and signal.getsignal(number) is not signal.SIG_IGN}
+                         if hears and signal.getsignal(number) not in (signal.SIG_IGN, None)}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -94,7 +94,7 @@ class Progress:
             self.cpu_seconds += self.clocks[1] - processor
         for loss in losses:
             if not math.isfinite(loss):
-                raise Diverged(f"the loss of step {self.step} is {loss}")
+                raise Diverged(f"the loss of step {self.step + 1} is {loss}")
             self.loss_sum += loss
             self.epoch_steps += 1
             self.step += 1
@@ -141,7 +141,7 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int],
     size: (H, W). indices: how many the model takes of each image, by the name of its argument. A
     multiplication followed by an addition counts as two. torch counts products, attention and
     convolutions by the shapes of their operands, on the meta device. What a kernel repeats does not
-    count, as in PaLM (arXiv 2204.02311, appendix B), nor what is not trained.
+    count, as in PaLM (arXiv 2204.02311, appendix B), nor all that is below a classifier trained alone.
     """
     from torch.utils.flop_counter import FlopCounterMode  # here, as it imports Triton
     weights = {name: torch.empty_like(value, device="meta")

@@ -135,7 +135,8 @@ def require_like(stored: Any, expected: Any, place: str, path: Path) -> None:
     """Raise CheckpointError unless `stored` has the form of `expected`, and values that a run has.
 
     That is the same names, finite tensors of the same shapes and types, and numbers of the same
-    types, above 0 where those of `expected` are, else at least 0; for None, a number or None.
+    types: above 0 where those of `expected` are, and whole ones, such as steps, at least 0; for
+    None, a number or None.
     """
     problem = ""
     if isinstance(expected, Mapping):
@@ -151,8 +152,10 @@ def require_like(stored: Any, expected: Any, place: str, path: Path) -> None:
             problem = "below 0"
     elif not (expected is None and stored is None) and not (
             type(stored) is (float if expected is None else type(expected))
-            and (0 < stored if expected else 0 <= stored) and stored < 2**63):
-        problem = f"{in_brief(repr(stored))}, expected a number {'>' if expected else '≥'} 0"
+            and (0 < stored if expected else 0 <= stored or isinstance(stored, float))
+            and abs(stored) < 2**63):
+        limit = " > 0" if expected else " ≥ 0" if isinstance(expected, int) else ""
+        problem = f"{in_brief(repr(stored))}, expected a number{limit}"
     if problem:
         other = "" if "finite" in problem else "is not of this run: "
         raise CheckpointError(f"{path}: {other}{place} is {problem}")
