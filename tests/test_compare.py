@@ -148,6 +148,8 @@ def test_a_replay_is_the_recorded_run_to_the_bit_or_its_first_epochs(printed, tm
     assert text.endswith("the same kind of machine and the same code\n"
                          "equal to the bit: all results of epochs 1 to 3\n")
     assert_same_run(run.folder.path, again)
+    assert compare.main([str(archive), "--replay", "mine", "--out", str(again)]) == 2
+    assert "again: is such a replay already" in capsys.readouterr().err
     start, = json.loads(run.folder.info.read_text())
     start["torch"], start["data"]["files and labels"] = "2.0", "beef"
     run.folder.info.write_text(json.dumps([start]))
@@ -166,9 +168,9 @@ def test_a_replay_elsewhere_is_held_to_the_seeds_on_record(six_runs, written_run
     seeds = [*map(read_run, six_runs[:3])]
     for top1, holds in ((54 + 19.8, True), (54 - 19.9, False)):
         again = read_run(written_run(f"again-{top1}", [5.0, top1]))
-        text, held = against_record(seeds[0], again.rows, again.starts[0], seeds)
+        text, held = against_record(seeds[0], again.rows, again.starts, seeds)
         assert held is holds and "expected within 54.0000 ± 19.8731 (3 seeds, 95 %)" in text
-    text, held = against_record(seeds[0], again.rows, again.starts[0], seeds[:1])
+    text, held = against_record(seeds[0], again.rows, again.starts, seeds[:1])
     assert not held and text.endswith("one seed is on record, so no interval\n")
 
 

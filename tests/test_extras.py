@@ -37,7 +37,8 @@ def as_in_a_wheel(setup: configparser.ConfigParser, repository: Path) -> dict[st
 
 def test_a_wheel_contains_all_code_recipes_models_and_lessons(setup, repository):
     found = set(as_in_a_wheel(setup, repository).values())
-    for pattern in ("vitinit/**/*.py", "vitinit/**/*.txt", "recipes/*.toml", "recipes/*.tar.xz",
+    for pattern in ("vitinit/**/*.py", "vitinit/**/*.txt", "vitinit/**/*.html",
+                    "vitinit/**/*.css", "recipes/*.toml", "recipes/*.tar.xz",
                     "recipes/trained/*/*", "vitinit/lessons/*.md", "vitinit/lessons/images/*",
                     "tests/data/cifar10/*/*"):
         files = set(repository.glob(pattern))

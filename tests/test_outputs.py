@@ -26,7 +26,7 @@ NO_OUTPUTS = ("--across", "--checkpoint", "--data-dir", "--init", "--log", "--ou
 # Each output → a command with it, how its name ends, and an input of the command that ends so.
 COMMANDS = {
     "predict --json": ("run photos", ".json", "photos/notes.json"),
-    "predict --csv": ("run photos", ".csv", None),
+    "predict --csv": ("run photos", ".csv", "photos/images.csv"),
     "predict --sheet": ("run photos", ".png", "photos/a.png"),
     "eval --json": ("run theirs", ".json", "theirs/config.json"),
     "compare --out": ("run", "", None),
@@ -76,6 +76,7 @@ def place(tmp_path, monkeypatch, capsys) -> Path:
     for name in ("photos/a.png", "b.png"):
         Path(name).write_bytes(BEGINS[".png"])
     Path("photos/notes.json").write_bytes(b"{}")
+    Path("photos/images.csv").write_bytes(BEGINS[".csv"])
     Path("photo.jpg").write_bytes(b"\xff\xd8\xff")
     capsys.readouterr()
     return tmp_path

@@ -84,6 +84,8 @@ def test_images_without_classes_in_any_folders(train_program, small_run, tmp_pat
         assert train_program.main(run) == train_program.main([*run, "--dry-run"]) == 0
         count = len(list(pictures.rglob("*.png"))) - int(held_out)
         assert f"images: {count}" in capsys.readouterr().out
+        assert figures.main(["curves", str(tmp_path / folder), "--out",
+                             str(tmp_path / f"{folder}.png")]) == 0
         row, = rows_of(tmp_path / folder)
         assert (row["val_loss"] is None) == (held_out == "0")
 

@@ -247,6 +247,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     def program() -> int:
         args = parse_arguments(arguments)
+        if args.sheet is not None:
+            pyplot()                                 # which may be missing: before all images
         trained = load(**run_arguments(args), device=this_device())
         trained.require_classifier()
         if args.attention:

@@ -7,7 +7,6 @@ replay is as good as another seed; then it is compared with the seeds that are o
 """
 
 import math
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 from .messages import shortened, warn
 from .run import Run
+from .runs.folder import RunFolder
 from .runs.groups import commit, experiment
 from .runs.records import RunRecord
-from .runs.results import RECORDED, t_quantile, table
+from .runs.results import RECORDED, t_interval, table
 from .runs.resume import Choice
 from .train.checkpoint import CheckpointError
 
@@ -61,34 +61,36 @@ def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str 
                               f"{shortened(list(by_name))}")
     if not record.rows:
         raise CheckpointError(f"--replay {name}: no epoch of it is on record")
+    if len(RunFolder(folder).metrics.rows()) >= (epochs or record.epochs):
+        raise CheckpointError(f"{folder}: is such a replay already, perhaps by other code; "
+                              "expected another --out")
     with tempfile.TemporaryDirectory() as holder:
         recipe = Path(holder) / f"{record.recipe}.toml"
         recipe.write_bytes(record.files["recipe.toml"])
         again = Replay(record, recipe, epochs, folder, data_dir, sets).train()
     seeds = {run.seed: run for run in runs if experiment(run) == experiment(record)
              and commit(run) == commit(record)} | {record.seed: record}
-    return against_record(record, again.rows, again.folder.starts()[-1], list(seeds.values()))
+    return against_record(record, again.rows, again.folder.starts(), list(seeds.values()))
 
 
-def against_record(record: RunRecord, rows: Sequence[dict[str, Any]], start: dict[str, Any],
-                   seeds: Sequence[RunRecord]) -> tuple[str, bool]:
-    """`replay`'s comparison. rows, start: of the run that was trained again. seeds: the record and
+def against_record(record: RunRecord, rows: Sequence[dict[str, Any]],
+                   starts: Sequence[dict[str, Any]], seeds: Sequence[RunRecord]
+                   ) -> tuple[str, bool]:
+    """`replay`'s comparison. rows, starts: of the run that was trained again. seeds: the record and
     those that differ from it in the seed alone.
     """
     pairs = list(zip(record.rows, rows))
     # What both have: a run that is evaluated every fifth epoch has no top-1 in between.
     values = [{key: (then[key], now[key]) for key in RESULTS
                if then[key] is not None and now[key] is not None} for then, now in pairs]
-    lines = [[str(row["epoch"]), *(f"{value:.{places}f}" for key, places in
-                                   (("train_loss", 6), ("val_top1", 2))
-                                   for value in both.get(key, ()))]
-             for row, both in zip(rows, values)]
-    width = max(map(len, lines))
-    text = table(["epoch", "loss then", "now", "top-1 then", "now"][:width],
-                 [line + ["–"] * (width - len(line)) for line in lines])
+    text = table(["epoch", "loss then", "now", "top-1 then", "now"], [
+        [str(row["epoch"]), *(f"{both[key][side]:.{places}f}" if key in both else "–"
+                              for key, places in (("train_loss", 6), ("val_top1", 2))
+                              for side in (0, 1))] for row, both in zip(rows, values)])
     began = record.starts[0] if record.starts else {}
-    others = [f"{RECORDED[key]} {began.get(key, 'unknown')} then, {start[key]} now"
-              for key in OF_MACHINE if began.get(key) != start[key]]
+    others = dict.fromkeys(f"{RECORDED[key]} {began.get(key, 'unknown')} then, {start[key]} now"
+                           for key in OF_MACHINE for start in starts
+                           if began.get(key) != start[key])
     text += f"\n\n{'; '.join(others) or 'the same kind of machine and the same code'}\n"
     if all(then == now for both in values for then, now in both.values()):
         return f"{text}equal to the bit: all results of epochs 1 to {len(values)}\n", True
@@ -99,8 +101,8 @@ def against_record(record: RunRecord, rows: Sequence[dict[str, Any]], start: dic
                  and run.rows[len(values) - 1][key] is not None]
     if len(on_record) < 2:
         return f"{text}; one seed is on record, so no interval\n", False
-    mean, n = statistics.fmean(on_record), len(on_record)
-    half = t_quantile(n - 1) * statistics.stdev(on_record) * math.sqrt(1 + 1 / n)
+    (mean, half), n = t_interval(on_record), len(on_record)
+    half *= math.sqrt(n + 1)                         # of another seed, and not of the mean
     holds = abs(now - mean) <= half
     return (f"{text}; another seed would be expected within {mean:.4f} ± {half:.4f} "
             f"({n} seeds, 95 %): it is {'' if holds else 'not '}within\n"), holds

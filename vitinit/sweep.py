@@ -9,9 +9,9 @@ Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. The same
 finished runs and resumes interrupted ones. On Ctrl-C or SIGTERM the current runs save their
 checkpoints, and the sweep ends. If a run fails, the others go on, and the end says so.
 
---jobs N does N runs side by side. Each has its own GPUs, or T CPU threads with --threads T, and
-prints to logs/<folder>.log in --out-dir; the terminal shows its last epoch, also of one that fails.
-On a CPU the number of threads changes the last digits of results, that of runs side by side does
+--jobs N does N runs side by side, on the GPUs in turn, or in T CPU threads each with --threads T;
+each prints to logs/<folder>.log in --out-dir, and the terminal shows its last epoch, also of one
+that fails. On a CPU the number of threads changes the last digits of results, that of runs side by side does
 not: use the same --threads for runs that are to be compared.
 
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.

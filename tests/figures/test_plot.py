@@ -18,16 +18,18 @@ def test_every_init_has_one_look_for_good():
     again = looks_of(["impulse", "default", "impulse", "mine", "whitened", "whitened"])
     assert again[:2] == [LOOKS["impulse"], LOOKS["default"]] and again[3] == OTHER
     assert again[2][0] == again[0][0] and len({*again}) == len(again)    # as after other epochs
+    assert len({*looks_of(["impulse"] * 19)}) == 19
 
 
 def test_a_legend_of_any_labels_stays_within_the_figure():
     for length in (1, 11, 29, 83, 241):
         figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
         label = ("cifar10_10k-deep_impulse-s0, epoch 10 " * 7)[:length]
-        add_legend(figure, {f"{number}{label}": axis.plot([1, 2])[0] for number in range(7)})
+        add_legend(figure, {f"{number}{label}": axis.plot([1, 2])[0] for number in range(17)})
         figure.draw_without_rendering()
         box = figure.legends[0].get_window_extent().transformed(figure.transFigure.inverted())
-        assert box.x0 > 0.0 and box.x1 < 1.0, length
+        assert box.x0 > 0.0 and box.x1 < 1.0 and box.y0 > 0.0, length
+        assert box.y1 < axis.get_position().y0, length                   # it hides nothing
         plt.close(figure)
 
 
@@ -41,10 +43,10 @@ def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     assert [axis.get_ylabel() for axis in (weights, shares)] == ["weight", "share"]
 
 
-def test_a_name_that_is_not_utf_8_is_drawn(tmp_path):
+def test_a_name_that_is_not_utf_8_or_would_be_a_formula_is_drawn(tmp_path):
     figure, axis = plt.subplots(figsize=(2.0, 2.0))
     axis.set_title("ant\udce8")
-    save(figure, tmp_path / "x.png", "heading \udce9")
+    save(figure, tmp_path / "x.png", "heading \udce9, price_$5_$.jpg")
     assert (tmp_path / "x.png").exists()
 
 

@@ -134,7 +134,7 @@ def test_outputs_agree_to_a_unit_of_the_last_digit():
             ("0.43", "0.45", "line 1 of the output is '0.45', where the page has '0.43'"),
             ("17 heads", "18 heads", "'18 heads'"), ("-1.2e-3", "-1.4e-3", "'-1.4e-3'"),
             ("0.43", "-0.43", "'-0.43'"), ("rank 9", "Rank 9", "'Rank 9'"),
-            ("1.0 2.0", "1.0", "'1.0'"),
+            ("1.0 2.0", "1.0", "'1.0'"), ("[0., 1.]", "[1., 0.]", "'[1., 0.]'"),
             ("a\nb", "a", "line 2 of the output is nothing"), ("a", "a\nb", "goes on with 'b'"),
             ("0.5", "nan", "'nan'"), ("True", "False", "'False'")):
         assert words in difference(wanted, found)

@@ -146,8 +146,8 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
         if wrong:
             cautions.append(f"{len(listed):,} {looked} {problem}: {shortened(wrong)}")
     if 2 * median(shorter) < side:
-        cautions.append(f"half of the images are smaller than {median(shorter):g} px and enlarged "
-                        f"to {side}: --set data.image_size={median(shorter):g} and a smaller "
+        cautions.append(f"half of the images have {median(shorter):g} px or less, and are enlarged "
+                        f"to {side}: --set data.image_size={int(median(shorter))} and a smaller "
                         "model.options.patch_size train faster")
     return line, cautions
 

@@ -94,7 +94,8 @@ def images(figure: Parser) -> None:
 def blocks_and_heads(figure: Parser) -> None:
     index = integer(-2**31)                          # range checked once the model is known
     figure.add_argument("--blocks", nargs="+", type=index, default=[0])
-    figure.add_argument("--heads", nargs="+", type=index, help="default: all")
+    figure.add_argument("--heads", nargs="+", type=index,
+                        help="default: all, and 0 1 2 for the figure attention")
 
 
 def runs(figure: Parser) -> None:

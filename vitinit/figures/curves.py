@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 POINTS = 400                    # points per line, at most; longer lines average neighbours
 IMAGES = "training images"      # as run.json calls their number
 SUBSET = ("data.images_per_class", "data.subset")
+METRICS = {"val_top1": ("Top-1", "validation top-1 (%)"), "val_loss": ("Loss", "validation loss"),
+           "train_loss": ("Loss", "training loss")}
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -58,7 +60,7 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
             if not len(curve.across):
                 run, *_ = group.runs.values()
                 raise FigureError(f"{run.path.name}: no steps on record to draw; steps.jsonl has a "
-                                  "line from the tenth on")
+                                  "line from the tenth on, and is in no archive")
             merged = -(-len(curve.across) // POINTS)
             most = max(most, merged)
             steps, values = (
@@ -82,16 +84,17 @@ def looks(groups: Sequence[Group]) -> list[Look]:
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
-    """Draw top-1 by validated epoch, a line per group: mean over seeds, in a band, their range; the
-    loss, if no run learned classes.
+    """Draw the first of METRICS that was measured by epoch, a line per group: mean over seeds, in a
+    band, their range. Raises FigureError if there is no epoch on record.
     """
+    metric = next((key for key in METRICS if any(group.last(key) for group in groups)), None)
+    if metric is None:
+        raise FigureError(f"{groups[0].label}: no epoch on record to draw")
+    heading, words = METRICS[metric]
     figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
-    metric, words, heading = (("val_top1", "top-1 (%)", "Top-1")
-                              if any(group.last("val_top1") for group in groups) else
-                              ("val_loss", "loss", "Loss"))
     draw_bands(axis, by_epoch(groups, metric))
     axis.locator_params(axis="x", integer=True, min_n_ticks=1)           # 1 alone for one epoch
-    axis.set(xlabel="epoch", ylabel=f"validation {words}")
+    axis.set(xlabel="epoch", ylabel=words)
     finish(figure, out, groups, f"{heading} by epoch")
 
 
@@ -146,6 +149,8 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
         if line.setdefault(value, group) is not group:
             raise FigureError(f"{line[value].label} and {group.label} are alike but for the code; "
                               "expected the runs of one of them")
+        if not group.last("val_top1"):
+            raise FigureError(f"{group.label}: has no top-1 on record")
     drawn = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
     if not drawn:
         raise FigureError(f"no two of these groups differ in {key} alone")

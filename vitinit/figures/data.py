@@ -10,7 +10,7 @@ from ..data.lists import LISTS
 from ..data.sources import Source
 from ..data.survey import Survey, survey
 from ..messages import one_line
-from .plot import BLUE, pyplot, save
+from .plot import BLUE, as_drawn, pyplot, save
 
 EXAMPLES, SIDE = 8, 64          # images per class, spread evenly over it, and their pixels
 LONGEST = 30                    # characters of a class's name
@@ -26,7 +26,8 @@ def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
     source = open_split(name, data_dir, "train", 0)
     try:
         val_set = open_split(name, data_dir, "val", len(source.classes))
-    except DataError:                                # training then needs data.held_out_per_class
+    except DataError as error:                       # training then needs data.held_out_per_class
+        print(f"val     {error}")
         val_set = source.part(np.arange(0))
     report = survey(source, val_set, image_size, most=len(source))
     print(report, end="")
@@ -47,7 +48,7 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
                                      constant_values=255) for strip in strips]))
     middles = SIDE * (np.arange(len(rows)) + 0.5)
     axes[0].set(xticks=[], yticks=middles,
-                yticklabels=[one_line(source.classes[label], LONGEST) for label in rows])
+                yticklabels=[as_drawn(one_line(source.classes[label], LONGEST)) for label in rows])
     axes[1].barh(middles, counts[rows], height=0.7 * SIDE, color=BLUE)
     axes[1].set(ylim=axes[0].get_ylim(), yticks=[], xlabel="images to train on")
     for middle, count in zip(middles, counts[rows]):

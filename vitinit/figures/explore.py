@@ -77,7 +77,8 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
         blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
         levels += [part for part, _ in blocks]
         images.append({"blocks": [view for _, view in blocks],
-                       "probabilities": rounded(model(image).softmax(1)[0].tolist())})
+                       "probabilities": rounded(model(image).softmax(1)[0].tolist())
+                       if model.num_classes else []})
     masses = None
     if has_targets(model, recipe.init.name, recipe.init.options):
         mass = mass_on_images(model, recipe.init.name, recipe.init.options, inputs)

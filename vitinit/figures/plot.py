@@ -32,6 +32,7 @@ Look = tuple[str, Line]         # a colour and a line, as matplotlib takes them
 # those of Okabe and Ito, which colour-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#000000"
+PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LOOKS: dict[str, Look] = {
     "default": (BLUE, "-"), "torch": (SKY, "--"), "lecun": (BLACK, "--"),
     "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."), "deep_impulse": (PURPLE, (0, (6, 1))),
@@ -46,7 +47,7 @@ HEAT = 0.7                      # opacity of heat over a photograph
 LEVELS = 63                     # colours in a map: odd, so that 0 is white; more make larger files
 DPI, PHOTO_DPI = 160, 95        # the latter where pictures are mostly photographs
 FEW = 256                       # colours of a picture
-LETTER = 0.07                   # width of a letter in inches, in a legend of 8 points
+LETTER, LINE = 0.07, 0.17       # width of a letter and height of a line of 8 points, in inches
 HERE = Path(__file__).parent
 COLOURS = 64                    # of a colour map; even, since a page looks them up from the middle
 
@@ -76,9 +77,8 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
     FileError if the file cannot be written; one that was there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
-    from matplotlib.text import Text  # which only figures need
-    for text in figure.findobj(Text):                # perhaps a name that is not UTF-8
-        text.set_text(text.get_text().encode(errors="backslashreplace").decode())
+    for text in figure.findobj(pyplot().Text):
+        text.set_text(as_drawn(text.get_text()))
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=PHOTO_DPI if few_colours == "dithered" else DPI, format="png")
@@ -97,12 +97,21 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
         file.write(drawn.getvalue())
 
 
+def as_drawn(text: str) -> str:
+    """A text for matplotlib, in which there may be the name of a file: not in UTF-8, or with a $,
+    which would begin a formula.
+    """
+    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
+
+
 def looks_of(inits: Sequence[str]) -> list[Look]:
-    """A colour and line for each init; one that comes again keeps its colour, in a free line."""
+    """A colour and line for each init; one that comes again keeps its colour, in a free line, and
+    then takes other colours."""
     firsts = [LOOKS.get(init, OTHER) for init in inits]
     looks: list[Look] = []
     for look in firsts:
-        free = [(look[0], line) for line in LINES if (look[0], line) not in {*firsts, *looks}]
+        free = [(colour, line) for colour in (look[0], *PALETTE) for line in LINES
+                if (colour, line) not in {*firsts, *looks}]
         looks.append(look if look not in looks or not free else free[0])
     return looks
 
@@ -113,6 +122,8 @@ def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     labels = [textwrap.fill(label, letters - 12) for label in handles]
     abreast = min(max(letters // (max(map(len, handles)) + 9), 1), 4)
     rows = -(-len(labels) // abreast)
+    lines = sum(1 + max(label.count("\n") for label in labels[row::rows]) for row in range(rows))
+    figure.set_figheight(figure.get_figheight() + max(lines - 4, 0) * LINE)
     figure.legend(handles.values(), labels, loc="outside lower center", fontsize=8, handlelength=3,
                   ncols=-(-len(labels) // rows))     # rows of equal length
 
@@ -219,5 +230,4 @@ def as_png(view: Tensor, side: int = 2**16) -> str:
 
 def colours(name: str) -> list[list[int]]:
     """A colour map of matplotlib as COLOURS triples of red, green and blue from 0 to 255."""
-    import matplotlib  # the caller has checked that it is there
-    return matplotlib.colormaps[name](np.linspace(0, 1, COLOURS), bytes=True)[:, :3].tolist()
+    return pyplot().get_cmap(name)(np.linspace(0, 1, COLOURS), bytes=True)[:, :3].tolist()

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..data.augment import normalise
 from ..data.images import decode_image
 from ..keys import Stream, keyed_generator
-from ..models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, patches_of, take
+from ..models.layers import patches_of
+from ..models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, take
 from ..recipe.sections import DataSection
 from ..runs.data import evaluation_view, masks_of
 from ..runs.saved import open_saved

@@ -142,12 +142,14 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: P
     """How a run's model does on its validation images: who is taken for whom, and the mistakes,
     whose links lead from `folder` to their files.
 
-    Raises CheckpointError without weights, and DataError if the images are not at hand or have
-    other classes than the model.
+    Raises CheckpointError without weights or classes, and DataError if the images are not at hand
+    or have other classes than the model.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: an archive holds no weights")
     saved = open_saved(path)
+    if saved.recipe.task.name != "classify":
+        raise CheckpointError(f"{path}: learned no classes")
     recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
     data_set = own_set(recipe.data)
     require_same_images(data_set, source := data_set.open(), path)

@@ -168,9 +168,8 @@ def _agree(wanted: str, line: str) -> bool:
 def _unit(number: str) -> float:
     """One unit of the last digit of a number, of "2.5e-3" 1e-4; 0 for an integer."""
     mantissa, _, exponent = number.lower().partition("e")
-    if not exponent and "." not in mantissa:
-        return 0.0
-    return 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    digits = len(mantissa.partition(".")[2])         # of "1.", as torch prints whole numbers, none
+    return 10.0 ** (int(exponent or 0) - digits) if exponent or digits else 0.0
 
 
 def notebook(page: Page) -> dict[str, Any]:

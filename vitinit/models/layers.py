@@ -157,6 +157,11 @@ def require_image_size(images: Tensor, size: Sides) -> None:
                          f"{images.shape[2]}×{images.shape[3]}")
 
 
+def patches_of(images: Tensor, patch: Sides) -> Tensor:
+    """Images (B, 3, H, W) → the values of each patch, (B, N, p·q·3), the channels innermost."""
+    return rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=patch[0], q=patch[1])
+
+
 class PatchEmbed(nn.Module):
     """Cut the image into patches and project each linearly (ViT, arXiv 2010.11929, §3.1).
 

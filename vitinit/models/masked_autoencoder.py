@@ -11,12 +11,11 @@ tokens, such as the class token, stand before them.
 from collections.abc import Callable, Sequence
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (Sides, module_list, run_blocks, scales_by_block, sincos_position_embedding,
-                     to_pair)
+from .layers import (Sides, module_list, patches_of, run_blocks, scales_by_block,
+                     sincos_position_embedding, to_pair)
 from .vit import VisionTransformer, VitBlock
 
 EPS = 1e-6                      # added to a patch's variance; of the paper's code
@@ -25,11 +24,6 @@ EPS = 1e-6                      # added to a patch's variance; of the paper's co
 def take(tokens: Tensor, indices: Tensor) -> Tensor:
     """Of tokens (B, N, C) those at indices (B, n): (B, n, C)."""
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
-
-
-def patches_of(images: Tensor, patch: Sides) -> Tensor:
-    """Images (B, 3, H, W) → the values of each patch, (B, N, 3·p·q), in the paper's order."""
-    return rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=patch[0], q=patch[1])
 
 
 def mean_and_deviation(patches: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .attention import attend, attention_weights
 from .layers import (Classifier, Features, Mlp, Pair, Sides, hidden_width, make_head, module_list,
-                     patch_grid, require_choice, require_image_size, run_blocks,
+                     patch_grid, patches_of, require_choice, require_image_size, run_blocks,
                      sincos_position_embedding, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
@@ -35,9 +35,7 @@ class SimplePatchEmbed(nn.Module):
         self.norm2 = nn.LayerNorm(embed_dim)
 
     def forward(self, images: Tensor) -> Tensor:
-        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=self.patch_size[0],
-                            q=self.patch_size[1])
-        return self.norm2(self.proj(self.norm1(patches)))
+        return self.norm2(self.proj(self.norm1(patches_of(images, self.patch_size))))
 
 
 class SimpleAttention(nn.Module):

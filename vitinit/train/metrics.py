@@ -141,7 +141,8 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int],
     size: (H, W). indices: how many the model takes of each image, by the name of its argument. A
     multiplication followed by an addition counts as two. torch counts products, attention and
     convolutions by the shapes of their operands, on the meta device. What a kernel repeats does not
-    count, as in PaLM (arXiv 2204.02311, appendix B), nor all that is below a classifier trained alone.
+    count, as in PaLM (arXiv 2204.02311, appendix B), nor gradients below a classifier that is
+    trained alone.
     """
     from torch.utils.flop_counter import FlopCounterMode  # here, as it imports Triton
     weights = {name: torch.empty_like(value, device="meta")
