@@ -307,6 +307,18 @@ def test_a_folder_of_classes_is_evaluated_whole(eval_program, one_epoch_run, ima
         capsys.readouterr().err)
 
 
+def test_what_is_measured_is_printed_though_the_next_set_fails(eval_program, one_epoch_run,
+                                                                image_tree, tmp_path, capsys):
+    (tmp_path / "bad" / "red").mkdir(parents=True)
+    (tmp_path / "bad" / "red" / "1.png").write_bytes(b"no image")
+    good, bad = image_tree / "train", tmp_path / "bad"
+    assert eval_program.main([str(one_epoch_run), "--data", f"image_folder={good}",
+                              f"image_folder={bad}", "--json", str(tmp_path / "x.json")]) == 2
+    printed = capsys.readouterr()
+    assert "over 51 images" in printed.out and "1.png" in printed.err
+    assert json.loads((tmp_path / "x.json").read_text())["model"]["images"] == 51
+
+
 WRONG = [                   # arguments after a run's folder, part of the error message
     (["--set", "data.held_out_per_class=0"], "--set data.held_out_per_class=0: the checkpoint "
      "brings its own recipe, of which only how to evaluate can change; valid: data.on_"),

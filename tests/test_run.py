@@ -23,12 +23,13 @@ from vitinit.train.distributed import Processes
 PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")
 SMALL = {"data.images_per_class": 3, "model.options.depth": 1, "model.options.embed_dim": 24,
          "schedule.epochs": 2, "schedule.warmup_epochs": 0, "optim.global_batch": 13,
-         "optim.max_batch_per_process": 13}
+         "optim.max_batch_per_process": 13, "data.workers": 1, "data.on_device_gib": 0.0}
 
 
 def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_program, eval_program,
                                                                       tmp_path, monkeypatch):
-    """To the bit; only its record differs. Outside of the main thread it takes no signals."""
+    """To the bit; only its record differs. Outside of the main thread it takes no signals, also
+    where workers load the images."""
     typed, called, made = tmp_path / "typed", tmp_path / "called", []
     assert train_program.main(["--recipe", "quickstart", "--seed", "7", "--out-dir", str(typed), *(
         word for key, value in SMALL.items() for word in ("--set", f"{key}={value}"))]) == 0

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -119,9 +119,10 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
 
 
 def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[EvaluatedSet, int]],
-                         processes: Processes, stop: StopRequest) -> list[Finding]:
+                         processes: Processes, stop: StopRequest
+                         ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
     """Evaluate checkpoints on data sets, of which each is decoded once: each of `pairs`, of a data
-    set and the number of a checkpoint.
+    set and the number of a checkpoint, in the order of the sets.
     """
     prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
@@ -131,7 +132,6 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
         columns = {(eval_set, number): columns_of(checkpoints[number], eval_set, sources[eval_set])
                    for eval_set, number in pairs}
     models = [models_of(saved, processes) for saved in checkpoints]
-    findings = {}
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}    # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
@@ -149,11 +149,10 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
                                        columns=columns[eval_set, number])
                 for model in on_device:
                     model.cpu()                      # or the memory of many would add up
-                findings[eval_set, number] = Finding(
+                yield (eval_set, number), Finding(
                     saved.name, saved.recipe.name, eval_set, saved.size,
                     saved.recipe.data.num_classes, list(source.classes),
                     dict(zip(models[number], results)))
-    return [findings[pair] for pair in pairs]
 
 
 def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
@@ -202,9 +201,14 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                 asked = [trained_set(saved.recipe)] * args.train_images + (args.data or [])
                 pairs += [(eval_set, number) for eval_set in dict.fromkeys(
                     asked or [own_set(saved.recipe.data)])]
-            findings = evaluate_checkpoints(checkpoints, pairs, processes, stop)
-            if processes.is_main:
-                print_results(findings, per_class=args.per_class, json_file=args.json)
+            findings: dict[tuple[EvaluatedSet, int], Finding] = {}
+            try:
+                for pair, finding in evaluate_checkpoints(checkpoints, pairs, processes, stop):
+                    findings[pair] = finding
+            finally:                                 # what is measured is not lost by the next set
+                if processes.is_main and findings:
+                    print_results([findings[pair] for pair in pairs if pair in findings],
+                                  per_class=args.per_class, json_file=args.json)
     return run_program(name, program)
 
 

@@ -92,8 +92,8 @@ class Run:
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective
 
     def train(self) -> Run:
-        """Do the run, or what is left of it; return it. Raises RecipeError, DataError or
-        CheckpointError, each one line, for what the user can mend; Diverged if the loss or a weight
+        """Do the run, or what is left of it; return it. Raises a OneLineError, such as RecipeError,
+        DataError or CheckpointError, for what the user can mend; Diverged if the loss or a weight
         is not finite; Interrupted after a signal, once the run is saved.
         """
         with distributed.joined() as self.processes, RunLock() as self.lock:
@@ -136,7 +136,7 @@ class Run:
 
     def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
         """Fetch the weights to start from; open the images, and the teacher of their classes;
-        return the facts about both. Raises RecipeError on all processes if these differ between
+        return the facts about both. Raises a OneLineError on all processes if these differ between
         them, or from those that the run began with.
         """
         processes, recipe = self.processes, choice.recipe

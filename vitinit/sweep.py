@@ -11,8 +11,8 @@ checkpoints, and the sweep ends. If a run fails, the others go on, and the end s
 
 --jobs N does N runs side by side, on the GPUs in turn, or in T CPU threads each with --threads T;
 each prints to logs/<folder>.log in --out-dir, and the terminal shows its last epoch, also of one
-that fails. On a CPU the number of threads changes the last digits of results, that of runs side by side does
-not: use the same --threads for runs that are to be compared.
+that fails. On a CPU the number of threads changes the last digits of results, that of runs side by
+side does not: use the same --threads for runs that are to be compared.
 
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """

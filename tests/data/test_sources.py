@@ -162,6 +162,8 @@ def test_a_fingerprint_is_of_paths_below_the_root_labels_and_classes(tmp_path):
     one = fingerprint(ImageFiles(paths, [0, 1], ["a", "b"]), str(tmp_path))
     moved = [path.replace(str(tmp_path), "/elsewhere") for path in paths]
     assert fingerprint(ImageFiles(moved, [0, 1], ["a", "b"]), "/elsewhere") == one
+    here = os.path.relpath(tmp_path)                 # as typed; a list may state whole paths
+    assert fingerprint(ImageFiles(paths, [0, 1], ["a", "b"]), here) == one
     others = [ImageFiles(paths[::-1], [0, 1], ["a", "b"]), ImageFiles(paths, [1, 0], ["a", "b"]),
               ImageFiles(paths, [0, 1], ["a", "c"]),
               ImageFiles(paths, [0, 1], ["a", os.fsdecode(b"caf\xe9")])]

@@ -35,7 +35,7 @@ def test_files_with_the_same_bytes_are_named_by_what_they_confuse(tree, monkeypa
     read, real = [], module.read_bytes
     monkeypatch.setattr(module, "read_bytes", lambda path, **limit: (
         read.append(path), real(path, **limit))[1])
-    assert said(tree).cautions == [] and len(read) == 21     # as large as each other, not the same
+    assert said(tree).cautions == [] and read == []          # as large as each other, not the same
     copies = {"train/ant/0.png": ["train/ant/copy.png"], "train/bee/1.png": ["train/cow/1.png"],
               "train/cow/2.png": ["val/cow/0.png", "train/ant/2.png"]}
     for path, others in copies.items():

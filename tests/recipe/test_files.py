@@ -14,7 +14,7 @@ from refused import refused
 
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict, load_recipe,
-                                  parse_override)
+                                  overrides, parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.train.optim import NO_TEACHER
 from vitinit.values import Bounds, plain, to_toml
@@ -332,6 +332,10 @@ def test_set_takes_toml_and_bare_words_for_values_options_and_tables_in_the_orde
     assert (options["depth"], options["num_heads"], options["pool"]) == (2, 2, "class")
     assert (recipe.init.options["rank"], recipe.init.options["qk_norm"]) == (11, 3.0)
     assert type(recipe.init.options["qk_norm"]) is float
+
+
+def test_one_text_is_one_change():
+    assert load_recipe("quickstart", overrides(sets="run.seed=3")).run.seed == 3
 
 
 def test_an_init_that_is_named_keeps_the_options_of_the_file_that_it_has(tmp_path):

@@ -74,13 +74,13 @@ def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     print_results([finding(model=few), finding(EvaluatedSet("shapes", ""), model_classes=5)],
            per_class=False, json_file=file)
     assert capsys.readouterr().out.splitlines() == [
+        f"wrote {file}",                             # before a closed terminal can end it
         "shapes: 3 of the 5 classes of runs/a/last.pt; the others are left out of ranking and loss",
         "| checkpoint | weights | data | top-1 % | top-5 % | loss | images |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| runs/a/last.pt | model | pets=/data/pets | 50.000 | – | 1.2500 | 1,004 |",
         "| runs/a/last.pt | model | shapes | 50.000 | 75.000 | 1.2500 | 1,004 |",
-        "| runs/a/last.pt | ema | shapes | 25.000 | 100.000 | 1.5000 | 1,004 |",
-        f"wrote {file}"]
+        "| runs/a/last.pt | ema | shapes | 25.000 | 100.000 | 1.5000 | 1,004 |"]
     first, second = map(json.loads, file.read_text().splitlines())
     assert "ema" not in first and second["model_classes"] == 5
 

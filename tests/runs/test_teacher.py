@@ -91,6 +91,7 @@ def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):
         "has no classifier 'regnet_y_16g'; did you mean 'regnet_y_16gf'": dict(
             teacher="torchvision:regnet_y_16g"),
         "distill.weights is empty; expected the file": dict(teacher="torchvision:resnet18"),
+        "expected model or ema for": dict(teacher=str(RUN), weights="x.pth"),
         "weights.pth": dict(teacher="torchvision:resnet18", weights=str(tmp_path / "weights.pth")),
         "such as vitinit.export writes without --normalise (there is no such archive)":
             dict(teacher=str(tmp_path / "text.pt2")),

@@ -21,10 +21,12 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def normalise(images: Tensor, mean: Sequence[float] | Tensor,
               std: Sequence[float] | Tensor) -> Tensor:
     """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with 3 means and 3 stds."""
-    mean, std = (torch.as_tensor(values, dtype=torch.float64, device=images.device).view(3, 1, 1)
+    # Computed where the values are: Apple's GPUs have no float64.
+    mean, std = (torch.as_tensor(values, dtype=torch.float64).view(3, 1, 1)
                  for values in (mean, std))
     # One product and one difference, because devices divide float32 in different ways.
-    return (images * (1.0 / (255.0 * std)).float()).sub_((mean / std).float())
+    scale, shift = (part.float().to(images.device) for part in (1.0 / (255.0 * std), mean / std))
+    return (images * scale).sub_(shift)
 
 
 def normal_quantiles() -> Tensor:

@@ -128,7 +128,7 @@ class Loader(DataLoader):
                         files.enter_context(open(os.devnull))
                     self.multiprocessing_context.Lock()          # in /dev/shm
             batches = super().__iter__()
-            if self.num_workers:
+            if self.num_workers and threading.current_thread() is threading.main_thread():
                 # torch's handler would raise an error when a worker dies, in the middle of a step.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             yield from batches

@@ -151,8 +151,8 @@ def fingerprint(source: Source, root: str) -> str:
     digest = hashlib.sha256("\0".join([*source.classes, ""]).encode("utf-8", "surrogateescape"))
     digest.update(source.labels.tobytes())
     if isinstance(source, ImageFiles):
-        folder = os.fsencode(os.path.join(folder_of(root), ""))
-        content = os.fsencode("\0".join(["", *source.paths, ""]))
+        folder = os.fsencode(os.path.join(os.path.abspath(folder_of(root)), ""))
+        content = os.fsencode("\0".join(["", *map(os.path.abspath, source.paths), ""]))
         digest.update(content.replace(b"\0" + folder, b"\0"))
     return digest.hexdigest()[:16]
 

@@ -6,7 +6,7 @@ Nothing is decoded but what may be transparent: a survey takes a second for thou
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,7 @@ from .sources import ImageFiles, Source
 
 MOST_SURVEYED = 50_000          # images of a run whose files are compared at its start
 LOOKED_AT = 2_000               # files whose headers are read, spread evenly over the set
+MIDDLE = 2**16                  # bytes in the middle of a file
 DECODED = 32                    # of these with an alpha channel
 IMBALANCE = 5                   # images of the largest class per image of the smallest
 LISTED = 12                     # most classes whose counts are all listed
@@ -81,18 +82,37 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
 
 
 def same_bytes(files: Iterable[File]) -> list[list[File]]:
-    """The files with the same bytes, in groups. Only those of equal size are read."""
-    of_size: dict[int, dict[str, File]] = defaultdict(dict)      # by path: a set may be both splits
+    """The files with the same bytes, in groups. Only those of equal size are read, and whole only
+    those whose middles are equal: a camera's BMP or TIFF files are all of one size.
+    """
+    by_path: dict[str, File] = {}                    # a set may be both splits
     for file in files:
-        with suppress(OSError):
-            of_size[os.path.getsize(file.path)].setdefault(file.path, file)
-    groups: dict[bytes, list[File]] = defaultdict(list)
-    for alike in of_size.values():
-        for file in alike.values() if len(alike) > 1 else ():
-            with suppress(OSError, ValueError):      # training names a file that cannot be read
-                content = read_bytes(file.path, limit=LARGEST_FILE)
-                groups[hashlib.sha256(content).digest()].append(file)
-    return [group for group in groups.values() if len(group) > 1]
+        if os.path.isfile(file.path):                # a pipe may wait for ever
+            by_path.setdefault(file.path, file)
+    groups = [[*by_path.values()]]
+    for key in (os.path.getsize, middle_of, digest_of):
+        groups = [alike for group in groups for alike in parted(group, key) if len(alike) > 1]
+    return groups
+
+
+def parted(files: Iterable[File], key: Callable[[str], Hashable]) -> Iterable[list[File]]:
+    """The files by the key of their paths; training names one that cannot be read."""
+    parts: dict[Hashable, list[File]] = defaultdict(list)
+    for file in files:
+        with suppress(OSError, ValueError):
+            parts[key(file.path)].append(file)
+    return parts.values()
+
+
+def middle_of(path: str) -> bytes:
+    """At most MIDDLE bytes from half of a file on."""
+    with open(path, "rb") as file:
+        file.seek(os.path.getsize(path) // 2)
+        return file.read(MIDDLE)
+
+
+def digest_of(path: str) -> bytes:
+    return hashlib.sha256(read_bytes(path, limit=LARGEST_FILE)).digest()
 
 
 def of_copies(copies: Sequence[Sequence[File]]) -> Iterator[str]:

@@ -57,12 +57,14 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
                               "expected --kinds logits softmax")
         return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
     if isinstance(model, SimpleViT):
+        attention = model.blocks[block].attn
         share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
         x = norm(share * model.pos_embed)[None]                          # (1, N, D)
         if kind == "softmax":
             return attention.mixing_weights(x, model.pos_embed)[0]
         query, key = attention.queries_keys(x, model.pos_embed)          # (1, h, N, d) each
         return (query @ key.mT)[0]
+    attention = model.blocks[block].attn
     prefix, patches = model.num_prefix_tokens, model.grid[0] * model.grid[1]
     positions = (norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
                  if model.pos_embed is None else model.pos_embed)

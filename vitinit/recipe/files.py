@@ -62,6 +62,7 @@ def parse_override(text: str) -> Override:
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
               sets: Sequence[str] | Mapping[str, Any] = ()) -> list[Override]:
     """The changes by these flags, in order; sets: of --set, or a table of "section.key" → value."""
+    sets = [sets] if isinstance(sets, str) else sets
     flags = (("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
              ("run.seed", "--seed", seed))
     named = ((Override(key, plain(value), f"{key}={value!r}") for key, value in sets.items())

@@ -59,6 +59,7 @@ class EvaluatedSet(NamedTuple):
     data: DataSection | None = None     # of the recipe whose training images they are
     run_seed: int = 0                   # of that recipe, where it decides which images they are
     whole: bool = False                 # all of an image folder or list, if it has no splits
+    classes: int = 0                    # so many in place of the set's own number; 0: that
 
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name
@@ -66,8 +67,9 @@ class EvaluatedSet(NamedTuple):
     def open(self) -> Source:
         """Open the images; DataError as by `open_split`, and if a class has too few images."""
         if self.data is None:
-            expected = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
-            return open_split(self.name, self.root, "whole" if self.whole else "val", expected)
+            number = (DATA_SETS | EVAL_SETS)[self.name].num_classes
+            return open_split(self.name, self.root, "whole" if self.whole else "val",
+                              number and (self.classes or number) or 0)
         whole, trained_on = open_training_set(self.data, self.run_seed)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)
 
@@ -75,7 +77,7 @@ class EvaluatedSet(NamedTuple):
 def own_set(data: DataSection) -> EvaluatedSet:
     """What a recipe, with this data section, validates on."""
     return (EvaluatedSet("held_out", data.root, data) if data.held_out_per_class else
-            EvaluatedSet(data.name, data.root))
+            EvaluatedSet(data.name, data.root, classes=data.num_classes))
 
 
 def trained_set(recipe: Recipe) -> EvaluatedSet:

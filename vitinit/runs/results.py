@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..command_line import deliver
+from ..command_line import STDOUT, deliver
 from ..messages import one_line
 from ..train.metrics import Evaluation, balanced_accuracy
 from .data import EvaluatedSet
@@ -92,10 +92,13 @@ class Finding(NamedTuple):
 
 
 def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
-    """Print the findings, a single one as lines and several as a table; then their JSON, a line
-    per finding, by `deliver`. per_class: also print a table of all classes per finding. Raises
-    FileError if the file cannot be written.
+    """Print the findings, a single one as lines and several as a table, and their JSON, a line per
+    finding, by `deliver`: first to a file, which a closed terminal then does not cost. per_class:
+    also print a table of all classes per finding. Raises FileError if the file cannot be written.
     """
+    text = "".join(json.dumps(finding.as_dict()) + "\n" for finding in findings)
+    if json_file != STDOUT:
+        deliver(text, json_file)
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
             print(f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
@@ -114,7 +117,8 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
     for finding in findings if per_class else []:
         print(f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
               f"{finding.by_class()}\n")
-    deliver("".join(json.dumps(finding.as_dict()) + "\n" for finding in findings), json_file)
+    if json_file == STDOUT:
+        deliver(text, json_file)
 
 
 def share_within(angle: float, degrees: int) -> float:

@@ -65,6 +65,8 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
             raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
         opened = program(Path(name), recipe, device)
     else:
+        if weights not in ("", "model", "ema"):
+            raise TeacherError(f"distill.weights is {weights}, expected model or ema for {name}")
         trained = load(name, weights=cast(Weights, weights or "model"))
         trained.require_classifier()
         data = trained.recipe.data
