@@ -61,10 +61,9 @@ class Guess(NamedTuple):
         return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
 
     def as_json(self) -> str:
-        classes = [{"class": name, "probability": share} for name, share in self.ranked]
-        facts = {"image": self.path, "truth": self.truth, "problem": self.problem or None,
-                 "classes": None if self.problem else classes}
-        return json.dumps({key: value for key, value in facts.items() if value is not None})
+        facts = {"image": self.path, "truth": self.truth, "problem": self.problem,
+                 "classes": [{"class": name, "probability": share} for name, share in self.ranked]}
+        return json.dumps({key: value for key, value in facts.items() if value})
 
 
 class Tile(NamedTuple):

@@ -29,9 +29,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -177,13 +177,12 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
     """Start a run, which prints to the file `log`, or to the terminal if that is None."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     command = [sys.executable, *(torchrun if nproc > 1 else []), *TRAIN, *run.arguments]
-    # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
-    options: dict[str, Any] = dict(start_new_session=True, env=PATIENCE | os.environ | share)
-    if log is None:
-        return subprocess.Popen(command, **options)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, **options)
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") if log else nullcontext() as output:
+        # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
+        return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True,
+                                env=PATIENCE | os.environ | share)
 
 
 def last_line(log: Path | None, beginning: str) -> str:

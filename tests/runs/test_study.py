@@ -54,6 +54,12 @@ def top1(records, of_muon) -> dict[str, dict[int, float]]:
     return found
 
 
+def test_no_record_says_where_on_a_disk_it_was_made():
+    for archive in (*RECIPES.glob("*.tar.xz"), *RECIPES.glob("board/*")):
+        for run in read_archive(archive):
+            assert not any(b'"/' in text for text in run.files.values()), (archive, run.path)
+
+
 def test_every_choice_was_made_on_held_out_images(records):
     for name, run in records.items():
         assert run.finished, name

@@ -57,15 +57,12 @@ def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torc
     return generator
 
 
-def with_decoder(encoder: Classifier, recipe: Recipe) -> MaskedAutoencoder:
-    """The model that learns to reconstruct images with this encoder; its decoder is not drawn."""
-    with building(f"recipe {recipe.name}", "task"):
-        return MaskedAutoencoder(cast(VisionTransformer, encoder), **recipe.task.options)
-
-
 def for_task(classifier: Classifier, recipe: Recipe) -> Classifier | MaskedAutoencoder:
-    """What the recipe trains: the classifier, or with a decoder what reconstructs images."""
-    return classifier if recipe.task.name == "classify" else with_decoder(classifier, recipe)
+    """What the recipe trains: the classifier, or what reconstructs images, with its decoder."""
+    if recipe.task.name == "classify":
+        return classifier
+    with building(f"recipe {recipe.name}", "task"):
+        return MaskedAutoencoder(cast(VisionTransformer, classifier), **recipe.task.options)
 
 
 def flops_per_image(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:

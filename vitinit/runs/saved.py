@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from ..values import Size, convert, show
 from . import foreign
 from .checkpoints import BOXED, published, read_checkpoint
 from .folder import RunFolder
-from .model import build, with_decoder
+from .model import build, for_task
 
 
 class Saved(NamedTuple):
@@ -76,7 +76,7 @@ class Saved(NamedTuple):
 
     def autoencoder(self) -> MaskedAutoencoder:
         """The whole model of a run that reconstructs images, with its decoder; see `model`."""
-        model = with_decoder(build(self.recipe), self.recipe)
+        model = cast(MaskedAutoencoder, for_task(build(self.recipe), self.recipe))
         load_exactly(model, model_state(self.state, self.path), self.path)
         return model
 
