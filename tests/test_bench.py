@@ -71,15 +71,17 @@ def test_saved_bytes_are_those_that_each_layer_needs_for_the_backward_pass(amp, 
 
 def test_memory_says_how_many_images_of_a_recipe_fit(capsys, monkeypatch):
     """Of 1 GiB all 50; .1 GiB leaves 42 MiB, less than 50 images need, and 10 divides 50 next."""
-    monkeypatch.setattr(training, "fastest_amp", lambda device: "off")   # for the recipe's "auto"
+    monkeypatch.setattr(training, "fastest_amp", None)               # that of another machine
+    off = "--set", "engine.amp=off"
     for gib, fit in ((1, "50"), (0.1, "10")):
-        (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib)
+        (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib, *off)
         assert row["MiB per image"] == "1.54" and row["global batch"] == "50"
         assert row[f"images that fit in half of {gib} GiB"] == fit
-    muon = tables(capsys, "memory", "--recipe", "quickstart", "--set", "optim.name=muon")[0][0]
+    muon = tables(capsys, "memory", "--recipe", "quickstart", *off, "--set", "optim.name=muon"
+                  )[0][0]
     state = "GiB of weights and optimiser"           # of a matrix Muon has one moment, AdamW two
     assert 0.75 < float(muon[state]) / float(row[state]) < 1
-    for amp in ("bf16", "fp16"):                     # neither saves the matrices of attention
+    for amp in ("auto", "bf16", "fp16"):             # neither saves the matrices of attention
         (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--set", f"engine.amp={amp}")
         assert row["MiB per image"] == "0.881"
     assert bench.main(["memory", "--recipe", "no-such-recipe"]) == 2

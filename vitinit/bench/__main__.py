@@ -64,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench == "memory":
-        print("\n" + row_table([memory_row(recipe_of(name, args.set, device), args.card_gib)
-                                for name in args.recipe]))
+        print("\n" + row_table([
+            memory_row(recipe_of(name, args.set, auto="bf16"), args.card_gib)    # on the card
+            for name in args.recipe]))
     elif args.bench == "step":
         for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:
             batch = args.batch or recipe.optim.max_batch_per_process

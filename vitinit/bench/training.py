@@ -83,13 +83,13 @@ def cell(value: Any) -> str:
     return f"{value:,.0f}" if full else f"{value:.3g}"
 
 
-def recipe_of(name: str, sets: Sequence[str] = (), device: torch.device = torch.device("cpu")
-              ) -> Recipe:
+def recipe_of(name: str, sets: Sequence[str] = (), device: torch.device = torch.device("cpu"), *,
+              auto: str = "") -> Recipe:
     """The recipe `name` with init "default" and with changes such as "engine.compile=false";
-    from no checkpoint.
+    from no checkpoint. auto: what that precision is; "": what is fastest on the device.
     """
     changes = overrides(init="default", sets=["init.checkpoint=", *sets])
-    return load_recipe(name, changes).with_amp(fastest_amp(device))
+    return load_recipe(name, changes).with_amp(auto or fastest_amp(device))
 
 
 def alone(device: torch.device) -> Processes:
