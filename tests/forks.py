@@ -9,12 +9,14 @@ import runpy
 import traceback
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 PATIENCE = 240                  # seconds
+PRELOAD = ["vitinit.run"]
 
 
 class Ended(NamedTuple):
@@ -38,7 +40,9 @@ class Fork:
         folder.mkdir(parents=True)
         context = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(["vitinit.run"])
+            if forkserver._forkserver._preload_modules != PRELOAD:   # an earlier test's server
+                forkserver._forkserver._stop()
+            context.set_forkserver_preload(PRELOAD)
         self.process = context.Process(target=_work, args=(function, folder, environment))
         self.process.start()
 
