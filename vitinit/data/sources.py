@@ -151,9 +151,10 @@ def fingerprint(source: Source, root: str) -> str:
     digest = hashlib.sha256("\0".join([*source.classes, ""]).encode("utf-8", "surrogateescape"))
     digest.update(source.labels.tobytes())
     if isinstance(source, ImageFiles):
-        folder = os.fsencode(os.path.join(os.path.abspath(folder_of(root)), ""))
-        content = os.fsencode("\0".join(["", *map(os.path.abspath, source.paths), ""]))
-        digest.update(content.replace(b"\0" + folder, b"\0"))
+        content = os.fsencode("\0".join(["", *source.paths, ""]))
+        for folder in (folder_of(root), os.path.abspath(folder_of(root))):    # of a list, either
+            content = content.replace(b"\0" + os.fsencode(os.path.join(folder, "")), b"\0")
+        digest.update(content)
     return digest.hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ Nothing is decoded but what may be transparent: a survey takes a second for thou
 
 import hashlib
 import os
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -87,10 +88,9 @@ def same_bytes(files: Iterable[File]) -> list[list[File]]:
     """
     by_path: dict[str, File] = {}                    # a set may be both splits
     for file in files:
-        if os.path.isfile(file.path):                # a pipe may wait for ever
-            by_path.setdefault(file.path, file)
+        by_path.setdefault(file.path, file)
     groups = [[*by_path.values()]]
-    for key in (os.path.getsize, middle_of, digest_of):
+    for key in (size_of, middle_of, digest_of):
         groups = [alike for group in groups for alike in parted(group, key) if len(alike) > 1]
     return groups
 
@@ -104,10 +104,17 @@ def parted(files: Iterable[File], key: Callable[[str], Hashable]) -> Iterable[li
     return parts.values()
 
 
+def size_of(path: str) -> int:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("a pipe may wait for ever")
+    return status.st_size
+
+
 def middle_of(path: str) -> bytes:
     """At most MIDDLE bytes from half of a file on."""
     with open(path, "rb") as file:
-        file.seek(os.path.getsize(path) // 2)
+        file.seek(file.seek(0, os.SEEK_END) // 2)
         return file.read(MIDDLE)
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 POINTS = 400                    # points per line, at most; longer lines average neighbours
 IMAGES = "training images"      # as run.json calls their number
 SUBSET = ("data.images_per_class", "data.subset")
-METRICS = {"val_top1": ("Top-1", "validation top-1 (%)"), "val_loss": ("Loss", "validation loss"),
-           "train_loss": ("Loss", "training loss")}
+# Of metrics.jsonl; and of steps.jsonl.
+EPOCHS = {"val_top1": "validation top-1 (%)", "ema_top1": "top-1 of the moving average (%)",
+          "val_loss": "validation loss", "train_loss": "training loss"}
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -84,17 +85,17 @@ def looks(groups: Sequence[Group]) -> list[Look]:
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
-    """Draw the first of METRICS that was measured by epoch, a line per group: mean over seeds, in a
+    """Draw the first of EPOCHS that was measured by epoch, a line per group: mean over seeds, in a
     band, their range. Raises FigureError if there is no epoch on record.
     """
-    metric = next((key for key in METRICS if any(group.last(key) for group in groups)), None)
+    metric = next((key for key in EPOCHS if any(group.last(key) for group in groups)), None)
     if metric is None:
         raise FigureError(f"{groups[0].label}: no epoch on record to draw")
-    heading, words = METRICS[metric]
+    heading = "Loss" if metric.endswith("loss") else "Top-1"
     figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
     draw_bands(axis, by_epoch(groups, metric))
     axis.locator_params(axis="x", integer=True, min_n_ticks=1)           # 1 alone for one epoch
-    axis.set(xlabel="epoch", ylabel=words)
+    axis.set(xlabel="epoch", ylabel=EPOCHS[metric])
     finish(figure, out, groups, f"{heading} by epoch")
 
 

@@ -23,13 +23,11 @@ from ..train.device import this_device
 from ..train.engine import autocast
 from ..train.metrics import balanced_accuracy
 from ..values import to_toml
-from .curves import QUANTITIES, Band, by_epoch, by_step
+from .curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step
 from .plot import FigureError, as_png, rounded, write_page
 
 MISTAKES = 24                   # shown
 SIDE = 96                       # pixels of a mistake's longer side, at most
-EPOCHS = {"val_top1": "validation top-1 (%)", "ema_top1": "top-1 of the moving average (%)",
-          "val_loss": "validation loss"}
 DASHES = {"-": "", "--": "6 4", "-.": "8 3 2 3", ":": "2 3"}     # matplotlib's lines in SVG
 
 
@@ -67,10 +65,11 @@ def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
     by, notes = dict(EPOCHS), []
     try:
         bands, merged = by_step(groups)
+        del by["train_loss"]                         # which is drawn by step
         if merged > 1:
             notes.append(f"A point of the curves by step is the mean of {merged} recorded steps.")
     except FigureError as error:
-        bands, by = {}, by | {"train_loss": "training loss", "lr": "learning rate"}
+        bands, by = {}, by | {"lr": QUANTITIES["lr"]}
         notes.append(f"{error}; loss and learning rate are drawn by epoch")
     drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in by.items()]
     drawn += [panel(QUANTITIES[key], "step", lines) | {"log": key == "grad_norm"}

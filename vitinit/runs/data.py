@@ -67,9 +67,9 @@ class EvaluatedSet(NamedTuple):
     def open(self) -> Source:
         """Open the images; DataError as by `open_split`, and if a class has too few images."""
         if self.data is None:
-            number = (DATA_SETS | EVAL_SETS)[self.name].num_classes
+            number = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
             return open_split(self.name, self.root, "whole" if self.whole else "val",
-                              number and (self.classes or number) or 0)
+                              (self.classes or number) if number else 0)
         whole, trained_on = open_training_set(self.data, self.run_seed)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)
 
