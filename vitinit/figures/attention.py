@@ -50,21 +50,24 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     normalised: then all of this takes part, but in "qk". "softmax" includes the model's factor on
     the logits. Raises FigureError for a "qk" of a SimpleViT whose queries and keys are free.
     """
-    norm, attention = model.blocks[block].norm1, model.blocks[block].attn
-    if kind == "qk":
-        if getattr(attention, "reads", "") == "free":
-            raise FigureError('Q and K of this model (reads = "free") are no weights of channels; '
-                              "expected --kinds logits softmax")
-        return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
+    norm = model.blocks[block].norm1
     if isinstance(model, SimpleViT):
-        attention = model.blocks[block].attn
+        simple = model.blocks[block].attn
+        if kind == "qk":
+            if simple.reads == "free":
+                raise FigureError('Q and K of this model (reads = "free") are no weights of '
+                                  "channels; expected --kinds logits softmax")
+            query, key = simple.factors
+            return query @ key.mT                                        # (h, D, d) @ (h, d, D)
         share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
         x = norm(share * model.pos_embed)[None]                          # (1, N, D)
         if kind == "softmax":
-            return attention.mixing_weights(x, model.pos_embed)[0]
-        query, key = attention.queries_keys(x, model.pos_embed)          # (1, h, N, d) each
+            return simple.mixing_weights(x, model.pos_embed)[0]
+        query, key = simple.queries_keys(x, model.pos_embed)             # (1, h, N, d) each
         return (query @ key.mT)[0]
     attention = model.blocks[block].attn
+    if kind == "qk":
+        return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
     prefix, patches = model.num_prefix_tokens, model.grid[0] * model.grid[1]
     positions = (norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
                  if model.pos_embed is None else model.pos_embed)

@@ -67,20 +67,12 @@ class SimpleAttention(nn.Module):
         self.proj = nn.Linear(inner, dim, bias=False)
 
     @property
-    def q_weight(self) -> Tensor:
-        """A view into the packed weight, (h, d, C), as is k_weight; not for reads = "free"."""
-        return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[0]
-
-    @property
-    def k_weight(self) -> Tensor:
-        return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
-
-    @property
     def factors(self) -> tuple[Tensor, Tensor]:
         """Views of Q and K, (h, N, d), where these are free, else of their weights, (h, C, d)."""
         if self.reads == "free":
             return self.query, self.key
-        return self.q_weight.mT, self.k_weight.mT
+        query, key = self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim)).mT
+        return query, key
 
     def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
         """Q and K, each (B, h, N, d), or (1, h, N, d) where they are the same for all images."""
