@@ -88,12 +88,12 @@ def impulse_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "
     for block in model.blocks:
         targets = head_offsets(first.num_heads, cells, offsets, generator)
         for query, key, offset in zip(*block.attn.factors, targets):     # (N, d), or (C, d)
-            if free:                                 # each (N, ≤ d)
-                pair = [torch.cat([axis.pairs(at) for axis, at in zip(axes, (tokens + by).T)], 1)
-                        for by in (torch.tensor(offset), 0)]
-            else:                                    # each (C, ≤ d)
-                pair = rotated_weights(axes, offset, model.pos_embed.shape[1])
-            for view, value in zip((query, key), pair):
+            for view, by in ((query, offset), (key, (0, 0))):
+                if free:                             # (N, ≤ d)
+                    places = (tokens + torch.tensor(by)).T
+                    value = torch.cat([axis.pairs(at) for axis, at in zip(axes, places)], 1)
+                else:                                # (C, ≤ d)
+                    value = rotated_weights(axes, by, model.pos_embed.shape[1])
                 if first.reads == "content":         # so that the mean in LayerNorm has no effect
                     # At the slowest sine of the rows, which is nearly 0 at all tokens.
                     value[len(value) // 4 * 3 - 1] -= value.sum(dim=0)
@@ -120,17 +120,18 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
     return min(axes, key=lambda axis: axis.logit)
 
 
-def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> list[Tensor]:
-    """Q's and K's weights, (C, 2p of rows + 2p of columns), that make pairs of the embedding."""
+def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> Tensor:
+    """Weights, (C, 2p of rows + 2p of columns), that make of a token's embedding the pairs of the
+    position at this offset from it.
+    """
     # What reads the quarters of the embedding: sin and cos of the column, sin and cos of the row.
     of_columns, of_rows = torch.eye(dim, dtype=torch.float64).unflatten(1, (2, 2, -1)).unbind(1)
-    query, key = list[Tensor](), list[Tensor]()
+    weights = list[Tensor]()
     for axis, shift, quarters in zip(axes, offset, (of_rows, of_columns)):
         sine, cosine = quarters[..., :len(axis.frequencies)].unbind(1)   # (C, p)
         root = math.sqrt(axis.logit / len(axis.frequencies))
         turn = axis.frequencies * shift                                  # angles, (p,)
         # sin(ω(n + δ)) = cos ωδ · sin ωn + sin ωδ · cos ωn, and likewise the cosine.
-        query += [root * (sine * turn.cos() + cosine * turn.sin()),
-                  root * (cosine * turn.cos() - sine * turn.sin())]
-        key += [root * sine, root * cosine]
-    return [torch.cat(query, dim=1), torch.cat(key, dim=1)]
+        weights += [root * (sine * turn.cos() + cosine * turn.sin()),
+                    root * (cosine * turn.cos() - sine * turn.sin())]
+    return torch.cat(weights, dim=1)
