@@ -207,7 +207,7 @@ def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: G
 def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the tensors in which `work` differs to the model: their names, and notes about them."""
     changed = [(name, old, new) for (name, old), (_, new) in zip(tensors(model), tensors(work))
-               if not torch.equal(old.to(new), new)]
+               if not torch.allclose(old.to(new), new, rtol=0.0, atol=0.0, equal_nan=True)]
     for name, old, new in changed:
         if not new.to(old.dtype).isfinite().all():
             raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "
