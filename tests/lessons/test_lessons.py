@@ -162,7 +162,7 @@ def test_the_command_lists_lessons_writes_a_notebook_and_runs_a_lesson(
     file = tmp_path / "one.ipynb"
     assert main(["1", "--notebook", str(file)]) == 0
     assert json.loads(file.read_text(encoding="utf-8")) == notebook(read_page(PATHS[1]))
-    assert capsys.readouterr().out == f"{file}\n"
+    assert capsys.readouterr().out == f"wrote {file}\n"
     page = written_page(PAGE.replace("raise ValueError", "return ")
                         + "\n```python train\nprint(dict(steps=1200, images=9))\n```\n")
     monkeypatch.setattr(command, "lesson_paths", lambda: {7: page.path})

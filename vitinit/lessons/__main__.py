@@ -19,8 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..command_line import Output, Parser, integer, run_program
-from ..files import write_text_atomically
+from ..command_line import Output, Parser, deliver, integer, run_program
 from ..messages import OneLineError
 from . import IMAGES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
@@ -69,13 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise OneLineError(f"there is no lesson {options.lesson}; expected 1 to {max(paths)}")
         page = read_page(paths[options.lesson])
         if options.notebook:
-            write_text_atomically(json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n",
-                                  options.notebook)
-            print(options.notebook)
+            deliver(json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n",
+                    options.notebook)
         elif options.update:
             page = updated_page(page, page.path.parent / IMAGES)
-            write_text_atomically(page.text(), page.path)
-            print(page.path)
+            deliver(page.text(), page.path)
         else:
             run_lesson(page, train=options.train)
     return run_program("vitinit.lessons", program)
