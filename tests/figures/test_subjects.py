@@ -74,7 +74,7 @@ def test_photographs_are_normalised_evaluation_views_and_shapes_are_drawn(image_
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
     drawn = shapes.image_of(1, 2)
     torch.testing.assert_close(photographs(None, 3, subject.recipe)[2],
-                               torch.from_numpy(drawn) / 127.5 * 2 - 2)     # (p / 255 - .5) / .25
+                               drawn / 127.5 * 2 - 2)     # (p / 255 - .5) / .25
 
 
 def test_without_data_a_number_of_classes_is_chosen_where_it_is_left_open(run, image_tree):

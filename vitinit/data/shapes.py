@@ -7,6 +7,7 @@ whether the point (u, v), in units of the shape's radius, is inside it.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,22 +121,20 @@ def label_of(split: int, index: int) -> int:
     return draw(keyed_generator(SEED, Stream.SHAPES, split, index)).label
 
 
-def image_of(split: int, index: int) -> np.ndarray:
-    """The image, (3, SIZE, SIZE) uint8."""
-    return draw_image(keyed_generator(SEED, Stream.SHAPES, split, index))[0]
+@cache
+def image_of(split: int, index: int) -> Tensor:
+    """The image, (3, SIZE, SIZE) uint8: painted when it is first read, and kept."""
+    image, _ = draw_image(keyed_generator(SEED, Stream.SHAPES, split, index))
+    return torch.from_numpy(image)
 
 
 class Shapes(Source):
-    """A split, "train" or "val"; an image is painted when it is first read, and kept."""
+    """A split, "train" or "val"."""
 
     def __init__(self, split: str) -> None:
         number = list(SPLITS).index(split)
         super().__init__(torch.tensor([(number, index) for index in range(SPLITS[split])]),
                          [label_of(number, index) for index in range(SPLITS[split])], CLASSES)
-        self.painted: dict[int, Tensor] = {}         # by index in the split; parts share it
 
     def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
-        number, place = self.stored[index].tolist()
-        if place not in self.painted:
-            self.painted[place] = torch.from_numpy(image_of(number, place))
-        return view(self.painted[place])
+        return view(image_of(*self.stored[index].tolist()))
