@@ -169,10 +169,9 @@ def list_food101(root: Path, split: str) -> ImageFiles:
 def list_flowers102(root: Path, split: str) -> ImageFiles:
     """Oxford Flowers: train has its training and validation images, val has its test images."""
     names = ["train", "val"] if split == "train" else ["test"]
-    flowers = published("Flowers102")
-    parts = [flowers(root, name) for name in names]
+    parts = [published("Flowers102")(root, name) for name in names]
     return ImageFiles([str(file) for part in parts for file in part._image_files],
-                      sum([part._labels for part in parts], []), list(flowers.classes))
+                      sum([part._labels for part in parts], []), list(parts[0].classes))
 
 
 def list_pets(root: Path, split: str) -> ImageFiles:

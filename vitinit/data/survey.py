@@ -5,7 +5,6 @@ Nothing is decoded but what may be transparent: a survey takes a second for thou
 
 import hashlib
 import os
-import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -88,9 +87,10 @@ def same_bytes(files: Iterable[File]) -> list[list[File]]:
     """
     by_path: dict[str, File] = {}                    # a set may be both splits
     for file in files:
-        by_path.setdefault(file.path, file)
+        if os.path.isfile(file.path):                # a pipe may wait for ever
+            by_path.setdefault(file.path, file)
     groups = [[*by_path.values()]]
-    for key in (size_of, middle_of, digest_of):
+    for key in (os.path.getsize, middle_of, digest_of):
         groups = [alike for group in groups for alike in parted(group, key) if len(alike) > 1]
     return groups
 
@@ -102,13 +102,6 @@ def parted(files: Iterable[File], key: Callable[[str], Hashable]) -> Iterable[li
         with suppress(OSError, ValueError):
             parts[key(file.path)].append(file)
     return parts.values()
-
-
-def size_of(path: str) -> int:
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError("a pipe may wait for ever")
-    return status.st_size
 
 
 def middle_of(path: str) -> bytes:
