@@ -147,18 +147,16 @@ def decode_to_device(source: Source, device: torch.device, drawn: Augmentation,
 def cut(images: Tensor, windows: Tensor) -> Tensor:
     """Cut `windows` (B, 4), as of `TrainViews`, out of images (N, 3, H, W); black outside them."""
     height, width = images.shape[2:]
-    index, top, left, flip = windows[:, :, None].unbind(1)               # (B, 1) each
+    index, top, left, flip = windows[..., None, None, None].unbind(1)    # (B, 1, 1, 1) each
     planes, rows, columns = (torch.arange(count, device=images.device)
                              for count in (3, height, width))
-    rows = top + rows                                                    # (B, H)
-    columns = left + torch.where(flip == 1, columns.flip(0), columns)    # (B, W)
-    inside = ((rows >= 0) & (rows < height))[:, :, None] \
-        & ((columns >= 0) & (columns < width))[:, None, :]               # (B, H, W)
-    # The place of each value among those of all images.
-    rows = (3 * index + planes)[..., None] * height + rows.clamp(0, height - 1)[:, None]
-    places = (rows * width)[..., None] + columns.clamp(0, width - 1)[:, None, None]  # (B, 3, H, W)
-    return images.view(-1).index_select(0, places.flatten()).view(places.shape).mul_(
-        inside[:, None])
+    rows = top + rows[:, None]                                           # (B, 1, H, 1)
+    columns = left + torch.where(flip == 1, columns.flip(0), columns)    # (B, 1, 1, W)
+    inside = ((rows >= 0) & (rows < height)) & ((columns >= 0) & (columns < width))
+    # The place of each value among those of all images: (B, 3, H, W).
+    rows = (3 * index + planes[:, None, None]) * height + rows.clamp(0, height - 1)
+    places = rows * width + columns.clamp(0, width - 1)
+    return images.view(-1).index_select(0, places.flatten()).view(places.shape).mul_(inside)
 
 
 class EvaluationBatches:
