@@ -1,6 +1,6 @@
 """DeiT's augmentation, from its recipe, single steps of it on the host, and images to augment."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +86,13 @@ def box_and_key(erased: Tensor) -> list[int]:
 def as_drawn(mixes: Sequence[MixDraw]) -> Tensor:
     """One draw per image as in `draw.Draws`, (B, 5)."""
     return torch.tensor([[share, *box] for share, box in mixes], dtype=torch.float64)
+
+
+def equal(ours: Iterable[Sequence[Tensor]], theirs: Iterable[Sequence[Tensor]]) -> bool:
+    """Whether batches have the same tensors, and there is one at least."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return bool(pairs) and all(torch.equal(a, b) for pair in pairs
+                               for a, b in zip(*pair, strict=True))
 
 
 class OnHost:

@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
-from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, write_images
+from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, equal, write_images
 from forks import Fork
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -47,12 +47,6 @@ def loader_of(source, workers: int) -> Loader:
     plan = plan_batches(6, 2, 1, group=2)
     sampler = TrainSampler(len(source), plan, rank=0, seed=SEED, repeats=2)
     return Loader(TrainViews(source, DRAWS), workers=workers, batch_size=None, sampler=sampler)
-
-
-def equal(ours: list[Batch], theirs: list[Batch]) -> bool:
-    return len(ours) == len(theirs) > 0 and all(
-        torch.equal(a, b) for one, other in zip(ours, theirs)
-        for a, b in zip(one, other, strict=True))
 
 
 def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from deit import (AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT, as_drawn, augmented, cropped, draws_of,
-                  erase, write_images)
+                  equal, erase, write_images)
 from refused import refused
 from torch import Tensor
 
@@ -201,11 +201,6 @@ def views_of(source, *, rank: int = 0, world_size: int = 1) -> EvalViews:
 
 def evaluation(views: EvalViews, *, stored: bool, workers: int = 0) -> EvaluationBatches:
     return EvaluationBatches(views, PREPARE, batch_size=5, workers=workers, cache_gib=float(stored))
-
-
-def equal(ours, theirs) -> bool:
-    pairs = list(zip(ours, theirs, strict=True))
-    return bool(pairs) and all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair))
 
 
 def expected_of(source: ImageFolder, rank: int = 0, world_size: int = 1) -> list[tuple]:

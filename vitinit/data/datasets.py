@@ -98,8 +98,7 @@ def open_imagenet_v2(root: Path, split: str) -> ImageFolder:
     """ImageNet-V2, whose folders are 0 … 999, in the order of the wnids."""
     source, wnids = ImageFolder(root), imagenet_wnids()
     numbers = np.array(source.classes, np.int64)     # sorted as words: 0, 1, 10, 100, …
-    present = np.sort(numbers)
-    source.labels = np.searchsorted(present, numbers[source.labels])
+    present, source.labels = np.unique(numbers[source.labels], return_inverse=True)
     source.classes = [wnids[number] for number in present]
     return source
 
