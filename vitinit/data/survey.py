@@ -90,18 +90,15 @@ def same_bytes(files: Iterable[File]) -> list[list[File]]:
         if os.path.isfile(file.path):                # a pipe may wait for ever
             by_path.setdefault(file.path, file)
     groups = [[*by_path.values()]]
-    for key in (os.path.getsize, middle_of, digest_of):
-        groups = [alike for group in groups for alike in parted(group, key) if len(alike) > 1]
+    keys: tuple[Callable[[str], Hashable], ...] = os.path.getsize, middle_of, digest_of
+    for key in keys:
+        parts: dict[Hashable, list[File]] = defaultdict(list)
+        for number, group in enumerate(groups):
+            for file in group:
+                with suppress(OSError, ValueError):  # training names what cannot be read
+                    parts[number, key(file.path)].append(file)
+        groups = [part for part in parts.values() if len(part) > 1]
     return groups
-
-
-def parted(files: Iterable[File], key: Callable[[str], Hashable]) -> Iterable[list[File]]:
-    """The files by the key of their paths; training names one that cannot be read."""
-    parts: dict[Hashable, list[File]] = defaultdict(list)
-    for file in files:
-        with suppress(OSError, ValueError):
-            parts[key(file.path)].append(file)
-    return parts.values()
 
 
 def middle_of(path: str) -> bytes:
