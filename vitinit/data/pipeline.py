@@ -212,8 +212,7 @@ class EvaluationBatches:
                          part.to(self.place, copy=True, non_blocking=True) for part in batch]
                 stored.append(batch)
             yield batch
-        if self.place is not None:
-            self.stored = stored
+        self.stored = stored or None
 
 
 class Data(NamedTuple):
