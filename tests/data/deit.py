@@ -68,11 +68,8 @@ def draws_of(augmentation: Augmentation, keys: Sequence[SampleKey]) -> Draws:
     return unpack(augmentation.draws(samples(keys)))
 
 
-def erase(images: Tensor, erased: np.ndarray | Tensor, fill: str) -> Tensor:
+def erase(images: Tensor, erased: Tensor, fill: str) -> Tensor:
     """Copies of float32 images with their boxes filled; erased: (B, 5), as in `draw.Draws`."""
-    erased = torch.as_tensor(erased)
-    if erased.dtype == torch.int64:
-        erased = torch.cat([erased[:, :4].double(), erased[:, 4:].view(torch.float64)], 1)
     count = int(3 * (erased[:, 2] * erased[:, 3]).sum())
     images = images.clone(memory_format=torch.contiguous_format)
     return augment.erase(images, erased, count, fill, augment.normal_quantiles())

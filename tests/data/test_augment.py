@@ -129,7 +129,9 @@ def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_st
         values = QUANTILES[words[:3 * height * width] if fill == "pixel" else words[:3]]
         values = values.view(3, height, width) if fill == "pixel" else values.view(3, 1, 1)
         image[:, top:top + height, left:left + width] = 0 if fill == "const" else values
-    found = erase(images, np.column_stack([BOXES, NOISE_KEYS]), fill)
+    erased = torch.tensor([[*box, 0] for box in BOXES], dtype=torch.float64)
+    erased[:, 4] = torch.tensor(NOISE_KEYS).view(torch.float64)
+    found = erase(images, erased, fill)
     assert torch.equal(found, expected) and found.dtype == torch.float32
 
 
