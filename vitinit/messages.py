@@ -49,9 +49,9 @@ def one_line(text: object, longest: int = LONGEST) -> str:
 
 
 def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
-    """The first words of a long text, such as another library's exception, or else its class."""
+    """The first words of a long text, or of another library's exception, or else its class."""
     text = one_line(" ".join(str(essay).split()), longest=2**20)
-    if not text:
+    if not text and isinstance(essay, Exception):
         return type(essay).__name__
     return text if len(text) <= longest else text[:longest - 1].rstrip() + "…"
 

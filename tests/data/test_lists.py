@@ -97,9 +97,9 @@ def test_what_is_wrong_with_a_list_is_one_line(tmp_path, train, val, line):
 
 
 def test_an_unknown_split_and_two_kinds_of_lists_are_one_line(tmp_path):
-    (tmp_path / "images.csv").write_text("path,label,split\na.png,a,fold 3")
+    (tmp_path / "images.csv").write_text("path,label,split\na.png,a,fold 3\nb.png,a,")
     assert refusal(str(tmp_path), "train", 0) == (
-        f"{tmp_path}: 1 line cannot be used: images.csv:2 has the split 'fold 3', not train, val or"
-        " test")
+        f"{tmp_path}: 2 lines cannot be used: images.csv:2 has the split 'fold 3', not train, val "
+        "or test, images.csv:3 has the split '', not train, val or test")
     (tmp_path / "val.csv").touch()
     assert ": val.csv beside images.csv in it; expected " in refusal(str(tmp_path), "val", 0)

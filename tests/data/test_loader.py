@@ -89,7 +89,8 @@ def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error
     monkeypatch.setattr(DataLoader, "__iter__", failing)
     raised = [error]
     with pytest.raises(DataError, match=r"\Aa worker process of the loader was killed or found no "
-                                        r"room \(.+\); lower data.workers, now 3, or [^\n]*\Z"):
+                                        r"room \((Mem|Too|un).+\); lower data.workers, now 3, or "
+                                        r"[^\n]*\Z"):
         list(Loader([1], workers=3))
     for workers, raised[0] in ((0, error), (3, RuntimeError("a mistake"))):
         with pytest.raises(type(raised[0])) as caught:

@@ -139,10 +139,10 @@ class Loader(DataLoader):
             if not self.num_workers or not (lost or any(sign in text for sign in NO_ROOM)):
                 raise
             raise DataError(
-                f"a worker process of the loader was killed or found no room ({in_brief(text)}); "
-                f"lower data.workers, now {self.num_workers}, or make room in memory, in /dev/shm "
-                "(a container's --shm-size) and for open files (ulimit -n); data.workers=0 needs "
-                "less") from None
+                "a worker process of the loader was killed or found no room "
+                f"({in_brief(text or error)}); lower data.workers, now {self.num_workers}, or make "
+                "room in memory, in /dev/shm (a container's --shm-size) and for open files "
+                "(ulimit -n); data.workers=0 needs less") from None
 
     def check_worker_number_rationality(self) -> None:
         """Omit torch's warning of more workers than cores: five lines; train.py prints one."""
