@@ -201,8 +201,7 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
 
 
 def drop_unwritten() -> None:
-    """Send to nowhere what the standard streams have not taken, or Python would end with an error.
-    """
+    """Send to nowhere what standard streams have not taken, or Python would end with an error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -3,8 +3,6 @@
 A file is written beside its place, flushed to disk and renamed. `require_replaceable` says, before
 a program works for minutes, whether it may write there. Text is read within limits of bytes, depth
 and digits; the types of what it says are checked where it is used.
-
-This module imports nothing of the package but messages.
 """
 
 import json

@@ -132,9 +132,7 @@ class ProgressBar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What is shown: tqdm's values, the times of the run, and the rate in units, which a widget
-        cannot scale.
-        """
+        """What is shown: tqdm's values, the run's times, and the rate, which no widget scales."""
         values, whole, done = super().format_dict, "", self.n - self.initial
         if self.run is not None:
             start, before, after = self.run

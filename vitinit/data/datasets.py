@@ -133,8 +133,7 @@ TRAIN_AND_TEST = {"train": "train", "val": "test"}   # our splits, and what most
 
 
 def published(name: str) -> Any:
-    """torchvision's class of a set. Importing torchvision takes as long as torch: few runs need it.
-    """
+    """torchvision's class of a set; few runs need torchvision, whose import takes seconds."""
     from torchvision import datasets
     kind = getattr(datasets, name)
     if name == "STL10":          # without its unlabelled images (2.8 GB), which may be missing
