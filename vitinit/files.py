@@ -190,7 +190,8 @@ def parse_toml(text: bytes) -> dict[str, Any]:
     if len(text) > LARGEST_TOML or any(line.count(b".") > 999 for line in text.splitlines()):
         raise ValueError(f"it has over {LARGEST_TOML:,} bytes, or 999 dots in a line")
     return _parse(text, lambda text: tomllib.loads(re.sub(       # as `values.to_toml` writes them
-        r"\\U0010(D[89A-F][\dA-F]{2})", lambda code: chr(int(code[1], 16)), text.decode())))
+        r"\\U0010(D[89A-F][\dA-F]{2})", lambda code: chr(int(code[1], 16)),
+        text.decode("utf-8-sig"))))                  # which an editor on Windows may have written
 
 
 def _parse(text: bytes, read: Callable[[bytes], Any]) -> Any:

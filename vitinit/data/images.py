@@ -45,6 +45,7 @@ class Box(NamedTuple):
 NOWHERE = Box(0, 0, 0, 0)
 
 
+@cache
 def jpeg_decoder() -> Callable[..., Tensor] | None:
     """torchvision's decoder to RGB; None where it has none. Importing torchvision takes as long as
     torch, so the first JPEG does it, or whoever starts workers, which would each have to.
