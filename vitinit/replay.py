@@ -38,7 +38,7 @@ class Replay(Run):
     def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
         facts = super()._open_data(choice, dry_run=dry_run)
         self.epochs = min(self.epochs, self.first)   # the learning rate still goes by all
-        began = self.record_of.starts[0].get("data", {}) if self.record_of.starts else {}
+        began = self.record_of.began.get("data", {})
         if facts["files and labels"] != began.get("files and labels"):
             warn(f"{self.record_of.path.name} was trained and measured on other images, by their "
                  "names, classes and number")
@@ -87,10 +87,9 @@ def against_record(record: RunRecord, rows: Sequence[dict[str, Any]],
         [str(row["epoch"]), *(f"{both[key][side]:.{places}f}" if key in both else "–"
                               for key, places in (("train_loss", 6), ("val_top1", 2))
                               for side in (0, 1))] for row, both in zip(rows, values)])
-    began = record.starts[0] if record.starts else {}
-    others = dict.fromkeys(f"{RECORDED[key]} {began.get(key, 'unknown')} then, {start[key]} now"
-                           for key in OF_MACHINE for start in starts
-                           if began.get(key) != start[key])
+    others = dict.fromkeys(
+        f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
+        for key in OF_MACHINE for start in starts if record.began.get(key) != start[key])
     text += f"\n\n{'; '.join(others) or 'the same kind of machine and the same code'}\n"
     if all(then == now for both in values for then, now in both.values()):
         return f"{text}equal to the bit: all results of epochs 1 to {len(values)}\n", True

@@ -45,9 +45,9 @@ RECORDED: dict[str, Any] = {
     "arguments": Mapping[str, Any]}
 
 
-def image_digests(data: Any) -> tuple[str, str]:
+def image_digests(data: Mapping[str, Any]) -> tuple[str, str]:
     """The digests of training and of validation images in the `data` of run.json, or ""."""
-    both = data.get("files and labels", "") if isinstance(data, Mapping) else ""
+    both = data.get("files and labels", "")
     return both[:16], both[16:]
 
 

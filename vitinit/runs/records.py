@@ -72,9 +72,14 @@ class RunRecord:
         return len(self.rows) == self.epochs
 
     @property
+    def began(self) -> dict[str, Any]:
+        """What run.json says of the first start; {} without run.json."""
+        return self.starts[0] if self.starts else {}
+
+    @property
     def validated_on(self) -> str:
         """A digest of the files and labels of the validation images; "" if it is not on record."""
-        return image_digests(self.starts[0].get("data") if self.starts else None)[1]
+        return image_digests(self.began.get("data", {}))[1]
 
     def measured(self, metric: str) -> list[float]:
         """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
@@ -97,7 +102,7 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
     keys.pop("version", None)
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
-    return RunRecord(path, recipe_of(starts[0]) if starts else "recipe", keys,
+    return RunRecord(path, recipe_of(starts[0] if starts else {}), keys,
                      [dict.fromkeys(METRICS) | row for row in rows], starts, files)
 
 

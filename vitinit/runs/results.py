@@ -148,19 +148,13 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(differences), half / math.sqrt(len(differences))
 
 
-class Difference(NamedTuple):
-    """A group's last top-1 minus that of the first group, over the seeds that both have."""
-
-    group: Group
-    weights: str                # "model" or "EMA"
-    by_seed: dict[int, float]
-
-
-def paired(groups: Sequence[Group]) -> list[Difference]:
+def paired(groups: Sequence[Group]) -> list[tuple[Group, str, dict[int, float]]]:
+    """Each other group, "model" or "EMA", and by seed its last top-1 minus that of the first group.
+    """
     first, *others = groups
-    return [Difference(other, name, {seed: value - first.last(metric)[seed]
-                                     for seed, value in other.last(metric).items()
-                                     if seed in first.last(metric)})
+    return [(other, name, {seed: value - first.last(metric)[seed]
+                           for seed, value in other.last(metric).items()
+                           if seed in first.last(metric)})
             for other in others for name, metric in METRICS.items()]
 
 
