@@ -264,7 +264,7 @@ class Run:
             processes.say(f"{why} go on with --resume {self.folder.path}")
             raise
         except Diverged as diverged:
-            fault = self.teacher.fault(processes, plan.accumulation) if self.teacher else ""
+            fault = self.teacher.fault(processes) if self.teacher else ""
             advice = (f"; {self.folder.last} is from before, but would go the same way again: "
                       "start anew with a lower optim.base_lr, say, or optim.clip_norm")
             raise Diverged(f"{diverged}{fault or advice}") from None

@@ -12,8 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from .distributed import Processes
 from .optim import Distill
 
-LONGEST = 2**31                 # more than the images of a micro-batch
-
 
 @dataclass(frozen=True)
 class Teacher:
@@ -45,7 +43,7 @@ class LearnFromTeacher:
 
     The teacher reads the student's views: normalised anew for another mean and std, and resized,
     bicubic with antialiasing, for another size. Nothing waits for the device: if the teacher's
-    logits are infinite or NaN the loss becomes NaN, which ends training; `fault` says which images.
+    logits are infinite or NaN the loss becomes NaN, which ends training, and `fault` says why.
     """
 
     def __init__(self, teacher: Teacher, distill: Distill, *, mean: Sequence[float],
@@ -60,8 +58,7 @@ class LearnFromTeacher:
                        for part in ((mean, teacher.mean), (std, teacher.std)))
         self.scale, self.shift = stds[0] / stds[1], (means[0] - means[1]) / stds[1]
         self.normalised_alike = [*mean, *std] == [*teacher.mean, *teacher.std]
-        self.faulty = torch.full((2,), -1, device=device)    # call and row of the first bad logits
-        self.calls = 0
+        self.faulty = torch.tensor(False, device=device)     # whether there were bad logits
 
     def inputs(self, images: Tensor) -> Tensor:
         """The student's images (B, 3, H, W) as the teacher was trained to read them."""
@@ -84,14 +81,12 @@ class LearnFromTeacher:
             of_labels, of_teacher = forward(images, *scales, apart=True).float().unbind(1)
         else:
             of_labels = of_teacher = forward(images, *scales).float()    # (B, K)
-        bad = ~teaching.isfinite().all(dim=1)                              # (B,)
-        first = torch.stack([torch.full_like(self.faulty[0], self.calls), bad.int().argmax()])
-        self.faulty = torch.where(bad.any() & (self.faulty[0] < 0), first, self.faulty)
-        self.calls += 1
+        bad = ~teaching.isfinite().all()
+        self.faulty |= bad
         alpha = self.distill.alpha
         loss = ((1.0 - alpha) * F.cross_entropy(of_labels, targets)
                 + alpha * distillation_loss(of_teacher, teaching, self.distill))
-        return torch.where(bad.any(), torch.nan, loss)               # argmax would hide it
+        return torch.where(bad, torch.nan, loss)                     # argmax would hide it
 
     def __str__(self) -> str:
         """What is learned from whom, for the summary of a run."""
@@ -118,11 +113,7 @@ class LearnFromTeacher:
                 f"GFLOP and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
                 "weights")
 
-    def fault(self, processes: Processes, accumulation: int) -> str:
-        """Words for the first bad logits of the teacher, the same on all processes; "" for none."""
-        call, row = self.faulty.tolist()
-        place = processes.maximum(0 if call < 0 else 1 + row + LONGEST * (call % accumulation))
-        if not place:
-            return ""
-        return (f": the teacher's logits are infinite or NaN, of image {(place - 1) % LONGEST} of "
-                f"micro-batch {(place - 1) // LONGEST} of a process, both counted from 0")
+    def fault(self, processes: Processes) -> str:
+        """Words for bad logits of the teacher, the same on all processes; "" for none."""
+        bad = processes.maximum(int(self.faulty))
+        return ": the teacher's logits are infinite or NaN" if bad else ""
