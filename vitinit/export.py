@@ -104,7 +104,7 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
 def export_folder(trained: Trained, out: Path, library: str) -> str:
     """Write a folder `out` that timm or transformers loads; return what was checked."""
     full_name, arguments, names = taken_by(library.replace("timm", "timm.create_model"), trained)
-    name = full_name.rpartition(".")[2]
+    name, notes = full_name.rpartition(".")[2], metadata(trained)
     if library == "transformers":
         prefix, classes = f"{arguments['model_type']}.", trained.classes
         files = {"config.json": arguments | {
@@ -113,7 +113,6 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
                  "preprocessor_config.json": preprocessor_config(trained.recipe,
                                                                  trained.image_size)}
     else:
-        notes = metadata(trained)
         prefix, files = "", {"config.json": {
             "architecture": name, "num_classes": len(trained.classes),
             "label_names": trained.classes, "model_args": arguments, "pretrained_cfg": {
@@ -126,7 +125,7 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
         tensors = with_biases(trained.model.state_dict(), arguments)
         return write_weights(trained, foreign_names(tensors, names, prefix),
-                             {"format": "pt"} | metadata(trained), out / "model.safetensors")
+                             {"format": "pt"} | notes, out / "model.safetensors")
 
 
 def with_biases(tensors: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:

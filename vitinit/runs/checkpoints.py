@@ -11,7 +11,6 @@ from ..files import parse_json
 from ..messages import in_brief, say, warn
 from ..recipe.files import RECIPES
 from ..train.checkpoint import CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file
-from ..train.state import progress_of
 from ..values import Size, convert
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
@@ -113,8 +112,6 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
 def require_plain(state: dict[str, Any], file: Path) -> None:
     """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
     if isinstance(state.get("recipe"), dict):        # a checkpoint of ours
-        if "progress" in state:
-            progress_of(state["progress"], file)
         try:                                         # the same limits as of a text
             state["recipe"] = parse_json(json.dumps(state["recipe"]).encode())
         except (TypeError, ValueError) as error:
