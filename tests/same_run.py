@@ -8,6 +8,11 @@ import torch
 TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "cpu_seconds",
          "tflops_per_device", "peak_memory_gib")
 
+# Changes of quickstart for a run of three steps per epoch.
+IN_SECONDS = {"data.images_per_class": 3, "model.options.depth": 1, "model.options.embed_dim": 24,
+              "schedule.warmup_epochs": 0, "optim.global_batch": 13,
+              "optim.max_batch_per_process": 13}
+
 # Small models of the other families for `family_run`: recipe → model.options.
 FAMILIES = {
     "cifar10_swin_tiny": dict(patch_size=2, embed_dim=12, depths=[2, 1], num_heads=[3, 3],

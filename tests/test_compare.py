@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from PIL import Image
-from same_run import assert_same_run, rows_of
+from same_run import IN_SECONDS, assert_same_run, rows_of
 
 import vitinit
 from vitinit import compare
@@ -138,10 +138,8 @@ def test_without_matplotlib_a_report_and_the_extra_stand(without_matplotlib, six
 
 def test_a_replay_is_the_recorded_run_to_the_bit_or_its_first_epochs(printed, tmp_path, capsys):
     """With a learning rate that goes by all epochs; what is unlike at the start is said."""
-    run = vitinit.Run("quickstart", seed=7, out_dir=tmp_path / "mine", overrides={
-        "data.images_per_class": 3, "model.options.depth": 1, "model.options.embed_dim": 24,
-        "schedule.epochs": 3, "schedule.warmup_epochs": 0, "optim.global_batch": 13,
-        "optim.max_batch_per_process": 13, "eval.every_epochs": 3}).train()
+    run = vitinit.Run("quickstart", seed=7, out_dir=tmp_path / "mine", overrides=IN_SECONDS | {
+        "schedule.epochs": 3, "eval.every_epochs": 3}).train()
     archive, again, first = (tmp_path / name for name in ("mine.tar.xz", "again", "first"))
     printed(run.folder.path, "--pack", archive)
     text = printed(archive, "--replay", "mine", "--out", again)
