@@ -47,7 +47,7 @@ def test_every_start_is_recorded(tmp_path):
             "quickstart", {"resume": str(count)})
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
     assert folder.data_of(0) == {"training images": 1}
-    for text in ('[{"data": {"root": 5}}]', '[{"command": [1]}]', '[{"comm'):
+    for text in ('[{"data": {"root": {}}}]', '[{"data": 5}]', '[{"command": [1]}]', '[{"comm'):
         folder.info.write_text(text)
         assert "run.json: not what a run writes (" in refused(CheckpointError, folder.starts)
     with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes"):

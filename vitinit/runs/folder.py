@@ -34,15 +34,15 @@ from ..messages import in_brief, warn
 from ..recipe.files import PACKAGE
 from ..train.checkpoint import CheckpointError
 from ..train.state import progress_of
-from ..values import convert, flat
+from ..values import convert
 from .checkpoints import read_checkpoint
 
 LONGEST_LINES = 2**28           # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
-# What run.json says of a start that is read again; whatever else it says is only shown.
-RECORDED: dict[str, Any] = {
-    "command": tuple[str, ...], "git_commit": str, "data": Mapping[str, Any], "data.root": str,
-    "data.files and labels": str, "data.training images": int, "data.strided pairs": bool,
-    "arguments": Mapping[str, Any]}
+# What run.json says of a start, and of its data, that is read again; all else is only shown.
+OF_START: dict[str, Any] = {"command": tuple[str, ...], "git_commit": str,
+                            "arguments": Mapping[str, Any], "data": Mapping[str, Any]}
+OF_DATA: dict[str, Any] = {"root": str, "files and labels": str, "training images": int,
+                           "strided pairs": bool}
 
 
 def image_digests(data: Mapping[str, Any]) -> tuple[str, str]:
@@ -82,9 +82,9 @@ def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
     try:
         starts = parse_json(text)
         for start in convert(starts, tuple[Mapping[str, Any], ...]):
-            facts = flat(start)
-            for key in RECORDED.keys() & facts.keys():
-                convert(facts[key], RECORDED[key])
+            for table, kinds in ((start, OF_START), (start.get("data", {}), OF_DATA)):
+                for key in kinds.keys() & table.keys():
+                    convert(table[key], kinds[key])
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{source}: not what a run writes ({in_brief(error)}); mend the file "
                               "or move it away") from None
