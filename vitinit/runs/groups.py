@@ -76,7 +76,7 @@ def experiment(run: RunRecord) -> dict[str, Any]:
 
 def commit(run: RunRecord) -> str:
     """The first digits of the commit that the run began with; "unknown" without run.json."""
-    return str(run.began.get("git_commit", "unknown"))[:7]
+    return run.began.get("git_commit", "unknown")[:7]
 
 
 def finished_runs(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:
