@@ -182,9 +182,7 @@ def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches
 
 
 def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
-    """Run the program with these arguments (default: the command line), as `name`, with which
-    messages begin; return the exit status.
-    """
+    """Run the program with these arguments; messages begin with `name`. Return the exit status."""
     def program() -> None:
         args = parse_arguments(arguments, name)
         with StopRequest() as stop, distributed.joined() as processes:

@@ -207,21 +207,22 @@ def export_run(trained: Trained, out: Path) -> str:
     stored = read_checkpoint_file(trained.path, mmap=True)
     source = RunFolder(trained.path.parent)
     of_run = "recipe" in stored
-    recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
+    recipe = for_others(from_dict(stored["recipe"], str(trained.path)) if of_run else
+                        trained.recipe)
     state: dict[str, Any] = {name: stored[name] for name in ("grid", "step", "progress")
                              if name in stored}
     invented = tuple(map(str, range(len(trained.classes)))) == trained.classes
     state |= {"model": {name: value.half() if value.is_floating_point() else value
                         for name, value in trained.model.state_dict().items()},
               "ema": None, "classes": stored.get("classes") if invented else list(trained.classes),
-              "recipe": for_others(recipe).as_dict()}
+              "recipe": recipe.as_dict()}
     with new_folder(out):
         folder = RunFolder(out)
         if of_run and source.starts():               # a damaged run.json is an error of one line
             write_text_atomically(without_paths(read_bytes(source.info)).decode(), folder.info)
         if of_run and source.metrics.path.exists():
             write_text_atomically(read_bytes(source.metrics.path).decode(), folder.metrics.path)
-        write_text_atomically(for_others(recipe).as_toml(), folder.recipe)
+        write_text_atomically(recipe.as_toml(), folder.recipe)
         save_atomically(state, folder.last)
         return require_same_logits(load(out).model, trained.model,
                                    as_input(noise(trained), trained.recipe), NEAR_IN_HALF,

@@ -14,7 +14,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -85,8 +84,7 @@ class Run:
         self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
         self.verbose = verbose
         self.log = [log] if isinstance(log, str) else [*dict.fromkeys(log)]
-        if self.log:
-            require_loggers(self.log)
+        require_loggers(self.log)
         self.command: list[str] | None = None        # that started it, if one did
         self.objective: Callable[..., Tensor] = cross_entropy
         self.teacher: Any = None                     # a LearnFromTeacher, then the objective
@@ -105,13 +103,16 @@ class Run:
             facts = self._open_data(choice)                              # images and teacher
             self._start_state(choice)                                    # model, init, optimiser
             del choice                               # frees the second copy of its tensors
-            with StopRequest() as stop, ExitStack() as ending:   # there is something to save
+            with StopRequest() as stop:              # there is something to save
                 self._set_up_folder(facts)
-                self.curves = [ending.enter_context(closing(LiveCurves(
-                    name, self.folder, step=self.state.progress.step,
-                    steps_per_epoch=self.steps_per_epoch)))
-                    for name in self.log if self.processes.is_main]
-                self._train(stop)
+                self.curves = [LiveCurves(name, self.folder, step=self.state.progress.step,
+                                          steps_per_epoch=self.steps_per_epoch)
+                               for name in self.log if self.processes.is_main]
+                try:
+                    self._train(stop)
+                finally:
+                    for curves in self.curves:
+                        curves.close()
         return self
 
     def rehearse(self, *, read: bool = False) -> bool:
@@ -200,14 +201,13 @@ class Run:
         notes += [f"teacher {self.teacher}"] if self.teacher else []
         self.start = summary(recipe, data, self.state.model, notes, self.state.optimizer,
                              self.learning_rate, self.processes)
-        self.images = images = Survey([], [], [])
+        self.images = Survey([], [], [])
         with self.processes.together():
             if choice.saved is None and self.processes.is_main:
-                self.images = images = survey(data.train_set, data.val_set,
-                                              min(recipe.data.image_size))
-        self.start += [*images.lines, f"run     {self.folder.path}" + (
+                self.images = survey(data.train_set, data.val_set, min(recipe.data.image_size))
+        self.start += [*self.images.lines, f"run     {self.folder.path}" + (
             f", resumed at step {step:,}" if choice.saved else "")]
-        self.start += [f"warning {line}" for line in [*images.cautions, *cautions(
+        self.start += [f"warning {line}" for line in [*self.images.cautions, *cautions(
             recipe, data, cast(Classifier, self.state.model).grid, self.processes.device)]]
 
     def _say_start(self, elsewhere: str) -> None:
@@ -391,9 +391,7 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
 
 
 def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
-    """Do the run of these arguments (default: the command line), as the program `name`, with which
-    messages begin; return the exit status.
-    """
+    """Do the run of these arguments; messages begin with `name`. Return the exit status."""
     def program() -> int:
         args = parse_arguments(arguments, name)
         run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
