@@ -36,7 +36,7 @@ from .runs.checkpoints import fetch, published
 from .runs.data import open_data, read_images
 from .runs.folder import Lines
 from .runs.live import LiveCurves, require_loggers
-from .runs.model import flops_per_image, initial_state, wrap_models
+from .runs.model import initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
@@ -44,7 +44,8 @@ from .train.device import describe_device, forget_peak, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, mean_losses, read_losses, set_precision,
                            train_epochs, tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
-from .train.metrics import Diverged, Evaluation, StepRow, epoch_line, metrics_row
+from .train.metrics import (Diverged, Evaluation, StepRow, epoch_line, metrics_row,
+                            training_flops)
 from .train.optim import learning_rate, set_learning_rate
 from .train.slowness import paces_of_all, waits_for
 
@@ -247,8 +248,8 @@ class Run:
         self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
         self.amp: str = recipe.engine.amp
         self.save_every = recipe.checkpoint.every_steps
-        self.flops = flops_per_image(self.state.model, plan.micro_batch_size,
-                                     recipe.data.image_size)
+        self.flops = training_flops(self.state.model, plan.micro_batch_size,
+                                    recipe.data.image_size)
         self.forward, self.measured = wrap_models(self.state, recipe, processes)
         forget_peak(processes.device)
         try:

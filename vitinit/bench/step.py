@@ -18,10 +18,11 @@ from ..models.layers import Classifier, draw_drop_path
 from ..models.libraries import counterpart
 from ..models.masked_autoencoder import MaskedAutoencoder, reconstruction
 from ..recipe.sections import Recipe
-from ..runs.model import build, compiled, flops_per_image, for_task, without_data
+from ..runs.model import build, compiled, for_task, without_data
 from ..runs.teacher import learn_from_teacher
 from ..train.device import forget_peak, matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
+from ..train.metrics import training_flops
 from ..train.optim import hidden_matrices
 from ..train.slowness import bound_of
 from .training import Part, Row, clock_of, given_step, interleave, set_up, times_as_fast, train_on
@@ -102,7 +103,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         loops["alone"] = lambda: engine(objective=cross_entropy)
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
-    flops = batch * flops_per_image(model, batch, recipe.data.image_size) / second
+    flops = batch * training_flops(model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
                 if batch > few and "few" in seconds else 0.0)

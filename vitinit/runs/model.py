@@ -20,7 +20,7 @@ from ..models.masked_autoencoder import MaskedAutoencoder
 from ..models.vit import VisionTransformer
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
-from ..train.metrics import Progress, training_flops
+from ..train.metrics import Progress
 from ..train.optim import freeze_below_head, optimizer_for
 from ..train.state import Ema, TrainState
 from .data import training_views
@@ -63,12 +63,6 @@ def for_task(classifier: Classifier, recipe: Recipe) -> Classifier | MaskedAutoe
         return classifier
     with building(f"recipe {recipe.name}", "task"):
         return MaskedAutoencoder(cast(VisionTransformer, classifier), **recipe.task.options)
-
-
-def flops_per_image(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
-    """`training_flops` of a classifier, or of what sees as many patches as its masks leave."""
-    return training_flops(model, batch_size, size, **(
-        {"visible": model.visible} if isinstance(model, MaskedAutoencoder) else {}))
 
 
 def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:

@@ -134,23 +134,23 @@ class Progress:
 
 
 @torch.no_grad()
-def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int],
-                   **indices: int) -> float:
+def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
     """The model FLOPs of training per image: its share of one forward and one backward pass.
 
-    size: (H, W). indices: how many the model takes of each image, by the name of its argument. A
-    multiplication followed by an addition counts as two. torch counts products, attention and
-    convolutions by the shapes of their operands, on the meta device. What a kernel repeats does not
-    count, as in PaLM (arXiv 2204.02311, appendix B), nor gradients below a classifier that is
-    trained alone.
+    size: (H, W). A multiplication followed by an addition counts as two. torch counts products,
+    attention and convolutions by the shapes of their operands, on the meta device. What a kernel
+    repeats does not count, as in PaLM (arXiv 2204.02311, appendix B), nor gradients below a
+    classifier that is trained alone.
     """
     from torch.utils.flop_counter import FlopCounterMode  # here, as it imports Triton
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
+    visible = getattr(model, "visible", None)        # patches of an image, to an autoencoder
+    masked = {} if visible is None else {
+        "visible": torch.empty(batch_size, visible, dtype=torch.int64, device="meta")}
     with FlopCounterMode(display=False) as counter:
-        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),), {
-            name: torch.empty(batch_size, count, dtype=torch.int64, device="meta")
-            for name, count in indices.items()})
+        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),),
+                        masked)
     frozen = not next(model.parameters()).requires_grad              # all below the classifier
     return (1 + BACKWARD_COST * (not frozen)) * counter.get_total_flops() / batch_size
 
@@ -183,19 +183,20 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
     """
     rate = progress.epoch_steps * global_batch / progress.seconds        # images/s, all processes
     tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
-    row = {"epoch": progress.epochs + 1, "lr": lr,
-           "train_loss": progress.loss_sum / progress.epoch_steps, "images_per_second": rate,
-           "val_loss": results[0].loss if results else None,
-           "skipped_steps": progress.skipped_steps, "seconds": progress.seconds,
-           "cpu_seconds": progress.cpu_seconds,
-           "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
-           "share_of_rate": tflops / peak if peak else None,
-           "peak_memory_gib": peak_gib(processes.device)}
+    row: dict[str, Any] = dict.fromkeys(METRICS) | {
+        "epoch": progress.epochs + 1, "lr": lr,
+        "train_loss": progress.loss_sum / progress.epoch_steps, "images_per_second": rate,
+        "val_loss": results[0].loss if results else None,
+        "skipped_steps": progress.skipped_steps, "seconds": progress.seconds,
+        "cpu_seconds": progress.cpu_seconds,
+        "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
+        "share_of_rate": tflops / peak if peak else None,
+        "peak_memory_gib": peak_gib(processes.device)}
     if results and results[0].class_images:
         row["val_balanced"] = balanced_accuracy(results[0].class_hits, results[0].class_images)
     for name, result in zip(("val", "ema"), results):
         row |= {f"{name}_top1": result.top1, f"{name}_top5": result.top5}
-    return {key: row.get(key) for key in METRICS}
+    return row
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
