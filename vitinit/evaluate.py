@@ -141,7 +141,7 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
                 with (ProgressBar(f"validate {eval_set.name}", len(batches), items=batches,
                                   shown=processes.is_main,
                                   scale=batches.batch_size * processes.world_size) as bar,
-                      memory_for("eval.batch_size", batches.batch_size, processes.rank)):
+                      memory_for("eval.batch_size", batches.batch_size)):
                     on_device = [model.to(processes.device).to(memory_format=batches.prepare.format)
                                  for model in models[number].values()]
                     results = evaluate(on_device, bar, amp=engine.amp, stop=stop,

@@ -253,7 +253,7 @@ class Run:
         self.forward, self.measured = wrap_models(self.state, recipe, processes)
         forget_peak(processes.device)
         try:
-            with memory_for("optim.max_batch_per_process", plan.micro_batch_size, processes.rank):
+            with memory_for("optim.max_batch_per_process", plan.micro_batch_size):
                 train_epochs(self, processes, stop)
         except (Interrupted, DataError) as ended:    # between two steps
             self.save()
@@ -335,7 +335,7 @@ class Run:
             batches = self.data.val_batches
             with (ProgressBar("validate", len(batches), items=batches, shown=processes.is_main,
                               scale=batches.batch_size * processes.world_size) as bar,
-                  memory_for("eval.batch_size", batches.batch_size, processes.rank)):
+                  memory_for("eval.batch_size", batches.batch_size)):
                 measure = (partial(evaluate, num_classes=len(self.classes)) if self.classes else
                            partial(mean_losses, objective=self.objective))
                 evaluations = measure(self.measured, bar, amp=self.amp, processes=processes,

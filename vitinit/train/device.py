@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..messages import OneLineError, ran_out_of_memory
+from ..messages import OneLineError, environment_rank, ran_out_of_memory
 
 # Peak TFLOP/s of dense matrix products in bfloat16 with float32 accumulation, by the card's name in
 # CUDA; in float16 for V100 and T4, which have no bfloat16. From the manufacturers' data sheets and
@@ -103,7 +103,7 @@ class OutOfMemory(OneLineError):
 
 
 @contextmanager
-def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
+def memory_for(key: str, value: int) -> Iterator[None]:
     """A context in which too little memory is OutOfMemory: lower `key`, now `value` images."""
     try:
         yield
@@ -112,5 +112,5 @@ def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
             raise
         where = "the GPU" if "CU" in str(error) else "this machine"      # CUDA, CUBLAS, CUDNN
         raise OutOfMemory(
-            f"process {rank} ran out of memory on {where}; lower {key}, for example --set "
-            f"{key}={max(1, value // 2)} where it takes {value} images now") from None
+            f"process {environment_rank()} ran out of memory on {where}; lower {key}, for example "
+            f"--set {key}={max(1, value // 2)} where it takes {value} images now") from None
