@@ -94,25 +94,22 @@ def classify(trained: Trained, paths: Sequence[str], *, top: int
 
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
     """
-    def view_of(path: str) -> Tensor | str:
+    def view_of(path: str) -> tuple[Tensor | None, str]:
         try:
-            return trained.view(path)
+            return trained.view(path), ""
         except DataError as error:
-            return str(error)
+            return None, str(error)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for start in range(0, len(paths), BATCH):
             chunk = paths[start:start + BATCH]
             views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
-            readable = [view for view in views if isinstance(view, Tensor)]
+            readable = [view for view, _ in views if view is not None]
             ranked = iter(trained.ranked(trained.probabilities(trained.inputs(
                 torch.stack(readable))), top) if readable else ())
-            for path, view in zip(chunk, views):
+            for path, (view, problem) in zip(chunk, views):
                 folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
                 truth = folder if folder in trained.classes else None
-                if isinstance(view, str):
-                    yield Guess(path, truth, [], view), None
-                else:
-                    yield Guess(path, truth, next(ranked)), view
+                yield Guess(path, truth, [] if view is None else next(ranked), problem), view
 
 
 def share_right(guesses: Sequence[Guess]) -> str:
