@@ -104,7 +104,6 @@ def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, 
 
 def test_batches_that_are_probably_a_mistake_are_a_warning_at_the_start(
         train_program, small_run, tmp_path, capsys):
-    """tests/data/test_sampler.py has those that are none."""
     for changes, warning in (
             (dict(augment__repeats="4"), "some of the mix.group = 4 images that share a draw of "),
             (dict(optim__global_batch="13", mix__mixup_alpha="0", mix__cutmix_alpha="0"),

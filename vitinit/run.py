@@ -44,8 +44,7 @@ from .train.device import describe_device, forget_peak, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, mean_losses, read_losses, set_precision,
                            train_epochs, tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
-from .train.metrics import (Diverged, Evaluation, StepRow, epoch_line, metrics_row,
-                            training_flops)
+from .train.metrics import Diverged, Evaluation, StepRow, epoch_line, metrics_row, training_flops
 from .train.optim import learning_rate, set_learning_rate
 from .train.slowness import paces_of_all, waits_for
 
