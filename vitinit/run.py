@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -103,16 +104,13 @@ class Run:
             facts = self._open_data(choice)                              # images and teacher
             self._start_state(choice)                                    # model, init, optimiser
             del choice                               # frees the second copy of its tensors
-            with StopRequest() as stop:              # there is something to save
+            with StopRequest() as stop, ExitStack() as ending:   # there is something to save
                 self._set_up_folder(facts)
-                self.curves = [LiveCurves(name, self.folder, step=self.state.progress.step,
-                                          steps_per_epoch=self.steps_per_epoch)
-                               for name in self.log if self.processes.is_main]
-                try:
-                    self._train(stop)
-                finally:
-                    for curves in self.curves:
-                        curves.close()
+                self.curves = [ending.enter_context(closing(LiveCurves(
+                    name, self.folder, step=self.state.progress.step,
+                    steps_per_epoch=self.steps_per_epoch)))
+                    for name in self.log if self.processes.is_main]
+                self._train(stop)
         return self
 
     def rehearse(self, *, read: bool = False) -> bool:

@@ -182,6 +182,8 @@ def test_a_wrong_table_is_refused_with_the_nearest_right_one(tmp_path):
         assert refusal(load_recipe, path).startswith(f"{path}: {words}")
     path.write_bytes(b"# b\xfccher\n" + TEXT.encode())
     assert refusal(load_recipe, path).startswith(f"{path}: not valid TOML: ")
+    path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())              # as Windows' Notepad saves it
+    assert load_recipe(path).as_toml() == load_recipe(QUICKSTART).as_toml()
     assert refusal(load_recipe, "quickstrt").endswith(
         "recipe quickstrt: no such file; did you mean 'quickstart'?")
     assert refusal(load_recipe, tmp_path / "no.toml") == f"recipe {tmp_path}/no.toml: no such file"

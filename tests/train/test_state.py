@@ -92,7 +92,7 @@ def test_a_moment_of_another_shape_type_or_value_is_refused(kind, value):
 def test_a_checkpoint_of_something_else_is_one_line():
     own = fresh_state(0).state_dict()
     for state in (fresh_state(0, dim=13).state_dict(), own | {"progress": {"epoch": 3}},
-                  own | {"optimizer": {}}, own | {"ema": None},
+                  own | {"optimizer": []}, own | {"ema": None},
                   own | {"progress": own["progress"] | {"step": 1.5}},
                   own | {"progress": own["progress"] | {"seconds": float("nan")}},
                   own | {"scaler": own["scaler"] | {"scale": 0.0}},

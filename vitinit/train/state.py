@@ -103,7 +103,8 @@ class TrainState:
                    for number, (weight, by_muon) in enumerate(
                        (weight, group.get("muon")) for group in self.optimizer.param_groups
                        for weight in group["params"])}
-        saved = state["optimizer"].get("state")
+        optimizer = state.get("optimizer")
+        saved = optimizer.get("state") if isinstance(optimizer, Mapping) else None
         scaling = self.scaler.state_dict()           # {} without fp16
         require_like(state.get("model"), self.model.state_dict(), "model", path)
         require_like(saved, moments if saved != {} else {}, "optimizer", path)   # {}: before a step
