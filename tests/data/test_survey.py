@@ -6,7 +6,7 @@ from PIL import Image
 
 from vitinit.data import survey as module
 from vitinit.data.datasets import open_split
-from vitinit.data.sources import oriented
+from vitinit.data.sources import LooseImages, oriented
 from vitinit.data.survey import survey
 
 SIDE = 11
@@ -97,6 +97,11 @@ def test_names_of_any_bytes_stay_on_their_lines(tree):
     assert found.cautions[0].endswith(r": a\nt/0.png = a\nt/0\n\udce9.png") or \
         found.cautions[0].endswith(r": a\nt/0\n\udce9.png = a\nt/0.png")
     assert len(str(found).splitlines()) == 6         # two, a caution, none, and two paths
+
+
+def test_a_folder_without_classes_has_none_to_count(tree):
+    line, = survey(LooseImages(tree / "train"), LooseImages(tree / "val"), SIDE).lines
+    assert line.startswith("files ")
 
 
 def test_images_that_are_much_smaller_than_views_are_named(tree):

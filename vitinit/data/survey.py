@@ -62,7 +62,8 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
              for index in np.argsort(-counts, kind="stable")]
     if len(texts) > LISTED:                          # the largest and the smallest
         texts[3:-2] = [f"… {texts[-3]}"]
-    lines, cautions = [f"classes {', '.join(texts)}"], list[str]()
+    named = any(train_set.classes)                   # the images of a bare folder have no class
+    lines, cautions = [f"classes {', '.join(texts)}"] * named, list[str]()
     if counts.max() > IMBALANCE * counts.min() > 0:
         few, many = (train_set.classes[index] for index in (counts.argmin(), counts.argmax()))
         cautions.append(f"class {many} has {counts.max():,} images and {few} {counts.min():,}: "
