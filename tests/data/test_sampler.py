@@ -54,6 +54,21 @@ def test_micro_batches_are_the_largest_that_divide_and_partners_mirrored_images_
             assert plan.group == 1 or [partner[image] for image in part] == part[::-1]
 
 
+def test_cautions_are_of_views_of_an_image_in_one_group_and_of_micro_batches_half_as_large():
+    for plan, max_batch in plans():
+        share = plan.global_batch // plan.world_size
+        for repeats in (1, 2, 3, 7):
+            images = [view // repeats for view in range(plan.global_batch)]
+            groups = [images[first::plan.groups] for first in range(plan.groups)]
+            expected = ["some of the mix.group"] * any(len({*one}) < len(one) for one in groups)
+            expected += ["micro-batches have"] * any(
+                size > 2 * plan.micro_batch_size and size <= share
+                for size in range(1, max_batch + 1))
+            lines = plan.cautions(repeats=repeats, max_batch_per_process=max_batch)
+            assert [" ".join(line.split()[:len(words.split())])
+                    for line, words in zip(lines, expected, strict=True)] == expected
+
+
 def test_pairs_of_a_micro_batch_are_neighbours_or_as_far_apart_as_can_be():
     """Neighbours, as three views of an image are: 44 images are decoded for 128 views, not 128."""
     for plan, _ in plans():
