@@ -250,6 +250,10 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     ("vit", dict(image_size=(12, 21)), "patches of 4×5 pixels do not tile an image of 12×21; "
                                        "image_size must be a multiple of patch_size on both sides"),
     ("vit", dict(pos_embed="sincos"), "need an embed_dim that 4 divides, not 22"),
+    ("vit", dict(pos_embed="rope"), "rope_base 100.0, head_dim 11: expected > 1, multiple of 4"),
+    ("vit, distilled", dict(rope_base=1.0), "rope_base 1.0, head_dim 12: expected > 1, multiple"),
+    ("vit", dict(layer_scale=-0.1), "layer_scale is -0.1, expected at least 0"),
+    ("vit", dict(num_registers=-1), "num_registers is -1, expected at least 0"),
     ("mixer", dict(drop_path=1.0), "drop_path is 1.0, expected 0 ≤ drop_path < 1"),
     ("swin", dict(depths=(2, 0)), "depths is (2, 0), expected more than 0"),
     ("swin", dict(depths=(2, 10**9)), "depths is (2, 1000000000), expected at most 1000 blocks"),

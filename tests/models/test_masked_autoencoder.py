@@ -53,15 +53,19 @@ def test_the_loss_is_that_of_the_papers_code():
     target = torch.einsum("nchpwq->nhwpqc", images.reshape(7, 3, GRID[0], PATCH[0], GRID[1],
                                                           PATCH[1])).reshape(7, 15, -1)
     mean, var = target.mean(-1, keepdim=True), target.var(-1, keepdim=True)
-    target = (target - mean) / (var + 1e-6) ** 0.5
+    plain, target = target, (target - mean) / (var + 1e-6) ** 0.5
     mask = rows(torch.cat([torch.zeros(7, 4), torch.ones(7, 11)], 1), restore)
-    expected = (((predicted - target) ** 2).mean(-1) * mask).sum() / mask.sum()
-
+    expected, of_pixels = (((predicted - what) ** 2 * mask[..., None]).mean(-1).sum() / mask.sum()
+                           for what in (target, plain))
     loss = reconstruction(model, images, (), keep.sort(1).values)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
     theirs = torch.autograd.grad(expected, [*model.parameters()])
     ours = torch.autograd.grad(loss, [*model.parameters()])
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    dropped = reconstruction(model, images, (torch.zeros(4, 7),), keep.sort(1).values)
+    assert abs(dropped / loss - 1) > 1e-3            # no block of the encoder adds anything
+    model.normalise_targets = False
+    torch.testing.assert_close(reconstruction(model, images, (), keep.sort(1).values), of_pixels)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope", "learned+rope", "sincos"])
@@ -93,11 +97,9 @@ def test_every_weight_is_trained(options):
 
 
 def test_a_share_that_hides_all_or_nothing_is_refused():
-    for ratio in (0.0, 1.0, 0.97, 0.04):
-        encoder = vitinit.build_model("vit_tiny", num_classes=0, image_size=SIZE, patch_size=PATCH)
-        if ratio == 0.04:                            # int(15 · .96) = 14: one is hidden
-            assert MaskedAutoencoder(encoder, mask_ratio=ratio, decoder_dim=20,
-                                     decoder_heads=5).visible == 14
-            continue
+    encoder = vitinit.build_model("vit_tiny", num_classes=0, image_size=SIZE, patch_size=PATCH)
+    for ratio in (0.0, 1.0, 0.97):
         with pytest.raises(ValueError, match="leaves none of 15 patches visible, or none hidden"):
             MaskedAutoencoder(encoder, mask_ratio=ratio)
+    most = MaskedAutoencoder(encoder, mask_ratio=0.04, decoder_dim=20, decoder_heads=5)
+    assert most.visible == 14                        # int(15 · .96): one is hidden

@@ -1,6 +1,6 @@
 """Rotary attention against the rotations of three papers, each written out as a matrix."""
 
-from math import pi
+from math import cos, pi, sin
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import vitinit
 from vitinit.models.attention import Attention
-from vitinit.models.rotary import Rotary
+from vitinit.models.rotary import Rotary, frequencies_of
 from vitinit.train.transfer import start_from
 
 GRID, PREFIX, HEADS, DIM = (3, 5), 2, 3, 12
@@ -94,6 +94,14 @@ def test_logits_depend_on_the_displacement_and_prefix_tokens_are_not_turned(kind
     assert logits.std((2, 3)).min() > 0.1
     torch.testing.assert_close(logits[1:, :, 1:], logits[:-1, :, :-1], rtol=0, atol=1e-5)
     torch.testing.assert_close(logits[:, 1:, :, 1:], logits[:, :-1, :, :-1], rtol=0, atol=1e-5)
+
+
+def test_mixed_frequencies_begin_as_axial_ones_whose_axes_turn_by_a_part_of_a_right_angle():
+    size = 10.0 ** (-torch.arange(N).double() / N)
+    for head, omega in enumerate(frequencies_of("mixed", HEADS, DIM, 10.0)):
+        across, along = size * sin(head / HEADS * pi / 2), size * cos(head / HEADS * pi / 2)
+        expected = torch.stack([torch.cat([across, along]), torch.cat([along, -across])], 1)
+        torch.testing.assert_close(omega, expected)
 
 
 @pytest.mark.parametrize("dtype, near", [
