@@ -51,8 +51,8 @@ def leaves_normed_values_alone(name: str, value: torch.Tensor) -> bool:
     return bool((value == (1.0 if name.endswith(("weight", "running_var")) else 0.0)).all())
 
 
-@pytest.mark.parametrize("family, sizes", [("vit", {}), ("vit", dict(distilled=True)),
-                                           ("swin", {})])
+@pytest.mark.parametrize("family, sizes", [
+    ("vit", {}), ("vit", dict(distilled=True, num_registers=3)), ("swin", {})])
 def test_default_is_normal_with_zero_biases(family, sizes):
     state = drawn_by("default", family, **sizes)
     for name, value in state.items():

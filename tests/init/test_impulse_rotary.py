@@ -72,6 +72,12 @@ def test_on_images_the_mean_mass_is_what_was_asked_for(name):
         assert mass.others == pytest.approx([asked] * 3, abs=most)
 
 
+def test_patches_are_whitened_by_images_where_that_is_asked_for():
+    ours, theirs = (initialised("rope", init, base="lecun", images=IMAGES, **how).patch_embed.proj
+                    for init, how in (("impulse", dict(patch_init="whitened")), ("whitened", {})))
+    assert torch.equal(ours.weight, theirs.weight)
+
+
 def test_the_mean_mass_is_that_of_a_softmax_of_drawn_content():
     """d 6, ℓ 17, content of variance .03 and .05 a channel: the mean over 100 draws is a little
     above, as the sum of competitors varies, and without content it is above both."""

@@ -15,6 +15,7 @@ import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_, init_weights, mimetic_
 from vitinit.init.in_place import write_back
 from vitinit.init.layout import Layout, block_of, layout_of
+from vitinit.init.mass import Mass
 from vitinit.mixing import target_mass
 
 
@@ -70,6 +71,24 @@ def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name):
     theirs = model.state_dict()
     assert theirs.keys() == mine.state_dict().keys()
     assert all(torch.equal(value, mine.state_dict()[key]) for key, value in theirs.items())
+
+
+def test_a_baseline_draws_every_weight_of_a_model_whatever_holds_it():
+    """As nn.MultiheadAttention and nn.Embedding, and under its library's names."""
+    for model in (OtherViT("siglip", registers=2),
+                  torchvision.models.VisionTransformer(28, 4, 2, HEADS, DIM, 31)):
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, generator=seeded(1))
+        assert init_(model, "torch", generator=seeded()).kept == 0
+        assert not next(value for name, value in model.named_parameters() if "cl" in name).any()
+
+
+def test_a_heads_target_is_that_which_was_drawn_and_masses_are_shown_by_block_if_they_differ():
+    masses = impulse_(OtherViT("timm"), generator=seeded(), offsets="random").mass
+    assert min(map(min, masses)) > 0.5
+    assert mimetic_(OtherViT("timm"), generator=seeded(), qk_init="base").mass == ()
+    assert str(Mass([0.987, float("nan")], [0.054, 0.62], [1 / 64] * 2)) == (
+        ".99 / .054 .62 (uniform .016) on the targets of centre / other heads")
 
 
 @pytest.mark.parametrize("kind, sizes", [
@@ -206,7 +225,8 @@ def test_half_frozen_and_tied_weights_are_told_of_and_wrapped_models_are_unwrapp
     compiled = nn.Module()
     compiled._orig_mod = nn.DataParallel(half)
     report = impulse_(compiled, generator=seeded())
-    assert impulse_(full, generator=seeded()).notes == ()
+    for exact in (OtherViT("timm").double(), full):
+        assert impulse_(exact, generator=seeded()).notes == ()
     assert all(torch.equal(theirs, mine.bfloat16()) for theirs, mine in zip(bits(half), bits(full)))
     assert str(report).splitlines()[-3:] == [
         "frozen, and written nevertheless: pos_embed",

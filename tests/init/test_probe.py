@@ -61,7 +61,8 @@ def test_the_formula_is_compared_though_proj_is_0(kind):
         block.attn = Attention(ATTENTIONS[kind])
     before = state_of(model)
     if kind == "the formula":
-        assert impulse_(model, generator=seeded(), value_init="base").mass[0][0] > 0.9
+        report = impulse_(model, generator=seeded(), value_init="base")
+        assert report.mass[0][0] > 0.9 and not any("proj" in name for name in report.written)
         assert not model.blocks[0].attn.proj.weight.any()
         return
     with pytest.raises(ValueError, match="of 3 of 3 blocks computes something else than softmax"):
