@@ -11,6 +11,8 @@ from same_run import assert_identical, assert_same_run, checkpoint, rows_of
 import vitinit
 from vitinit import compare, predict
 from vitinit.figures import __main__ as figures
+from vitinit.figures.reconstruct import pasted
+from vitinit.models.masked_autoencoder import MaskedAutoencoder, take
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
 
 TASK = {"task__name": "reconstruct", "task__options__decoder_dim": "8",
@@ -69,6 +71,19 @@ def test_a_classifier_starts_from_the_encoder_and_other_programs_say_what_it_is(
     for words, file in ((["reconstruct", image, "--run", learned], "a.png"),
                         (["curves", learned], "b.png"), (["report", learned], "c.html")):
         assert figures.main([*map(str, words), "--out", str(tmp_path / file)]) == 0
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_what_a_perfect_model_makes_of_a_photograph_is_the_photograph(normalise):
+    data = load_recipe("own_images", overrides(sets={"data.std": [0.2, 0.3, 0.25]})).data
+    encoder = vitinit.build_model("vit_tiny", num_classes=0, image_size=(6, 15), patch_size=(2, 3))
+    model = MaskedAutoencoder(encoder, decoder_dim=8, decoder_heads=2, normalise_targets=normalise)
+    views = torch.arange(2 * 3 * 6 * 15).mul(37).view(2, 3, 6, 15).to(torch.uint8)
+    visible, hidden = (torch.arange(15) * torch.tensor([[7], [11]]) % 15).split([3, 12], dim=1)
+    model.reconstruct = lambda inputs, _: (hidden, take(model.targets(inputs), hidden))
+    seen, whole = pasted(model, data, views, visible)
+    torch.testing.assert_close(whole, views / 255)
+    assert (seen != 0.5).sum() == 2 * 3 * 3 * 6 and (seen == views / 255)[seen != 0.5].all()
 
 
 def test_images_without_classes_in_any_folders(train_program, small_run, tmp_path, image_tree,

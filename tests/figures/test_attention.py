@@ -24,8 +24,10 @@ def test_heat_is_the_querys_row_without_prefix_tokens(prefix):
 
 
 def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch):
-    seen = []
-    real = attention.heat_maps
+    seen, corners = [], []
+    real, rectangle = attention.heat_maps, attention.pyplot().Rectangle
+    monkeypatch.setattr("matplotlib.pyplot.Rectangle", lambda corner, *more, **how: (
+        corners.append(corner), rectangle(corner, *more, **how))[1])
 
     def remember(weights, grid, query):
         seen.append((query, real(weights, grid, query)))
@@ -40,17 +42,18 @@ def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch
     image = as_input(view[None], subject.recipe)
     rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 34]       # the last token of 35
     assert torch.equal(seen[0][1], rows.view(2, 5, 7))
+    assert [*dict.fromkeys(corners)] == [(12.0, 8.0), (2.0, 0.0)]        # of patches of 2×2 pixels
 
 
 def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch):
     grids = []
     real = attention.heat_maps
     monkeypatch.setattr(attention, "heat_maps",
-                        lambda *arguments: grids.append(arguments[1]) or real(*arguments))
+                        lambda *arguments: grids.append(arguments[1:]) or real(*arguments))
     draw("attention", image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
          "--set", "model.options.depths=[2,1]", "--set", "model.options.embed_dim=12", "--set",
          "model.options.num_heads=[3,3]", "--blocks", 0, 2)
-    assert grids[0] == (2 * grids[1][0], 2 * grids[1][1])
+    assert grids == [((16, 16), (8, 8)), ((8, 8), (4, 4))]               # each with its middle
 
 
 @pytest.mark.parametrize("init", ["default", "mimetic", "impulse", "deep_impulse"])

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
-from vitinit.figures import __main__ as figures, augmentation, curves
+from vitinit.figures import __main__ as figures, augmentation, curves, data
 from vitinit.figures.plot import LOOKS
+from vitinit.figures.subjects import fresh, photographs
+from vitinit.filters import ordered_offsets
+from vitinit.mixing import mean_kernel, mixing_matrices
 from vitinit.runs.groups import Group
 
 
@@ -18,15 +20,16 @@ def run(*arguments: object) -> None:
     assert figures.main(list(map(str, arguments))) == 0
 
 
-def test_kernels_show_impulses_and_only_them(tmp_path):
-    out = tmp_path / "kernels.png"
-    run("kernels", "--init", "default", "impulse", "--count", 3, "--out", out)
-    pixels = np.asarray(Image.open(out).convert("RGB")).astype(int)
-    assert pixels.shape[1] > 2 * pixels.shape[0] > 300
-    # cividis' bright end is yellow; only an impulse's cell (and the colour bar) reaches it.
-    yellow = pixels[..., 0] - pixels[..., 2] > 50
-    upper, lower = np.split(yellow[:, :int(pixels.shape[1] * 0.75)], [pixels.shape[0] // 2])
-    assert upper.sum() == 0 and lower.sum() > 100
+def test_kernels_are_the_mean_attention_by_offset_of_all_images(tmp_path, panels):
+    run("kernels", "--init", "default", "impulse", "--count", 3, "--out", tmp_path / "kernels.png")
+    shown = [axis.images[0] for axis in panels if axis.images]
+    subject, = fresh(["quickstart"], ["impulse"], seed=None, sets=figures.VARIANT)
+    matrices = mixing_matrices(subject.model, photographs(None, 3, subject.recipe))[0]
+    kernels = mean_kernel(matrices, subject.model.grid, 3).mean(0)
+    for image, kernel, offset in zip(shown[9:], kernels, ordered_offsets(3), strict=True):
+        np.testing.assert_allclose(image.get_array(), kernel, atol=1e-6)
+        assert divmod(int(kernel.argmax()), 7) == (3 + offset[0], 3 + offset[1])
+        assert image.get_extent() == [-3.5, 3.5, 3.5, -3.5]
 
 
 def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_highest(
@@ -170,8 +173,8 @@ def test_a_batch_figure_is_determined_by_its_seed(tmp_path, image_tree, panels):
     assert tiles[:12] == tiles[12:24] and len({*tiles}) == 24
 
 
-def test_the_sheet_of_a_data_set_shows_each_class_with_its_number_of_images(image_tree, tmp_path,
-                                                                            panels, capsys):
+def test_the_sheet_of_a_data_set_shows_each_class_with_its_number_of_images(
+        image_tree, tmp_path, panels, capsys, monkeypatch):
     for name in ("03", "04", "05"):
         (image_tree / "train" / "green" / f"{name}.png").unlink()
     train = image_tree / "train"
@@ -190,3 +193,7 @@ def test_the_sheet_of_a_data_set_shows_each_class_with_its_number_of_images(imag
         assert len({tile.tobytes() for tile in tiles}) == 8
         assert (tiles[0] == 200).all() == (number == 0)
     assert f"{train}/blue/copy.png\n{train}/red/02.png\n" in capsys.readouterr().out
+    monkeypatch.setattr(data, "MOST_CLASSES", 2)
+    run("data", "--data-dir", image_tree, "--out", tmp_path / "few.png")
+    assert [text.get_text() for text in panels[-1].texts] == [" 18", " 14"]
+    assert "of 3 classes; 1 classes in between" in panels[-1].figure.get_suptitle()
