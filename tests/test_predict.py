@@ -16,7 +16,7 @@ from vitinit import predict as predict_module
 from vitinit.data import images
 from vitinit.data.datasets import open_split
 from vitinit.data.images import HEIF_REMEDY, DataError
-from vitinit.figures.plot import FigureError
+from vitinit.figures.plot import BLUE, VERMILION, FigureError, save
 from vitinit.mixing import mixing_matrices
 from vitinit.runs.trained import Trained
 
@@ -163,13 +163,25 @@ def test_the_sheet_shows_an_even_selection_of_images_with_guesses(folder, tmp_pa
         assert (name, pytest.approx(share, rel=1e-5)) == trained.predict(path)[0]
 
 
-def test_a_drawn_sheet_is_an_image(folder, tmp_path, capsys):
+def test_a_drawn_sheet_marks_each_guess_as_right_or_wrong_and_shows_attention(
+        folder, tmp_path, monkeypatch, capsys):
     (folder / "red" / "01.png").write_bytes(b"no image")
-    out = tmp_path / "sheet.png"
+    out, drawn, trained = tmp_path / "sheet.png", [], vitinit.load(RUN)
+    monkeypatch.setattr(predict_module, "save", lambda *what: drawn.append(what[0]) or save(*what))
     assert predicted(RUN, folder, "--sheet", out, "--attention") == 1
+    assert capsys.readouterr().out.endswith(f"\nwrote {out}\n")
     image = np.asarray(Image.open(out).convert("RGB"))
     assert image.shape[0] > 300 and image.shape[1] > 900 and image.std() > 20
-    assert capsys.readouterr().out.endswith(f"\nwrote {out}\n")
+    tiles = [axis for axis in drawn[0].axes if axis.texts]
+    paths = sorted({*folder.glob("*/*.png")} - {folder / "red" / "01.png"})
+    for axis, path in zip(tiles, paths, strict=True):
+        (name, share), truth = trained.predict(path)[0], path.parent.name
+        file, guess = axis.texts
+        words = f"{name} {100 * share:.0f} %" + f"\nis {truth}" * (name != truth)
+        assert (file.get_text(), guess.get_text(), guess.get_color()) == (
+            f"{truth}/{path.name}", words, BLUE if name == truth else VERMILION)
+        heat = predict_module.attended(trained, trained.view(path))
+        np.testing.assert_allclose(axis.images[1].get_array(), heat * heat.numel(), rtol=1e-5)
 
 
 def with_model(family: str, **sizes) -> Trained:
