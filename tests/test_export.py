@@ -350,10 +350,11 @@ def test_integers_such_as_batch_norms_count_are_not_rounded(checkpoint, tmp_path
     for name, value in state["model"].items():
         if name.endswith("num_batches_tracked"):
             value.fill_(4099)                        # halves are even from 2048 on
-    torch.save(state, checkpoint)
+    torch.save(state | {"grid": (16, 16)}, checkpoint)
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "small") == 0
     ours, theirs = (vitinit.load(path).model.state_dict()
                     for path in (tmp_path / "small", checkpoint))
+    assert torch.load(tmp_path / "small" / "last.pt")["grid"] == (16, 16)
     bare = {key: value for key, value in state.items() if key != "classes"}
     torch.save(bare, checkpoint)                     # a name that we invent is no name to keep
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "bare") == 0

@@ -13,13 +13,15 @@ from lost_output import LOST, lost_stream
 
 from vitinit import messages
 from vitinit.command_line import drop_unwritten
-from vitinit.messages import ProgressBar, counted, say, warn
+from vitinit.messages import ProgressBar, counted, say, shortened, warn
 
 
 def test_a_number_has_its_noun():
     assert [counted(*case) for case in ((1, "epoch"), (2, "epoch"), (1_000, "process"),
                                         (0, "batch"))] == [
         "1 epoch", "2 epochs", "1,000 processes", "0 batches"]
+    assert [shortened([*"abcdefg"[:end]]) for end in (5, 7)] == ["a, b, c, d, e",
+                                                                 "a, b, c, d, e and 2 more"]
 
 
 def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypatch):

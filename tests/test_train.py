@@ -327,6 +327,7 @@ def test_a_classifier_trained_alone_leaves_the_rest_and_resumes(train_program, s
     changes = dict(optim__train="head", checkpoint__keep_epochs="[0]")
     assert train_program.main(small_run(straight, **changes)) == 0
     assert "AdamW for 39 weights" in (straight / "start.txt").read_text()
+    assert train_program.Run(resume=straight).train().drop_path(0) is None       # as it is noise
     monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
     assert train_program.main(small_run(stopped, **changes)) == 143
     monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
