@@ -81,8 +81,7 @@ def loaded() -> Iterator[Batch]:
             drawn = OnHost(AUGMENTATION.draws(Samples(
                 step, [SampleKey(step, image) for image in range(BATCH)], np.zeros(BATCH))))
         yield Batch(torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
-                    torch.zeros(BATCH, dtype=torch.int64),
-                    drawn)
+                    torch.zeros(BATCH, dtype=torch.int64), drawn)
 
 
 def training_steps() -> Iterator:
@@ -94,11 +93,6 @@ def training_steps() -> Iterator:
     batches = TrainingBatches(source, sampler, prepare)
     batches.loader = loaded()
     return batches.steps(0)
-
-
-def put_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
 
 
 @pytest.fixture
@@ -136,7 +130,8 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
         def backward(loss: Tensor) -> None:
             assert loss.device == CUDA and loss.shape == ()
             backward_passes.append(loss)
-            put_gradients(state.model)
+            for parameter in state.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         monkeypatch.setattr(Tensor, "backward", backward)
         with Launches() as launches:
             train(state, training_steps(), amp, clip_norm, CUDA)

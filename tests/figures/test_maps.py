@@ -10,21 +10,16 @@ from vitinit.figures import attention, plot
 from vitinit.figures.__main__ import main
 
 
-def built(pool: str) -> vitinit.models.VisionTransformer:
-    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=(10, 14), patch_size=2,
-                                embed_dim=39, depth=2, num_heads=3, pool=pool).double()
-    generator = torch.Generator().manual_seed(0)
-    vitinit.init_weights(model, "default", generator=generator)
-    with torch.no_grad():                            # a norm with a gain, as training leaves it
-        for block in model.blocks:
-            block.norm1.weight.uniform_(0.5, 1.5, generator=generator)
-            block.norm1.bias.normal_(generator=generator)
-    return model
-
-
 @pytest.mark.parametrize("pool", ["class", "mean"])
 def test_maps_equal_the_formulas_written_out(pool):
-    model, block = built(pool), 1
+    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=(10, 14), patch_size=2,
+                                embed_dim=39, depth=2, num_heads=3, pool=pool).double()
+    generator, block = torch.Generator().manual_seed(0), 1
+    vitinit.init_weights(model, "default", generator=generator)
+    with torch.no_grad():                            # a norm with a gain, as training leaves it
+        for each in model.blocks:
+            each.norm1.weight.uniform_(0.5, 1.5, generator=generator)
+            each.norm1.bias.normal_(generator=generator)
     packed = model.blocks[block].attn.qkv.weight.detach().numpy()        # (3·39, 39)
     code = model.pos_embed.detach().numpy()[0, model.num_prefix_tokens:]
     norm = model.blocks[block].norm1

@@ -8,10 +8,6 @@ from vitinit.figures.plot import LOOKS, OTHER, Row, add_legend, draw_grid, looks
 from vitinit.init import INITS
 
 
-def row(label: str, maps: torch.Tensor, unit: str = "share") -> Row:
-    return Row(label, maps, unit, "down", "across", diverging=unit == "weight")
-
-
 def test_every_init_has_one_look_for_good():
     assert LOOKS.keys() == INITS.keys() and len(set(LOOKS.values())) == len(LOOKS)
     assert [colour for colour, _ in LOOKS.values()].count(LOOKS["default"][0]) == 1
@@ -35,7 +31,7 @@ def test_a_legend_of_any_labels_stays_within_the_figure():
 
 def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     """Two of weights, up to 5 and 2, and one of shares, up to .5: six maps, and two bars."""
-    rows = [row("a", torch.full((2, 3, 5), value), unit)
+    rows = [Row("a", torch.full((2, 3, 5), value), unit, "down", "across", unit == "weight")
             for unit, value in (("weight", -5.0), ("weight", 2.0), ("share", 0.5))]
     draw_grid(tmp_path / "x.png", rows, None, "heading")
     *maps, weights, shares = panels

@@ -31,18 +31,13 @@ def built(reading: str, grid: tuple[int, int] = (5, 7), **sizes) -> SimpleViT:
                                | sizes).double()
 
 
-def seen(model: SimpleViT, block: int) -> Tensor:
-    """(N, C): the input of this block's attention if patches have no content."""
-    positions = model.pos_embed
-    if model.blocks[block].attn.reads == "content":
-        return model.blocks[block].norm1((1 - model.alpha) * positions)
-    return torch.zeros_like(positions)
-
-
 @torch.no_grad()
-def maps_on_positions(model: SimpleViT, block: int) -> Tensor:
-    """(h, N, N)"""
-    return model.blocks[block].attn.mixing_weights(seen(model, block)[None], model.pos_embed)[0]
+def maps_on_positions(model: SimpleViT, number: int) -> Tensor:
+    """(h, N, N): of a block, if patches have no content."""
+    block, positions = model.blocks[number], model.pos_embed
+    seen = (block.norm1((1 - model.alpha) * positions) if block.attn.reads == "content" else
+            torch.zeros_like(positions))
+    return block.attn.mixing_weights(seen[None], positions)[0]
 
 
 def masses(maps: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> Tensor:

@@ -25,8 +25,6 @@ READINGS = [dict(reads="content", alpha=0.3, input_pos_embed=True),
 HEADS = [PLAIN, dict(num_heads=3, head_dim=7), dict(num_heads=3, head_dim=7, logit_scale=0.83),
          dict(num_heads=5, values=False, logit_scale=0.83)]
 
-PAIRS = list(zip(READINGS, [*HEADS, HEADS[1]]))       # each reading with one kind of heads
-
 
 def redrawn(**options) -> SimpleViT:
     """Large values for Q and K, so that no map is near uniform."""
@@ -34,10 +32,6 @@ def redrawn(**options) -> SimpleViT:
     for name, parameter in model.named_parameters():
         parameter.data *= 3 if name.endswith((".qk.weight", ".query", ".key")) else 1
     return model
-
-
-def drawn_images(count: int = 2) -> Tensor:
-    return drawn(count, 3, 6, 15)
 
 
 def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, reads: str,
@@ -78,10 +72,10 @@ def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, read
     return linear(norm(x, "norm").mean(0), "head"), maps
 
 
-@pytest.mark.parametrize("reading, heads", PAIRS)
+@pytest.mark.parametrize("reading, heads", [*zip(READINGS, [*HEADS, HEADS[1]], strict=True)])
 def test_logits_gradients_and_mixing_matrices_equal_a_transcription(reading, heads):
     options = reading | heads
-    model, images = redrawn(**options), drawn_images()
+    model, images = redrawn(**options), drawn(2, 3, 6, 15)
     assert model.grid == (3, 5) and not model.learns_positions
     assert torch.equal(model.pos_embed.float(), sincos_position_embedding((3, 5), 20))
     parameters = dict(model.named_parameters())
