@@ -325,6 +325,7 @@ WRONG = [                   # arguments after a run's folder, part of the error 
      "brings its own recipe, of which only how to evaluate can change; valid: data.on_"),
     (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
     (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),
+    (["--set", "eval.crop_pct=true"], "eval.crop_pct is true, expected a number ≥ 0.1"),
     (["--train-images", "--data-dir", "nowhere"], "nowhere: no such folder; image_folder is"),
     (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),

@@ -36,9 +36,8 @@ def solved_by_hand(maps: Tensor, tokens: Tensor, *, rank: int, logit_scale: floa
     """Head by head, with the gradient of the mean squared error and Adam's update written out."""
     heads, count, _ = maps.shape
     bound, generator = 1 / (rank * heads) ** 0.5, seeded(3)
-    drawn = [maps.new_empty(heads, tokens.shape[1], rank).uniform_(-bound, bound,
-                                                                   generator=generator)
-             for _ in range(2)]
+    shape = heads, tokens.shape[1], rank
+    drawn = [maps.new_empty(shape).uniform_(-bound, bound, generator=generator) for _ in range(2)]
     norm = drawn[0].square().sum(1).sqrt().mean()
     solutions = []
     for head in range(heads):

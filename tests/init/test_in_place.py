@@ -220,7 +220,7 @@ def test_a_model_of_ones_own_is_described_in_five_lines():
 
 def test_half_frozen_and_tied_weights_are_told_of_and_wrapped_models_are_unwrapped():
     half, full = OtherViT("timm").bfloat16(), OtherViT("timm")
-    half.pos_embed.requires_grad_(False)
+    half.pos_embed.requires_grad_(False), half.head.requires_grad_(False)        # which stays
     half.zz = half.blocks[1].attn.proj               # named after the blocks
     compiled = nn.Module()
     compiled._orig_mod = nn.DataParallel(half)

@@ -47,7 +47,7 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
     ("vit", FIXED, "deep_impulse", {}, "a fixed position embedding"),
     ("vit", dict(num_heads=18), "deep_impulse", {}, "head_dim 3, embed_dim 54"),
     ("vit", {}, "deep_impulse", dict(target_mass=(0.5, 1.0)), "a list of 2, each a number > 0"),
-    ("vit", dict(image_size=256), "deep_impulse", dict(target_mass=(.99, .1)), "to one of 4096 tok"),
+    ("vit", dict(image_size=256), "deep_impulse", dict(target_mass=(.99, .1)), "of 4096 tokens"),
     ("vit", {}, "deep_impulse", dict(constant_variance=1.0), "is 1.0, expected a number ≥ 0"),
     ("vit", FIXED, "impulse_gd", {}, 'set pool = "mean"'),       # its class token has no position
     ("vit", {}, "deep_impulse", dict(value_alpha=-0.4), "alpha is -0.4, expected a number ≥ 0"),
