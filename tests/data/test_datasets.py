@@ -324,6 +324,7 @@ def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):
      ": class 'bee' is in only one of train/ and val/; both must hold the same classes"),
     ("image_folder", "train", ["train/ant/a.png"], ": 1 classes found, and 2 expected; --set"),
     ("imagenet", "val", ["train/n00000001/a.png", "test/n00000001/a.png"], "/val: no such folder"),
+    ("imagenet", "val", ["train/n00000001/a.png", "val/n00000002/a.png"], ": class 'n00000001' is"),
     ("imagenet", "train", ["train/tench/a.png"], "/train/tench: not a class of ImageNet")])
 def test_what_is_wrong_with_an_image_folder_is_one_line(tmp_path, name, split, names, line):
     write_folders(tmp_path, *names)

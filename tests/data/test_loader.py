@@ -89,7 +89,7 @@ def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error
     monkeypatch.setattr(DataLoader, "__iter__", failing)
     raised = [error]
     with pytest.raises(DataError, match=r"\Aa worker process of the loader was killed or found no "
-                                        r"room \((Mem|Too|un).+\); lower data.workers, now 3, or "
+                                        r"room \([METDu].+\); lower data.workers, now 3, or "
                                         r"[^\n]*\Z"):
         list(Loader([1], workers=3))
     for workers, raised[0] in ((0, error), (3, RuntimeError("a mistake"))):

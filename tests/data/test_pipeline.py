@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitinit.data.augment import (ToDevice, TrainToDevice, mix_images, mix_targets, normalise,
                                   smooth_one_hot)
-from vitinit.data.draw import Augmentation, SampleKey, epoch_order
+from vitinit.data.draw import Augmentation, Masks, SampleKey, epoch_order
 from vitinit.data.images import NOWHERE, Box, DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import EvalViews, TrainViews
 from vitinit.data.pipeline import (GIB, Ahead, EvaluationBatches, TrainingBatches, cut,
@@ -158,8 +158,8 @@ def test_images_are_stored_if_views_only_move_pixels_and_all_fit(tmp_path):
     assert torch.equal(stored(), random_images().stored) and len(calls) == COUNT
     assert stored(crop_padding=0, flip=0.0) is not None
     for unfit in (dict(gib=exactly * 0.999), dict(crop_scale=(0.5, 1.0)),
-                  dict(size=(SIDE, 8), gib=1.0), dict(crop_ratio=(1.0, 1.9)),
-                  dict(source=random_images(height=8))):
+                  dict(crop_ratio=(1.0, 1.9)), dict(source=random_images(height=8)),
+                  dict(source=random_images(width=8), size=(SIDE, 8), gib=1.0)):
         assert stored(**unfit) is None
     broken = tmp_path / "ant" / "odd.png"
     broken.parent.mkdir()
@@ -175,8 +175,6 @@ def test_workers_that_only_draw_are_not_sent_the_images():
 
 
 # Evaluation views -----------------------------------------------------------------------------
-
-
 SIZE = (11, 13)
 PREPARE = ToDevice(CPU, **AS_INPUT)
 
@@ -194,8 +192,8 @@ def folder(tmp_path: Path) -> Path:
     return write_images(tmp_path)
 
 
-def views_of(source, *, rank: int = 0, world_size: int = 1) -> EvalViews:
-    return EvalViews(source, rank=rank, world_size=world_size, size=SIZE, crop_pct=0.875,
+def views_of(source, **which) -> EvalViews:
+    return EvalViews(source, **dict(rank=0, world_size=1) | which, size=SIZE, crop_pct=0.875,
                      interpolation="bicubic")
 
 
@@ -230,6 +228,11 @@ def test_every_pass_gives_each_image_of_a_share_once_kept_or_not(folder, rank, w
         assert list(evaluation(more_processes_than_images, stored=stored)) == []
         waiting = set(multiprocessing.active_children()) - others
         assert len(waiting) == (0 if stored else min(workers, len(batches)))
+        assert not any(part.is_shared() for batch in batches.stored or () for part in batch)
+    whole, part = (views_of(source, masks=Masks(17, 5), **which) for which in (
+        {}, dict(rank=rank, world_size=world_size)))             # by images, not by processes
+    assert [part[place][1].tolist() for place in range(share)] == [
+        whole[index][1].tolist() for index in range(rank, 23, world_size)]
 
 
 @pytest.mark.parametrize("stored, workers", [(True, 0), (False, 2), (True, 1)])

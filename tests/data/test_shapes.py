@@ -47,6 +47,7 @@ def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_pla
         assert abs(counts - expected).max() < 4 * (0.9 * expected)**0.5
     pixels = [image.tobytes() for images in images_of.values() for image in images.numpy()]
     assert len(set(pixels)) == sum(SMALL.values())
+    assert int(images_of["train"][:5].flatten().long() @ torch.arange(15_360)) == 10_824_969_044
 
 
 def test_clutter_drawn_in_its_window_equals_clutter_drawn_on_the_whole_canvas(monkeypatch):

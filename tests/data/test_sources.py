@@ -27,6 +27,8 @@ from vitinit.data.sources import (ImageFiles, ImageFolder, ImagesInMemory, Loose
                                   class_indices, file_sizes, fingerprint, held_out_part,
                                   stratified_part)
 from vitinit.keys import Stream, keyed_generator
+from vitinit.recipe.files import load_recipe, overrides
+from vitinit.runs import data
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -233,3 +235,15 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
             assert part.labels.tolist() == source.labels[expected].tolist()
             assert part.classes == source.classes
     assert stratified_part(source) is source
+
+
+def test_a_run_may_train_on_a_part_by_its_own_seed_of_which_an_init_reads_some_images_by_it():
+    recipe = load_recipe("quickstart", overrides(seed=7, sets=[
+        "data.subset_seed=run", "data.images_per_class=3", "data.held_out_per_class=2"]))
+    whole, part = data.open_training_set(recipe.data, 7)
+    assert part.stored.equal(stratified_part(whole, images_per_class=3, held_out=2, seed=7).stored)
+    held_out = held_out_part(whole, images_per_class=2, seed=0)
+    assert data.open_held_out(recipe.data, whole).stored.equal(held_out.stored)
+    read = keyed_generator(7, Stream.INIT_IMAGES).permutation(30)[:5]
+    views = torch.stack([part.image(index) for index in read])
+    assert torch.equal(data.training_views(recipe, part, 5), data.as_input(views, recipe))

@@ -42,6 +42,8 @@ def test_files_with_the_same_bytes_are_named_by_what_they_confuse(tree, monkeypa
         for other in others:
             (tree / other).write_bytes((tree / path).read_bytes())
     (tree / "train" / "ant" / "long.png").write_bytes(b"of no other's size")
+    for split, start in (("train", b"not"), ("val", b"the")):    # of one size, with one middle
+        (tree / split / "bee" / "head.png").write_bytes(start + b" the same, but in its end")
     read.clear()
     found = said(tree)
     assert [caution for caution in found.cautions if "byte by byte" in caution] == [

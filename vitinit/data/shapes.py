@@ -25,7 +25,6 @@ SEED = 0                        # the seed of the data set itself, which is not 
 GROUND_RANGE, CLUTTER_RANGE, SHAPE_RANGE = (0.0, 0.45), (0.0, 0.7), (0.45, 1.0)
 NOISE_STD = 0.03
 
-
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "disc": lambda u, v: u**2 + v**2 < 0.85**2,
     "ring": lambda u, v: (u**2 + v**2 < 0.9**2) & (u**2 + v**2 > 0.5**2),
