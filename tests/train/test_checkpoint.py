@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import resource
+import zipfile
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -75,6 +76,11 @@ def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, re
         assert not recwarn.list
     torch.save([1, 2], path)
     assert "holds a list, expected a dictionary" in refused(Damaged, load, path)
+    torch.save({"a": json.loads(99 * "[" + 99 * "]")}, path)
+    assert "its tables are nested too deeply" in refused(Damaged, load, path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:     # which may fill the memory
+        packed.writestr("a/data.pkl", bytes(2**20))
+    assert "holds 1,048,576 bytes in a file of fewer" in refused(Damaged, load, path)
     assert refused(CheckpointError, load, tmp_path / "b.pt").endswith("b.pt: no such checkpoint")
 
 
@@ -156,7 +162,7 @@ WEIGHT = torch.ones(3, 5)
 def test_a_weight_that_is_none_is_refused_by_its_name_and_counters_are_read(value, fault, tmp_path):
     counters = {"bn.num_batches_tracked": torch.tensor(2**40), "position_ids": torch.arange(5),
                 "attn.relative_position_index": torch.zeros(2, 3, dtype=torch.int32)}
-    weights = {"half": WEIGHT.half(), "b.num_batches_tracked": WEIGHT}       # of an average, say
+    weights = {"b.num_batches_tracked": WEIGHT, "half": 60_000 * WEIGHT.half()}     # sum: infinite
     torch.save(counters | weights, tmp_path / "a.pt")
     assert len(model_state(load(tmp_path / "a.pt"), tmp_path / "a.pt")) == 5
     torch.save(counters | {"bn.w": value}, tmp_path / "a.pt")

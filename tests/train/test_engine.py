@@ -76,9 +76,9 @@ def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -
         torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda m: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
-def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_norm):
-    """It resumes at step 3; steps 10 and 20 of the run are on record."""
+@pytest.mark.parametrize("clip_norm, size", [(0.0, 4), (0.3, GLOBAL_BATCH)])
+def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_norm, size):
+    """Also in micro-batches. It resumes at step 3; steps 10 and 20 of the run are on record."""
     model, rows, expected, steps = small_model(), [], [], batches(21)
     optimizer = torch.optim.AdamW([
         {"params": [p for n, p in model.named_parameters()
@@ -97,7 +97,7 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         expected.append((number + 1, loss.item(), 1e-3 * (number + 1), norm.item()))
-    state = trained(steps, progress=Progress(step=3), clip_norm=clip_norm,
+    state = trained(steps, size=size, progress=Progress(step=3), clip_norm=clip_norm,
                     learning_rate=lambda step: 1e-3 * (step + 1), record=rows.append)
     assert_close(state.model, model, atol=1e-5)
     assert state.progress.loss_sum == pytest.approx(sum(loss for _, loss, *_ in expected), rel=1e-5)
@@ -107,16 +107,19 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
         assert told[3] > 0.3                         # so that clipping shows
 
 
-def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():
+def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_own_scales():
     """Its memory is used again for a later one; see data/pipeline.py."""
-    model, order = small_model(), []
+    model, order, seen, drawn = small_model(), [], [], torch.arange(180).view(STEPS, 3, 12)
 
     def told(micro_batch):
         return micro_batch._replace(prepare=lambda: (order.append("prepared"),
                                                      micro_batch.prepare())[1])
     model.head.bias.register_hook(lambda gradient: order.append("trained"))
-    train(fresh(model), batches(), size=4, change=told)
+    train(fresh(model), batches(), size=4, change=told, drop_path=drawn.__getitem__,
+          objective=lambda forward, images, scales, targets: (seen.extend(scales), F.cross_entropy(
+              forward(images), targets))[1])         # scales: one tensor (branches, B)
     assert order == ["prepared", "trained"] * 3 * STEPS
+    assert torch.equal(torch.cat(seen, dim=1), torch.cat([*drawn], dim=1))
 
 
 class OverflowingScaler(torch.amp.GradScaler):
@@ -200,7 +203,7 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
         num_classes=len(chosen), processes=ALONE, stop=StopRequest(),
         columns=torch.tensor(chosen) if isinstance(chosen, list) else None)
     of_plain = counted_by_hand(small_model(), images, labels.tolist(), chosen)[-1]
-    assert plain.class_hits == of_plain.diagonal().tolist()
+    assert not other.training and plain.class_hits == of_plain.diagonal().tolist()
     loss, top1, top5, confusion = counted_by_hand(other, images, labels.tolist(), chosen)
     hits = confusion.diagonal().tolist()
     assert 0 < top1 < 100 and len(set(hits)) > 1     # else a mistake would not show
@@ -210,6 +213,10 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
     assert result.class_images == [labels.tolist().count(label) for label in range(len(chosen))]
     assert result.confusion.tolist() == confusion.tolist()
     assert result.class_guesses == confusion.sum(0).tolist()
+    mean, = engine.mean_losses(                      # by hand it was counted in float64
+        [other.train()], zip(images.double().split(size), labels.split(size)), amp="off",
+        objective=engine.cross_entropy, processes=ALONE, stop=StopRequest())
+    assert isinstance(chosen, list) or not other.training and mean.loss == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("most", [CLASSES, CLASSES - 1])

@@ -46,7 +46,7 @@ def test_peak_memory_is_in_gib_from_the_unit_of_the_system(monkeypatch, system, 
 
 @pytest.mark.parametrize("by, values, better", [
     ("val_top1", [None, 3.0, 2.0, 3.0, 4.0], [False, True, False, False, True]),
-    ("val_loss", [3.0, 4.0, None, 2.0], [True, False, False, True])])
+    ("val_loss", [float("nan"), 3.0, 4.0, None, 2.0], [False, True, False, False, True])])
 def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, better):
     progress = Progress()
     assert [progress.improves(value, by) for value in values] == better

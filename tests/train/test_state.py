@@ -101,7 +101,15 @@ def test_a_checkpoint_of_something_else_is_one_line():
         assert line.startswith("last.pt: is not of this run: ")
 
 
-def test_an_update_is_one_call_for_each_kind_of_tensor():
-    ema = Ema(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), decay=0.8, warmup=True)
-    assert sorted(launches_of(ema.update).by_name) == [
+@pytest.mark.parametrize("skipped", [None, torch.tensor(False)])
+def test_an_update_is_its_formula_in_one_call_for_each_kind_of_tensor(skipped):
+    norm = nn.BatchNorm1d(5)                         # with a counter, which is copied
+    ema, expected = Ema(norm, decay=0.6, warmup=True), 1.0
+    for number in range(7):
+        nn.init.constant_(norm.weight, number), norm.num_batches_tracked.fill_(number)
+        expected += (1 - min(0.6, 1 - (1 + number)**(-2 / 3))) * (number - expected)
+        ema.update(skipped)
+        assert ema.model.weight.tolist() == pytest.approx([expected] * 5)
+        assert ema.model.num_batches_tracked == number
+    assert skipped is not None or sorted(launches_of(ema.update).by_name) == [
         "aten::_foreach_copy_", "aten::_foreach_lerp_.Scalar"]

@@ -191,7 +191,8 @@ def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
     assert "other shape: cls_token (11,) where the model has (1, 1, 11)" in refusal(vit(0), flat)
     assert "surplus: cls_token" in refusal(vit(0, pool="mean", num_registers=1, fc_norm=True),
                                            flat | {"fc_norm.weight": torch.ones(WIDTH)})
-    assert "surplus: blocks.2.norm1.weight, " in refusal(vit(0), state_of(vit(1, depth=3)))
+    for more, name in (({"depth": 3}, "blocks.2.norm1."), ({"num_registers": 2}, "reg_token")):
+        assert f"surplus: {name}" in refusal(vit(0), state_of(vit(1, **more)))
     for grid, words in ((None, "no square grid"), ((3, 3), "no 3×3 grid")):
         message = refusal(vit(0, grid=(5, 7)), state_of(vit(1, grid=(2, 7))), grid)
         assert "pos_embed has embeddings for 14 patches" in message and words in message
