@@ -29,8 +29,8 @@ def packed(written_run, tmp_path) -> Path:
 
 
 def test_paths_of_the_machine_stay_out(written_run, tmp_path):
-    start = {"command": ["/home/somebody/train.py", "--set", "data.root=/home/data"],
-             "arguments": {"recipe": "/home/mine.toml", "changes": {"data.root": "/home/data"}},
+    start = {"command": ["/home/somebody/train.py", "--set", 'data.root="/home/data"'],
+             "arguments": {"recipe": "/home/mine.toml", "changes": {"data.root": r"C:\my\data"}},
              "data": {"training images": 3, "root": r'/home/somebody/"my" images'}}
     run = written_run("a-s1", [1.0], start=start)
     write_archive(read_runs([run]), tmp_path / "runs.tar.xz")

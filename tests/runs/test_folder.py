@@ -130,12 +130,14 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
 
 
 def test_what_cannot_be_resumed_is_one_line(tmp_path):
-    folder = RunFolder(tmp_path)
-    for state, part in (({"model": {}, "step": 1}, "optimizer"),
-                        (training_state(1) | {"recipe": [1]}, "recipe")):
+    folder, whole, wrong = RunFolder(tmp_path), training_state(3), "its progress contradicts itself"
+    for state, words in (
+            ({"model": {}, "step": 1}, "cannot be resumed; expected a dictionary 'optimizer'"),
+            (whole | {"recipe": [1]}, "cannot be resumed; expected a dictionary 'recipe'"),
+            (whole | {"progress": {"step": 3, "epoch_steps": 2}}, wrong),        # in no time
+            (whole | {"progress": dict(step=3, epochs=2, epoch_steps=2, seconds=5.0)}, wrong)):
         folder.save(state, folder.last)
-        assert f"cannot be resumed; expected a dictionary '{part}'" in refused(CheckpointError,
-            folder.load_last)
+        assert words in refused(CheckpointError, folder.load_last)
     for step in (0, 1):
         folder.save(training_state(step), folder.last)
     flip_a_bit(folder.last)

@@ -50,8 +50,8 @@ def test_a_group_is_one_experiment_with_all_its_seeds(grouped):
 
 
 def test_where_and_how_images_are_read_and_the_recipes_name_do_not_set_runs_apart(grouped):
-    sets = [(), ("data.root=x",), ("data.workers=3",), ("data.on_device_gib=0.5",),
-            ("optim.max_batch_per_process=10", "engine.compile=true")]
+    sets = [(), ("data.root=x",), ("eval.every_epochs=3",), ("data.on_device_gib=0.5",),
+            ("data.workers=3", "optim.max_batch_per_process=10", "engine.compile=true")]
     assert grouped(*(dict(seed=seed, sets=texts) for seed, texts in enumerate(sets)),
                    dict(seed=5, recipe="runs/a/recipe.toml")) == {"default": [0, 1, 2, 3, 4, 5]}
 

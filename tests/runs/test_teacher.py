@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def opened(teacher: str, classes: list[str] = CLASSES, **values):
-    sets = {"distill.teacher": teacher} | {f"distill.{key}": value for key, value in values.items()}
+    sets = {f"distill.{key}": value for key, value in values.items()} | {
+        "distill.teacher": teacher, "data.mean": [0.1, 0.2, 0.3], "data.std": [0.7, 0.6, 0.5]}
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml",
                          [Override(key, value, key) for key, value in sets.items()])
     return open_teacher(recipe, classes, CPU)
@@ -38,7 +39,7 @@ def test_a_run_teaches_classes_in_the_students_order(images):
     expected = vitinit.load(RUN).model(images)
     teacher = opened(str(RUN))
     close(teacher.model(images), expected)           # its convolution is channels last
-    assert teacher.size == (8, 8)
+    assert (teacher.mean, teacher.std, teacher.size) == ((0.5,) * 3, (0.25,) * 3, (8, 8))
     assert not any(p.requires_grad for p in teacher.model.parameters())
     assert not teacher.model.training
     turned = opened(str(RUN), ["red", "blue", "green"])
