@@ -22,8 +22,6 @@ from vitinit.values import Bounds, plain, to_toml
 SHIPPED = sorted(RECIPES.glob("*.toml"))
 QUICKSTART = RECIPES / "quickstart.toml"
 TEXT = QUICKSTART.read_text(encoding="utf-8")
-
-
 refusal = partial(refused, RecipeError)
 
 
@@ -283,8 +281,9 @@ PEAK = 1e-3 * 47 / 512          # base_lr · global_batch / 512
 
 
 @pytest.mark.parametrize("wrong, right, words", [
-    (["augment.crop_scale=[0.5, 0.25]"], "augment.crop_scale=[0.5, 0.5]",
-     "augment.crop_scale = [0.5, 0.25]; expected the smaller value first"),
+    *(([f"augment.{key}=[0.5, 0.25]"], f"augment.{key}=[0.5, 0.5]",
+       f"augment.{key} = [0.5, 0.25]; expected the smaller value first") for key in (
+           "crop_scale", "crop_ratio", "erase_area", "erase_ratio")),
     (["data.subset=0.5", "data.images_per_class=3"], "data.images_per_class=0",
      "data.images_per_class = 3 with data.subset = 0.5; expected 0, or a subset of 1.0"),
     (["data.root=''"], "data.name=shapes",
@@ -334,10 +333,7 @@ def test_set_takes_toml_and_bare_words_for_values_options_and_tables_in_the_orde
     assert (options["depth"], options["num_heads"], options["pool"]) == (2, 2, "class")
     assert (recipe.init.options["rank"], recipe.init.options["qk_norm"]) == (11, 3.0)
     assert type(recipe.init.options["qk_norm"]) is float
-
-
-def test_one_text_is_one_change():
-    assert load_recipe("quickstart", overrides(sets="run.seed=3")).run.seed == 3
+    assert load_recipe("quickstart", overrides(sets="run.seed=3")).run.seed == 3     # one is enough
 
 
 def test_an_init_that_is_named_keeps_the_options_of_the_file_that_it_has(tmp_path):
