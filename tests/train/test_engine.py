@@ -115,10 +115,10 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_o
         return micro_batch._replace(prepare=lambda: (order.append("prepared"),
                                                      micro_batch.prepare())[1])
     model.head.bias.register_hook(lambda gradient: order.append("trained"))
-    train(fresh(model), batches(), size=4, change=told, drop_path=drawn.__getitem__,
-          objective=lambda forward, images, scales, targets: (seen.extend(scales), F.cross_entropy(
-              forward(images), targets))[1])         # scales: one tensor (branches, B)
-    assert order == ["prepared", "trained"] * 3 * STEPS
+    train(fresh(model), batches(), size=4, change=told, drop_path=drawn.__getitem__, amp="bf16",
+          objective=lambda forward, images, scales, targets: (seen.extend(scales), order.append(
+              forward(images).dtype), F.cross_entropy(forward(images), targets))[2])
+    assert order == ["prepared", torch.bfloat16, "trained"] * 3 * STEPS
     assert torch.equal(torch.cat(seen, dim=1), torch.cat([*drawn], dim=1))
 
 
