@@ -1,6 +1,7 @@
 """One step, however it is divided into micro-batches; skipping, stopping, and exact evaluation."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -108,17 +109,25 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
 
 
 def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_own_scales():
-    """Its memory is used again for a later one; see data/pipeline.py."""
+    """Its memory is used again for a later one; see data/pipeline.py. Gradients of all but the last
+    stay in their process."""
     model, order, seen, drawn = small_model(), [], [], torch.arange(180).view(STEPS, 3, 12)
 
     def told(micro_batch):
         return micro_batch._replace(prepare=lambda: (order.append("prepared"),
                                                      micro_batch.prepare())[1])
+
+    @contextmanager
+    def no_sync():
+        order.append("local")
+        yield
+    model.no_sync = no_sync
     model.head.bias.register_hook(lambda gradient: order.append("trained"))
     train(fresh(model), batches(), size=4, change=told, drop_path=drawn.__getitem__, amp="bf16",
           objective=lambda forward, images, scales, targets: (seen.extend(scales), order.append(
               forward(images).dtype), F.cross_entropy(forward(images), targets))[2])
-    assert order == ["prepared", torch.bfloat16, "trained"] * 3 * STEPS
+    assert order == (["prepared", "local", torch.bfloat16, "trained"] * 2
+                     + ["prepared", torch.bfloat16, "trained"]) * STEPS
     assert torch.equal(torch.cat(seen, dim=1), torch.cat([*drawn], dim=1))
 
 
@@ -202,6 +211,11 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
         [small_model(), other], zip(images.split(size), labels.split(size)), amp="off",
         num_classes=len(chosen), processes=ALONE, stop=StopRequest(),
         columns=torch.tensor(chosen) if isinstance(chosen, list) else None)
+    half, = evaluate([other], [(images, labels)], amp="bf16", num_classes=len(chosen),
+                     processes=ALONE, stop=StopRequest(), columns=torch.tensor(chosen))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = other(images)[:, chosen].double()
+    assert half.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
     of_plain = counted_by_hand(small_model(), images, labels.tolist(), chosen)[-1]
     assert not other.training and plain.class_hits == of_plain.diagonal().tolist()
     loss, top1, top5, confusion = counted_by_hand(other, images, labels.tolist(), chosen)
