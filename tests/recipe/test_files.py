@@ -292,6 +292,10 @@ PEAK = 1e-3 * 47 / 512          # base_lr · global_batch / 512
      "schedule.warmup_epochs = 4 with schedule.epochs = 3; expected no more"),
     (["schedule.warmup_epochs=1", "schedule.shape=one_cycle"], "schedule.shape=cosine",
      'schedule.warmup_epochs = 1 with schedule.shape = "one_cycle"; expected 0'),
+    (["schedule.warmup_epochs=0", "schedule.cosine_after_warmup=true", "schedule.shape=one_cycle"],
+     "schedule.shape=cosine", 'schedule.cosine_after_warmup = true with schedule.shape = "one_cyc'),
+    (["rand_augment.operations=[]", "rand_augment.layers=2"], "rand_augment.layers=0",
+     "rand_augment.operations = [] with rand_augment.layers = 2; expected some, or 0 layers"),
     (["optim.base_lr=1e-3", "optim.lr_scaling=linear", "optim.global_batch=47",
       "schedule.min_lr=1e-4"], f"schedule.min_lr={PEAK!r}",
      "schedule.min_lr = 0.0001 with optim.base_lr = 0.001, optim.lr_scaling = \"linear\", "
