@@ -342,7 +342,7 @@ def test_decoding_in_threads_leaves_the_filters_of_warnings_as_they_were(jpeg_de
 
 def test_a_torchvision_without_a_decoder_is_done_without(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
-    assert images.jpeg_decoder() is None
+    assert images.jpeg_decoder.__wrapped__() is None
 
 
 # Damaged, dangerous and strange files ---------------------------------------------------------
