@@ -92,13 +92,15 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
 def _keep(path: Path, keep: Path) -> None:
     """Make the file at `path` that at `keep` as well; `path` is never absent."""
     link = keep.with_name(f"{keep.name}.partial")
-    link.unlink(missing_ok=True)                     # of a process that was killed here
+    with suppress(OSError):
+        link.unlink()                                # of a process that was killed here
     try:
         os.link(path, link)
     except OSError:                                  # a file system without hard links
         shutil.copyfile(path, link)
     os.replace(link, keep)
-    link.unlink(missing_ok=True)                     # if both were one file, replacing did nothing
+    with suppress(OSError):                          # if both were one file, replacing did nothing
+        link.unlink()
 
 
 def sync_folder(folder: Path) -> None:
