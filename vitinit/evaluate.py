@@ -11,8 +11,8 @@ A run folder (its last.pt is read) and the checkpoints in it contain their recip
 moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own, --recipe describes
 the model, unless it is a folder of transformers with its config.json; a line says what is assumed
 that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
-recipe. A single result is printed as a line, several as a table. One JSON object per checkpoint and
-data set is written to the FILE of --json, or printed after them by --json -.
+recipe. A single result is printed as a line per set of weights, several as a table. One JSON object
+per checkpoint and data set is written to the FILE of --json, or printed after them by --json -.
 """
 
 if __name__ == "__main__":

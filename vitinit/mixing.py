@@ -97,7 +97,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Sequence[int] |
 def mean_shares(model: nn.Module, images: Tensor,
                 readers: Sequence[tuple[nn.Module, Callable[[tuple, Tensor], Tensor]]],
                 grids: Sequence[Grid]) -> list[Tensor]:
-    """By block, the `shares_of_patches` on its grid, (h, N, N), averaged over images and windows.
+    """By block, the `shares_of_patches` on its grid, (h, cells, cells): means of images, windows.
 
     readers: by block, a module and a function of its inputs and its output that gives attention
         weights, (n, h, N, N). images: (B, 3, H, W), of which AT_ONCE go through the model at once.

@@ -33,7 +33,7 @@ class StepRow(NamedTuple):
     grad_norm: float | None     # over all weights, before clipping; None where fp16 overflowed
     scale: float | None         # the loss scale of this step; None without fp16
     images_per_second: float    # of all processes since the previous row, or since the epoch began
-    waiting: float              # share of that time in which the training loop waited for data
+    waiting: float              # share of that time in which training waited for data or processes
 
 
 class Diverged(OneLineError):
