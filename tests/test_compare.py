@@ -184,7 +184,9 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
                               "--replay none: no epoch of it is on record"),
                              ([six_runs[0], "--epochs", "1"], "are for --replay NAME"),
                              ([six_runs[0], "--replay", "x", "--set", "run.seed=1"],
-                              "--set run.seed=1: a replay has all but its images"),
+                              "--set run.seed=1: a replay has all from the record but where"),
+                             ([six_runs[0], "--replay", "x", "--set", "data.image_size=64"],
+                              "--set data.image_size=64: a replay has all from the record but wh"),
                              ([six_runs[0] / "run.json"], "run.json: neither a run's folder no")):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()

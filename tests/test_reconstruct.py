@@ -56,7 +56,9 @@ def test_a_classifier_starts_from_the_encoder_and_other_programs_say_what_it_is(
     first, source = checkpoint(tuned, "epoch_0000.pt")["model"], checkpoint(learned)["model"]
     for name, value in first.items():
         assert name.startswith("head.") or torch.equal(value, source[f"encoder.{name}"]), name
-    capsys.readouterr()
+    vitinit.Run(learned / "recipe.toml", out_dir=tmp_path / "again", verbose=True, overrides={
+        "init.checkpoint": str(learned), "schedule.epochs": 1, "schedule.warmup_epochs": 0}).train()
+    assert "\ndecoder as drawn: none is read from a checkpoint" in capsys.readouterr().out
     trained = vitinit.load(learned)
     image, *_ = image_tree.rglob("*.png")
     assert trained.classes == () and trained.model(trained.preprocess(image)).shape == (1, 12)

@@ -35,6 +35,9 @@ from .runs.groups import finished_runs
 from .runs.records import SUFFIX, read_runs, write_archive
 from .runs.results import compare_runs
 
+# What a replay may change: where images are, and how they are stored.
+PLACES = ("data.name", "data.root", "data.workers", "data.on_device_gib")
+
 
 def compare(args: argparse.Namespace) -> int:
     out = args.out
@@ -76,7 +79,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     to.add_argument("--replay", metavar="NAME", help="train this one of the runs again")
     parser.add_argument("--data-dir", help="with --replay: data.root, the folder of its data set")
     parser.add_argument("--set", action="append", default=[], metavar="data.KEY=VALUE",
-                        help="with --replay: another key of its images, such as data.name=cifar10")
+                        help="with --replay: how its images are stored, such as data.name=cifar10")
     parser.add_argument("--epochs", type=integer(1), default=0,
                         help="with --replay: so many epochs from the start, and not all")
     args = parser.parse_args(arguments)
@@ -84,8 +87,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --pack: not allowed with argument --out")
     if args.replay is None and (args.data_dir or args.epochs or args.set):
         parser.error("--data-dir, --set and --epochs are for --replay NAME")
-    if others := [text for text in args.set if not text.startswith("data.")]:
-        parser.error(f"--set {others[0]}: a replay has all but its images (data.…) from the record")
+    if others := [text for text in args.set if text.partition("=")[0] not in PLACES]:
+        parser.error(f"--set {others[0]}: a replay has all from the record but where its images "
+                     f"are: {', '.join(PLACES)}")
     return args
 
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from .command_line import Output, Parser, add_options, run_program
 from .data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
-from .data.images import DataError
+from .data.images import DataError, dark_in_16_bits
 from .data.loader import prepare_workers
 from .data.pipeline import EvaluationBatches
-from .data.sources import Source, class_indices
+from .data.sources import ImageFiles, Source, class_indices
 from .messages import ProgressBar, nearest, say
 from .recipe.files import RecipeError, overrides
 from .runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
@@ -89,8 +89,9 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
             download(name, eval_set.root)
     with processes.together():
         source = eval_set.open()
-    if source.left_out:
-        processes.say(source.left_out)
+    dark = dark_in_16_bits(source.paths[:64]) if isinstance(source, ImageFiles) else ""
+    for line in filter(None, [source.left_out, dark]):
+        processes.say(line)
     return source
 
 

@@ -137,14 +137,15 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
 
 def require_no_input(path: Path, inputs: Iterable[str]) -> None:
     """Raise FileError if there is a file at `path` that is an input, or that an input folder holds:
-    pictures, .json and lists; a run's own files `require_replaceable` refuses.
+    pictures, weights, .json and lists; a run's own files `require_replaceable` refuses.
     """
     target = Path(os.path.realpath(path))
     for place in map(Path, inputs if target.is_file() else ()):
         files = (place, place.parent)                # the second: of runs.tar.xz/pattern
         if any(file.is_file() and file.samefile(target) for file in files) or (
-                target.suffix in (".png", ".json", ".csv") and not (place / "recipe.toml").exists()
-                and place.is_dir() and target.is_relative_to(os.path.realpath(place))):
+                target.suffix.lower() in (".png", ".json", ".csv", ".safetensors")
+                and not (place / "recipe.toml").exists() and place.is_dir()
+                and target.is_relative_to(os.path.realpath(place))):
             raise FileError(f"{path}: this command reads {place}, so that file stays as it is")
 
 

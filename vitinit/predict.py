@@ -35,7 +35,7 @@ from .data.images import DataError, dark_in_16_bits
 from .data.lists import as_list
 from .data.sources import LooseImages
 from .figures.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
-from .files import written_atomically
+from .files import require_no_input, written_atomically
 from .messages import ProgressBar, in_brief, one_line, say
 from .mixing import block_grids, mixing_matrices
 from .runs.trained import BATCH, VIEW_KEYS, Trained, load
@@ -250,6 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.attention:
             require_attention(trained)
         paths = images_of(args.images)
+        for out in filter(None, (args.sheet, args.json, args.csv)):
+            require_no_input(out, paths)             # links may lead to it
         if caution := dark_in_16_bits(paths[:BATCH]):
             say(f"vitinit.predict: warning {caution}", sys.stderr)
         return predict(trained, paths, args)

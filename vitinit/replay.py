@@ -7,6 +7,7 @@ replay is as good as another seed; then it is compared with the seeds that are o
 """
 
 import math
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str 
         raise CheckpointError(f"{folder}: is such a replay already, perhaps by other code; "
                               "expected another --out")
     with tempfile.TemporaryDirectory() as holder:
-        recipe = Path(holder) / f"{record.recipe}.toml"
+        name = re.sub(r"[^\w.-]", "_", record.recipe)        # which anybody may have written
+        recipe = Path(holder) / f"{name}.toml"
         recipe.write_bytes(record.files["recipe.toml"])
         again = Replay(record, recipe, epochs, folder, data_dir, sets).train()
     seeds = {run.seed: run for run in runs if experiment(run) == experiment(record)

@@ -29,7 +29,7 @@ from .data.survey import Survey, survey
 from .files import write_text_atomically
 from .init import INITS
 from .keys import Stream, keyed_generator
-from .messages import ProgressBar, counted, warn
+from .messages import ProgressBar, counted, in_brief, warn
 from .models.layers import Classifier, draw_drop_path
 from .models.masked_autoencoder import reconstruction
 from .recipe.files import RecipeError, overrides as recipe_changes
@@ -41,6 +41,7 @@ from .runs.model import initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .train import distributed
+from .train.checkpoint import CheckpointError
 from .train.device import describe_device, forget_peak, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, mean_losses, read_losses, set_precision,
                            train_epochs, tune_convolutions)
@@ -192,7 +193,11 @@ class Run:
                                           self.folder.read_from)
         self.state.about = {"recipe": recipe.with_data(root=choice.written_root).as_dict(),
                             "classes": self.classes}
-        if step := self.state.progress.step:         # for a checkpoint before the next step
+        progress = self.state.progress
+        if progress.step != progress.epochs * self.steps_per_epoch + progress.epoch_steps:
+            raise CheckpointError(f"{self.folder.read_from}: its progress contradicts itself: "
+                                  f"{in_brief(progress)}, of {self.steps_per_epoch:,} per epoch")
+        if step := progress.step:                    # for a checkpoint before the next step
             set_learning_rate(self.state.optimizer, self.learning_rate(step - 1))
         set_precision(recipe.engine.tf32)
         tune_convolutions(self.state.model)
@@ -256,7 +261,7 @@ class Run:
             self.save()
             if processes.is_main and isinstance(ended, DataError):
                 self.folder.forget_sizes()
-            why = (f"the run is safe at step {progress.step:,}; once the data is mended,"
+            why = (f"the run is safe at step {progress.step:,}; once that is mended,"
                    if isinstance(ended, DataError) else
                    f"stopped by signal {ended.number} after step {progress.step:,};")
             processes.say(f"{why} go on with --resume {self.folder.path}")

@@ -179,6 +179,7 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
     command = [sys.executable, *(torchrun if nproc > 1 else []), *TRAIN, *run.arguments]
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)                  # perhaps a link
     with open(log, "wb") if log else nullcontext() as output:
         # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
         return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True,

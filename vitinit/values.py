@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NoReturn
 
+import numpy as np
+
 from .messages import in_brief, nearest
 
 TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which training calculates
@@ -123,7 +125,11 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value with nested tuples as lists, and mappings and dataclasses as dicts, as in TOML."""
+    """The value with nested tuples as lists, mappings and dataclasses as dicts, as in TOML; numpy's
+    numbers are Python's.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

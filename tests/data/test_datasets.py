@@ -289,8 +289,9 @@ def test_splits_go_by_any_of_their_names_and_others_are_said(tmp_path, train, va
 @pytest.mark.parametrize("split, folders, line", [
     ("val", "train val validation", "val/ and validation/ are the same split, and in it are train/"
      ", val/, validation/; expected one"),
-    ("train", "a b", "a/, b/ look like splits, not classes: each holds ant/, bee/; expected the "
+    ("train", "a b", "a/, b/ look like splits, not classes: 2 hold ant/, bee/; expected the "
      "names train/, and val/ or test/; if they are classes, they belong into {}/train/"),
+    ("train", "a b c.", "a/, b/, c/ look like splits, not classes: 2 hold ant/, bee/; expected"),
     ("train", "train2017. val2017.", "train2017/, val2017/ look like splits, not classes; expecte"),
     ("train", "test val", "no train/ in it, but test/, val/; expected train/<class>/<image>"),
     ("train", "car. train. van.", "no class folders in train/, but car/, train/, van/; expected "
@@ -308,9 +309,11 @@ def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):
     """An image beside them, folders of their own, or one folder of the same name."""
     for number, names in enumerate((["a/x/1.png", "a/y/1.png", "a/z.png", "b/x/1.png", "b/y/1.png"],
                                     ["a/x/1.png", "a/y/1.png", "b/y/1.png", "b/z/1.png"],
+                                    ["a/x/1.png", "a/y/1.png", "b/x/1.png", "b/y/1.png", "c/1.png",
+                                     "d/1.png"],
                                     ["train_station/1.png", "trainer/1.png"])):
         write_folders(tmp_path / str(number), *names)
-        source = open_split("image_folder", str(tmp_path / str(number)), "train", 2)
+        source = open_split("image_folder", str(tmp_path / str(number)), "train", 0)
         assert len(source) == len(names) and source.left_out == ""
 
 

@@ -190,7 +190,10 @@ def test_each_class_is_found_at_its_index_in_the_model_and_one_with_too_few_imag
     known = ["ant", "bee", "cat", "dog", "eel"]
     assert class_indices(known, ["dog", "ant", "eel"]) == [3, 0, 4]
     assert refusal(class_indices, known, ["bee", "cow"]) == (
-        "class 'cow' is none of the model's 5 classes (ant, bee, … eel)")
+        "class 'cow' is none of the model's 5 classes (ant, bee, cat, dog, eel)")
+    assert class_indices(["crane", "crow", "crane"], ["crow"]) == [1]
+    assert refusal(class_indices, ["crane", "crow", "crane"], ["crow", "crane"]).startswith(
+        "class 'crane' is 2 of the model's 3 classes")       # as two of ImageNet's are called
     for choose, least, held_out in ((partial(held_out_part, images_per_class=3), 1, 3), (
             partial(stratified_part, images_per_class=2, held_out=2), 2, 2)):
         assert refusal(choose, numbered([7, 3])) == (

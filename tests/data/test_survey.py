@@ -66,27 +66,31 @@ def test_classes_and_kinds_of_files_are_counted_and_mistakes_named(tree):
     image, exif = Image.new("RGB", (23, 31)), Image.Exif()
     exif[0x0112] = 6
     image.save(tree / "val" / "ant" / "turned.jpg", exif=exif)
-    image.save(tree / "val" / "ant" / "p3.jpg", icc_profile=b"Display P3")
+    exif[0x0112] = 0                                 # which turns nothing
+    image.save(tree / "val" / "ant" / "p3.jpg", icc_profile=b"Display P3", exif=exif)
     image.save(tree / "val" / "ant" / "srgb.jpg", icc_profile="sRGB".encode("utf-16-be"))
     image.convert("RGBA").save(tree / "val" / "bee" / "opaque.png")
     Image.new("RGBA", (23, 31), (1, 2, 3, 4)).save(tree / "val" / "bee" / "clear.png")
     (tree / "val" / "bee" / "broken.png").write_bytes(b"nothing")
+    for split in ("train", "val"):                   # which are no copies
+        (tree / split / "bee" / "empty.png").write_bytes(b"")
     found = said(tree)
     assert found.lines[1] == (
         "files   48 looked at: shorter side 13 to 29 px, median 23, longer side up to 45; RGB 24, "
         "L 22, RGBA 2; 1 turned by EXIF, 1 with a colour profile that is not sRGB, 2 with an alpha "
         "channel")
     cautions = "\n".join(found.cautions[1:])
-    for words in ("1 of 48 files looked at cannot be opened; --dry-run --read-images lists all "
-                  f"such files: {tree}/val/bee/broken.png",
-                  "1 of 48 files looked at have a colour profile that is not sRGB, which is "
+    assert "byte by byte" not in cautions
+    for words in ("3 of 51 files looked at cannot be opened; --dry-run --read-images lists all "
+                  f"such files: {tree}/train/bee/empty.png, {tree}/val/bee/broken.png",
+                  "1 of 51 files looked at have a colour profile that is not sRGB, which is "
                   f"ignored: {tree}/val/ant/p3.jpg",
-                  "2 of 48 files looked at have an alpha channel, and where they are transparent, "
+                  "2 of 51 files looked at have an alpha channel, and where they are transparent, "
                   f"colours that nobody sees are trained on: {tree}/val/bee/clear.png"):
         assert words in cautions
     assert "sideways" not in cautions and "enlarged" not in cautions
     sideways, = set(said(tree, upright=False).cautions) - set(found.cautions)
-    assert sideways.startswith("1 of 48 files looked at are stored sideways") and \
+    assert sideways.startswith("1 of 51 files looked at are stored sideways") and \
         "--set data.apply_exif_orientation=true" in sideways
 
 

@@ -163,6 +163,10 @@ def test_the_command_lists_lessons_writes_a_notebook_and_runs_a_lesson(
     assert main(["1", "--notebook", str(file)]) == 0
     assert json.loads(file.read_text(encoding="utf-8")) == notebook(read_page(PATHS[1]))
     assert capsys.readouterr().out == f"wrote {file}\n"
+    assert main(["1", "--notebook", str(file)]) == 0         # the same again
+    file.write_text(answers := file.read_text().replace('"source": "', '"source": "My answer. ', 1))
+    assert main(["1", "--notebook", str(file)]) == 2 and file.read_text() == answers
+    assert "is there already, perhaps with answers; move it away" in capsys.readouterr().err
     page = written_page(PAGE.replace("raise ValueError", "return ")
                         + "\n```python train\nprint(dict(steps=1200, images=9))\n```\n")
     monkeypatch.setattr(command, "lesson_paths", lambda: {7: page.path})

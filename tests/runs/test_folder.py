@@ -148,7 +148,10 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path):
     folder.save(training_state(2), folder.previous)
     folder.last.unlink()
     folder.last.mkdir()
-    assert "last.pt: cannot be read: Is a directory" in refused(CheckpointError, folder.load_last)
+    assert "last.pt: is a folder, a pipe or a dev" in refused(CheckpointError, folder.load_last)
+    folder.last.rmdir()
+    os.mkfifo(folder.last)                           # which would wait for who writes to it
+    assert "last.pt: is a folder, a pipe or a dev" in refused(CheckpointError, folder.load_last)
 
 
 def test_the_commit_counts_changes_of_tracked_files_alone(tmp_path, monkeypatch):
@@ -247,6 +250,10 @@ def test_a_lock_is_given_back_and_if_deleted_taken_again_or_refused_and_a_disk_w
         for _ in range(2):                           # again is fine, and changes nothing
             lock.take(tmp_path)
             assert not is_free(tmp_path)
+        (tmp_path / "link").symlink_to(tmp_path)
+        for folder in (tmp_path, tmp_path / "link"):         # of another thread
+            assert "run of this process is writing" in refused(CheckpointError, RunLock().take, folder)
+        assert not is_free(tmp_path)
     assert is_free(tmp_path)
     with RunLock() as lock:
         lock.keep()                                  # nothing, before it is taken

@@ -314,6 +314,8 @@ def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
     refused(folder, arguments, "already holds a run (recipe.toml, run.json); --resume auto goes")
     refused(folder, ["--resume", str(folder)],
             "holds no checkpoint to go on from yet; the command that")
+    assert not (folder / "run.lock").exists()        # it may be any folder
+    refused(folder, ["--resume", ""], "--resume is empty; expected the folder of a run, or auto")
     refused(folder, ["--resume", f"{folder}s"], f"--resume {folder}s: no such run folder")
     refused(folder, [*arguments, "--resume", "auto", "--seed", "1"], "with run.seed = 0 and not 1")
     assert train_program.main([*arguments, "--resume", "auto"]) == 0

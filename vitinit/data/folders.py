@@ -41,7 +41,7 @@ def splits_in(root: Path) -> dict[int, str]:
     """The folders in `root` that are splits, by their names: TRAIN, VAL or TEST → name.
 
     Raises DataError if two are the same split, and if there is none but folders look like splits:
-    by words in their names, or because all hold the same folders, two at least, and no images.
+    by words in their names, or because most of them hold the same folders, two each, and no images.
     """
     names, splits = folders_in(root), dict[int, str]()
     for name in names:
@@ -51,13 +51,12 @@ def splits_in(root: Path) -> dict[int, str]:
             raise DataError(f"{root}: {other}/ and {name}/ are the same split, and in it are "
                             f"{listed(names)}; expected one of the two: merge or move them")
     words = {SPLITS.get(word) for name in names for word in re.split("[^a-z]+", name.lower())}
-    shared = set(folders_in(root / names[0])) if len(names) > 1 and not splits else set()
-    for name in names:
-        shared = shared and shared.intersection(folders_in(root / name))
-    alike = len(shared) > 1 and not any(
-        is_image(file) for name in names for file in os.listdir(root / name))
+    nested = [{*folders_in(root / name)} for name in names if not splits and not any(
+        map(is_image, os.listdir(root / name)))]
+    shared = set.intersection(*nested) if nested else set[str]()
+    alike = len(shared) > 1 < len(nested) and 2 * len(nested) > len(names)
     if not splits and (alike or {TRAIN} < words - {None}):       # such as train2017/ and val2017/
-        reason = f": each holds {listed(sorted(shared))}" if alike else ""
+        reason = f": {len(nested)} hold {listed(sorted(shared))}" if alike else ""
         raise DataError(f"{root}: {listed(names)} look like splits, not classes{reason}; expected "
                         "the names train/, and val/ or test/; if they are classes, they belong "
                         f"into {root}/train/ or {root}/val/")

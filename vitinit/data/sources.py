@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..keys import Stream, keyed_generator
-from ..messages import one_line
+from ..messages import in_brief, one_line
 from .folders import EXTENSIONS, folders_in, images_below, in_words, suffix_of
 from .images import DataError, decode_image, jpeg_decoder
 
@@ -130,16 +130,18 @@ def folder_of(root: str) -> Path:
 
 
 def are_names(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
-    """Whether classes have names: not if none are known, or only the numbers 0, 1, … for them."""
-    return classes is not None and [*classes] != [*map(str, range(len(classes)))]
+    """Whether classes have names: not if none are known, or only numbers such as 0, 1, …, 11."""
+    return classes is not None and not all(map(str.isdecimal, classes))
 
 
 def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
-    """For each class of a data set its index among a model's; DataError names one that it lacks."""
-    indices = {name: index for index, name in enumerate(model_classes)}
-    if unknown := [name for name in set_classes if name not in indices]:
-        raise DataError(f"class '{unknown[0]}' is none of the model's {len(indices)} classes "
-                        f"({', '.join(model_classes[:2])}, … {model_classes[-1]})")
+    """For each class of a data set its index among a model's; DataError names one that it lacks, or
+    has more than once.
+    """
+    indices, counts = {name: i for i, name in enumerate(model_classes)}, Counter(model_classes)
+    if wrong := next((name for name in set_classes if counts[name] != 1), None):
+        raise DataError(f"class '{wrong}' is {counts[wrong] or 'none'} of the model's "
+                        f"{len(model_classes):,} classes ({in_brief(', '.join(model_classes))})")
     return [indices[name] for name in set_classes]
 
 

@@ -26,7 +26,7 @@ MIDDLE = 2**16                  # bytes in the middle of a file
 DECODED = 32                    # of these with an alpha channel
 IMBALANCE = 5                   # images of the largest class per image of the smallest
 LISTED = 12                     # most classes whose counts are all listed
-UPRIGHT, ORIENTATION = 1, 274   # EXIF's tag and its value for an image that needs no turning
+ORIENTATION, TURNED = 274, range(2, 9)  # EXIF's tag, and its values for images to be turned
 SRGB = b"sRGB", "sRGB".encode("utf-16-be")           # in a profile's description, by its version
 
 
@@ -88,7 +88,7 @@ def same_bytes(files: Iterable[File]) -> list[list[File]]:
     """
     by_path: dict[str, File] = {}                    # a set may be both splits
     for file in files:
-        if os.path.isfile(file.path):                # a pipe may wait for ever
+        if os.path.isfile(file.path) and os.path.getsize(file.path):     # a pipe may wait for ever
             by_path.setdefault(file.path, file)
     groups = [[*by_path.values()]]
     keys: tuple[Callable[[str], Hashable], ...] = os.path.getsize, middle_of, digest_of
@@ -139,7 +139,7 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
                 shorter.append(min(image.size))
                 longer.append(max(image.size))
                 modes[image.mode] += 1
-                sideways += [path] * (image.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT)
+                sideways += [path] * (image.getexif().get(ORIENTATION) in TURNED)
                 profile = image.info.get("icc_profile") or SRGB[0]
                 profiled += [path] * (not any(name in profile for name in SRGB))
                 alpha += [path] * image.has_transparency_data
@@ -153,7 +153,8 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
             f"{', '.join(f'{mode} {count:,}' for mode, count in modes.most_common())}; "
             f"{len(sideways):,} turned by EXIF, {len(profiled):,} with a colour profile that is "
             f"not sRGB, {len(alpha):,} with an alpha channel")
-    looked, cautions = f"of {counted(len(shorter), 'file')} looked at", list[str]()
+    looked = f"of {counted(len(shorter) + len(unread), 'file')} looked at"
+    cautions = list[str]()
     for wrong, listed, problem in (
             (unread, unread, "cannot be opened; --dry-run --read-images lists all such files"),
             (sideways if not turned else [], sideways, "are stored sideways, and EXIF data would "

@@ -56,7 +56,7 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
     for group, look in zip(groups, looks(groups)):
         recorded = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
         for key in QUANTITIES:
-            curve = band(group, look, [{row["step"]: math.nan if row[key] is None else row[key]
+            curve = band(group, look, [{row["step"]: math.nan if row.get(key) is None else row[key]
                                         for row in rows} for rows in recorded])
             if not len(curve.across):
                 run, *_ = group.runs.values()

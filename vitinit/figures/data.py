@@ -7,8 +7,9 @@ import numpy as np
 from ..data.datasets import open_split
 from ..data.images import DataError, resize_and_centre_crop
 from ..data.lists import LISTS
-from ..data.sources import Source
+from ..data.sources import ImageFiles, Source
 from ..data.survey import Survey, survey
+from ..files import require_no_input
 from ..messages import one_line
 from .plot import BLUE, as_drawn, pyplot, save
 
@@ -29,6 +30,8 @@ def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
     except DataError as error:                       # training then needs data.held_out_per_class
         print(f"val     {error}")
         val_set = source.part(np.arange(0))
+    require_no_input(out, [path for part in (source, val_set) if isinstance(part, ImageFiles)
+                           for path in part.paths])  # which a list may name
     report = survey(source, val_set, image_size, most=len(source))
     print(report, end="")
     sheet(out, source, report)

@@ -77,12 +77,12 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
     FileError if the file cannot be written; one that was there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
-    for text in figure.findobj(pyplot().Text):
-        text.set_text(as_drawn(text.get_text()))
     drawn = io.BytesIO()
     try:
+        for text in figure.findobj(pyplot().Text):
+            text.set_text(as_drawn(text.get_text()))
         figure.savefig(drawn, dpi=PHOTO_DPI if few_colours == "dithered" else DPI, format="png")
-    except ValueError as error:                      # a side is longer than 65,535 pixels
+    except ValueError as error:          # a side longer than 65,535 pixels, values beyond all axes
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
         pyplot().close(figure)

@@ -1,5 +1,6 @@
 """The page `report`: one HTML file about one run or several; report.html is its template."""
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -123,7 +124,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
             numbers += [(f"{words}, {last}", f"{values[-1]:.2f} %"),
                         (f"{words}, best epoch", f"{max(values):.2f} %")]
     if run.rows:
-        minutes, seconds = divmod(round(sum(row["seconds"] for row in run.rows)), 60)
+        spent = sum(filter(math.isfinite, run.measured("seconds")))
+        minutes, seconds = divmod(round(spent), 60)
         numbers.append(("training", f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60
                         else f"{minutes} min {seconds:02} s"))
     for key, words, form, summarise in (

@@ -207,8 +207,9 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator
     floor keeps what is noise small. The outputs keep the mean square that they have had on the
     images. Raises ValueError if it does not cut patches: if its kernel is not its stride.
     """
-    layer = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
-    if layer is None or layer.kernel_size != layer.stride:
+    layer = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)
+                  and layer.in_channels != layer.out_channels), None)    # no adapter of colours
+    if layer is None or layer.kernel_size != layer.stride or layer.groups > 1:
         raise ValueError("the patch embedding is not one convolution, and no other is whitened")
     weight = layer.weight.flatten(1)                                     # (D, P), P = C·p·q
     moments = torch.eye(weight.shape[1], dtype=weight.dtype)             # of white noise

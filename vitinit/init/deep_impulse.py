@@ -51,7 +51,7 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
                          f"4 and embed_dim > 10; the model has head_dim {head_dim}, embed_dim {dim}"
                          + ("" if vit.learned else " and a fixed position embedding"))
     cells = torch.cartesian_prod(*map(torch.arange, vit.grid)).float()
-    return 2.0 * math.pi * torch.tensor(WAVES[:count]) / torch.tensor(vit.grid), cells
+    return 2.0 * math.pi * torch.tensor(WAVES[:count]).to(cells) / torch.tensor(vit.grid), cells
 
 
 def logits_of(target_mass: tuple[float, float], shape: Tensor, depth: int) -> list[float]:
@@ -193,7 +193,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base 
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator, first=first)
         targets = head_offsets(len(block.q), offsets, "ordered", generator, first=before_it)
-        write_turns(block, torch.tensor(targets).float() @ waves.T, logits[number],
+        write_turns(block, torch.tensor(targets).to(waves) @ waves.T, logits[number],
                     patches(vit, vit.batch_first(y)))
         written.add(block.norm)
 

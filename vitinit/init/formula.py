@@ -112,7 +112,8 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
     """Draw the weights of each attention at random, for a while, and compare it with its formula.
 
     attentions: of the blocks. Raises ValueError if one does not read the output of its norm, or
-    computes something else than softmax(Q Kᵀ / √d) V·proj from it, or is not called once.
+    computes something else than softmax(Q Kᵀ / √d) V·proj from it, if one or its norm is not called
+    once, and if a later block has fewer tokens than the first.
     """
     read: dict[nn.Module, Tensor] = {}
     calls: Counter[nn.Module] = Counter()
@@ -126,6 +127,7 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
         weight.copy_(draw * weight[0].numel()**-0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
+        calls[norm] += 1
         read[norm] = layout.batch_first(y)
 
     def compare(attention: nn.Module, block: Block, _: tuple, output: Any) -> None:
@@ -144,15 +146,21 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
         **{attention: partial(compare, attention, block) for attention, block in pairs}})
     for weight, value in saved.items():
         weight.copy_(value)
-    for attention in attentions:
-        if (times := calls[attention]) != 1:
-            raise ValueError(f"the attention of a block, {type(attention).__name__}, is called "
-                             f"{times} times in a forward pass, expected once")
+    for module in (*attentions, *(block.norm for block in layout.blocks)):
+        if (times := calls[module]) != 1:
+            raise ValueError("the attention of a block, or the norm before it, "
+                             f"{type(module).__name__}, is called {times} times in a forward pass, "
+                             "expected once")
+    counts = [read[block.norm].shape[1] for block in layout.blocks]
+    if isinstance(layout, Layout) and min(counts) < counts[0]:
+        raise ValueError(f"a block has {min(counts)} tokens, and the first one {counts[0]}: tokens "
+                         "are merged, or left out, between them")
     if others:
         raise ValueError(f"the attention of {len(others)} of {len(attentions)} blocks computes "
                          "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
-                         "(relative or other rotary positions, norms of Q and K, masks, gates, "
-                         "post-norm or parallel blocks, another scale)")
+                         "(relative or other rotary positions, or rotary ones in half precision, "
+                         "norms of Q and K, masks, gates, post-norm or parallel blocks, another "
+                         "scale, images= with room for no whole shifted window)")
 
 
 def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: Grid

@@ -2,8 +2,9 @@
 
 A copy of the model, on the CPU and in float32 (or float64), is probed first (`probe.py`). Then the
 init is applied to it, and the tensors that it changed are copied back when all is well. So after an
-error no tensor has changed, and the model may be on any device and in half precision. The inits are
-those of this package: a ViT of timm and ours get the same bits from the same generator.
+error no tensor has changed, and the model may be on any device and, but for rotary attention in
+bfloat16, in half precision. The inits are those of this package: a ViT of timm and ours get the
+same bits from the same generator.
 """
 
 import copy
@@ -27,6 +28,7 @@ from .views import Attentions, Layout, SwinLayout
 Describing = Callable[[nn.Module], Attentions]
 
 
+@torch.autocast("cpu", enabled=False)
 def init_(model: nn.Module, name: str, *, generator: Generator, base: str | None = None,
           images: Tensor | None = None, layout: Describing = layout_of, **options: Any) -> Report:
     """Initialise a ViT or a Swin of any library in place by the init `name`.
@@ -73,6 +75,7 @@ def deep_impulse_(model: nn.Module, *, generator: Generator, **options: Any) -> 
     return init_(model, "deep_impulse", generator=generator, **options)
 
 
+@torch.autocast("cpu", enabled=False)
 def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describing = layout_of
              ) -> Description:
     """What is recognised of a model, or why nothing, and which inits fit. Changes nothing.
@@ -206,8 +209,10 @@ def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: G
 @torch.no_grad()
 def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the tensors in which `work` differs to the model: their names, and notes about them."""
-    changed = [(name, old, new) for (name, old), (_, new) in zip(tensors(model), tensors(work))
-               if not torch.allclose(old.to(new), new, rtol=0.0, atol=0.0, equal_nan=True)]
+    computed = dict(tensors(work))                   # and buffers that a forward pass has made
+    changed = [(name, old, new) for name, old in tensors(model)
+               if (new := computed.get(name)) is not None
+               and not torch.allclose(old.to(new), new, rtol=0.0, atol=0.0, equal_nan=True)]
     for name, old, new in changed:
         if not new.to(old.dtype).isfinite().all():
             raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "

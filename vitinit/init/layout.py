@@ -121,12 +121,22 @@ def block_paths(model: nn.Module) -> dict[str, str]:
         children = {f"{owner}.{name}".lstrip("."): child
                     for name, child in modules[owner].named_children()}
         kinds = {type(children[path]) for path in blocks.values() if path in children}
+        below = False                                # whether a block came before
         for path, child in children.items():
-            alike = isinstance(modules[owner], nn.ModuleList) or type(child) in kinds
+            below |= held[path] > 0
+            alike = (isinstance(modules[owner], nn.ModuleList) or type(child) in kinds
+                     or below and _is_branch(child))
             if alike and not held[path] and any(True for _ in child.parameters()):
                 raise ValueError(f"{path}, a {type(child).__name__}, has no attention of a layout "
                                  "known here, as others of its list have")
     return blocks
+
+
+def _is_branch(module: nn.Module) -> bool:
+    """Whether a module may be a block: it holds a LayerNorm, and a layer of as many outputs."""
+    widths = {norm.normalized_shape for norm in module.modules() if isinstance(norm, nn.LayerNorm)}
+    return any(isinstance(layer, nn.Linear) and (layer.out_features,) in widths
+               for layer in module.modules())
 
 
 def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:

@@ -133,7 +133,7 @@ def changes(layout: Attentions, image: Tensor, masks: Tensor, rng: Generator) ->
     """How much each token of the first block changes, (m, T), with the pixels of (m, 1, H, W)."""
     other, change = torch.randn(image.shape, generator=rng).to(image), list[Tensor]()
     for part in masks.split(AT_ONCE):
-        images = torch.cat([image[None], torch.where(part, other, image)])
+        images = torch.cat([image[None], torch.where(part, image + other, image)])
         x = by_image(entering(layout, images)[layout.blocks[0].norm], len(images))
         change.append((x[1:] - x[:1]).norm(dim=-1))
     return torch.cat(change)

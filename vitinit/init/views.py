@@ -42,7 +42,8 @@ class Rotation:
         plane = torch.polar(torch.ones(()).double(), (cells[:, :, None, None] * omega).sum(-1))
         if (waves - waves[0, 0] * plane).abs().max() > 1e-3:
             raise ValueError("the rotary frequencies are not one for the rows and one for the "
-                             "columns of each pair of channels")
+                             "columns of each pair of channels, or were rounded: initialise in "
+                             "float32 and convert then")
         return omega
 
 

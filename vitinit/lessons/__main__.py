@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from ..command_line import Output, Parser, deliver, integer, run_program
+from ..files import read_bytes
 from ..messages import OneLineError
 from . import IMAGES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
@@ -68,8 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise OneLineError(f"there is no lesson {options.lesson}; expected 1 to {max(paths)}")
         page = read_page(paths[options.lesson])
         if options.notebook:
-            deliver(json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n",
-                    options.notebook)
+            text = json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n"
+            if read_bytes(options.notebook, default=text.encode()) != text.encode():
+                raise OneLineError(f"{options.notebook}: is there already, perhaps with answers; "
+                                   "move it away, or choose another name")
+            deliver(text, options.notebook)
         elif options.update:
             page = updated_page(page, page.path.parent / IMAGES)
             deliver(page.text(), page.path)

@@ -67,7 +67,7 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
              ("run.seed", "--seed", seed))
     named = ((Override(key, plain(value), f"{key}={value!r}") for key, value in sets.items())
              if isinstance(sets, Mapping) else map(parse_override, sets))
-    return [*(Override(key, value, f"{flag} {value}") for key, flag, value in flags
+    return [*(Override(key, plain(value), f"{flag} {value}") for key, flag, value in flags
               if value is not None), *named]
 
 

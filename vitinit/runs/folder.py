@@ -156,9 +156,10 @@ class RunFolder:
 
     def require_unused(self, *, starts_again: bool = False) -> None:
         """Raise CheckpointError if the folder already has files that a run writes; starts_again:
-        other than recipe.toml and run.json, which are written before the first checkpoint.
+        other than what is written from recipe.toml on to the first checkpoint.
         """
-        before = () if starts_again else (self.recipe, self.info)
+        before = () if starts_again and self.recipe.exists() else (
+            self.recipe, self.info, self.images, self.start)
         if names := self.results() + [path.name for path in before if path.exists()]:
             raise CheckpointError(
                 f"{self.path}: already holds a run ({', '.join(names)}); --resume auto goes on "

@@ -33,8 +33,8 @@ TRAPS = ROTARY | {"rpn": "norms after attention and MLP in place of before them"
 RESAMPLE: dict[object, str] = {way.value: way.name.lower() for way in Resampling}
 # Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
 FUNCTION = tuple(f"model.options.{key}" for key in (
-    "num_heads", "norm_eps", "activation", "alpha", "logit_scale", "rope_frequencies", "rope_base",
-    "rope_coordinates"))
+    "num_heads", "norm_eps", "activation", "alpha", "reads", "input_pos_embed", "logit_scale",
+    "rope_frequencies", "rope_base", "rope_coordinates"))
 PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
 UNSEEN = (*FUNCTION, *(f"model.options.{key}" for key in ("pool", "pos_embed", "window_size")),
           "data.image_size", *PREPARATION)

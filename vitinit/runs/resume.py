@@ -34,6 +34,7 @@ NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes 
 # among the data's facts says.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 OPEN = {"data.num_classes": 0, "engine.amp": "auto"}     # of a run that goes on: as it has them
+TAKEN = dict[tuple[int, Path], "RunLock"]()      # by process, whose record locks stop others alone
 AMPS = [*AMP_DTYPES]                    # in numbers, all processes take the largest, the main one's
 
 
@@ -94,6 +95,10 @@ class RunLock(ExitStack):
         if self.taken is not None:
             return
         require_no_links(folder)
+        if TAKEN.setdefault(here := (os.getpid(), folder.resolve()), self) is not self:
+            raise CheckpointError(f"{folder}: another run of this process is writing here; wait "
+                                  "until it ends, or choose another out_dir")
+        self.callback(TAKEN.pop, here, None)
         with in_one_line(folder):
             handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
         self.callback(os.close, handle)
@@ -124,14 +129,17 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
             recipe = load_recipe(request.recipe, request.changes)
             folder = RunFolder(request.out_dir or Path("runs") /
                                f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
-        else:
+        elif os.fspath(request.resume):
             folder = RunFolder(Path(request.resume))
+        else:
+            raise RecipeError("--resume is empty; expected the folder of a run, or auto")
         # The main process's view of the disk decides for all processes.
         if processes.is_main and not dry_run:
             if request.resume is None:
                 folder.require_unused()
             else:
-                if folder.path.is_dir():
+                if folder.results() or folder.holds_checkpoint() or (
+                        request.resume == "auto" and folder.path.is_dir()):
                     lock.take(folder.path)
                 task = task_in(folder, recipe)
         if processes.is_main and task == NEW and recipe is not None and recipe.engine.amp == "auto":
@@ -242,7 +250,8 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     saved: the checkpoint to resume from. classes: of the images now. now: the next start's `data`.
     """
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
-    began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}
+    named = saved.get("classes") or classes
+    began |= {f"class {number}": name for number, name in enumerate(named)}
     began |= {SIZES: folder.data_of(-1).get(SIZES, now.get(SIZES))}      # mended images have others
     now = {f"class {number}": name for number, name in enumerate(classes)} | {
         key: value for key, value in now.items() if key != "root"}

@@ -193,6 +193,8 @@ def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) ->
     rows, words = _classifier_rows(saved, tensors, classes or [*map(str, range(model.num_classes))])
     transfer = start_from(model, tensors, path, grid, rows)
     notes = [f"start   {recipe.init.checkpoint}: {transfer}", f"head    {words}"]
+    if recipe.task.name == "reconstruct":
+        notes[1] = "decoder as drawn: none is read from a checkpoint"
     if not saved.brings_recipe:                      # all is assumed from the run's
         notes.append(f"note    {saved._replace(description=None).assumptions(kind)}")
     return notes + differences
@@ -210,7 +212,7 @@ def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Seque
     elif choice == "drop":
         why = "init.checkpoint_head is drop"
     elif choice == "match" and are_names(known) and are_names(classes):
-        rows = list(map({name: row for row, name in enumerate(known)}.get, classes))
+        rows = [known.index(name) if known.count(name) == 1 else None for name in classes]
         lost = rows.count(None)
         return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
     elif count != wanted:

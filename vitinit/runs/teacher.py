@@ -124,7 +124,7 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     """
     notes, data = {"vitinit.json": ""}, recipe.data
     try:
-        if not is_zipfile(path):                     # with which torch would print a traceback, too
+        if not path.is_file() or not is_zipfile(path):       # torch would print a traceback, too
             raise ValueError("there is no such archive")
         exported = torch.export.load(path, extra_files=notes)
         described = convert(parse_json(notes["vitinit.json"].encode() or b"{}"),

@@ -53,6 +53,8 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
     mmap: leave the tensors on disk until they are used. verify: check the file's checksums first,
     which reads the whole file: torch.save stores them, and torch.load does not check them.
     """
+    if path.exists() and not path.is_file():         # a pipe may wait for ever
+        raise CheckpointError(f"{path}: is a folder, a pipe or a device; expected a file")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

@@ -107,7 +107,8 @@ class TrainState:
         saved = optimizer.get("state") if isinstance(optimizer, Mapping) else None
         scaling = self.scaler.state_dict()           # {} without fp16
         require_like(state.get("model"), self.model.state_dict(), "model", path)
-        require_like(saved, moments if saved != {} else {}, "optimizer", path)   # {}: before a step
+        begun = saved != {} or progress.step > progress.skipped_steps
+        require_like(saved, moments if begun else {}, "optimizer", path)
         if self.ema is not None:
             require_like(state.get("ema"), self.ema.state_dict(), "ema", path)
             self.ema.load_state_dict(state["ema"])
