@@ -308,6 +308,15 @@ def test_a_folder_of_classes_is_evaluated_whole(eval_program, one_epoch_run, ima
         capsys.readouterr().err)
 
 
+def test_dark_16_bit_images_are_told_of(eval_program, one_epoch_run, tmp_path, capsys):
+    for name in ("blue", "green", "red"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(np.full((10, 14), 4095, np.uint16)).save(tmp_path / name / "a.png")
+    assert eval_program.main([str(one_epoch_run), "--data", f"image_folder={tmp_path}"]) == 0
+    assert "\n3 images of 16 bits were looked at, and their highest value is" in (
+        capsys.readouterr().out)
+
+
 def test_what_is_measured_is_printed_though_the_next_set_fails(eval_program, one_epoch_run,
                                                                 image_tree, tmp_path, capsys):
     (tmp_path / "bad" / "red").mkdir(parents=True)
@@ -330,7 +339,7 @@ WRONG = [                   # arguments after a run's folder, part of the error 
     (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
     (["--data", "cifar10"], "cifar10: expected NAME=DIR"),
-    (["--data", "shapes"], "shapes: class 'disc' is none of the model's 3 classes (blue, green, … "
+    (["--data", "shapes"], "shapes: class 'disc' is none of the model's 3 classes (blue, green, "
      "red); the model is"),
     (["--data", "shapes", "--data-dir", "x"], "--data-dir x: the folder of the recipe's own data"),
     (["--image-size", "8,0"], "the image size is [8, 0], expected an integer or a list of 2"),

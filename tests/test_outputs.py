@@ -112,6 +112,9 @@ def test_an_output_replaces_no_input_no_other_kind_of_file_and_no_file_of_a_run(
     if not suffix:                                   # a folder, new or with such files in it
         files = ["folder", *(file for file in files if Path(file).is_file())]
     files += [input] * (input is not None)
+    if option == "predict --sheet":
+        (place / "photos" / "b.PNG").write_bytes(BEGINS[".png"])
+        files += ["photos/b.PNG"]
     before = {path: path.is_file() and path.read_bytes() for path in place.rglob("*")}
     monkeypatch.setattr(torch.nn.Module, "__call__", None)       # nothing is computed before
     for file in files:

@@ -66,6 +66,15 @@ def test_dark_images_of_16_bits_are_cautioned_of_once(tmp_path, capsys):
     assert line.startswith("vitinit.predict: warning 3 images of 16 bits were looked at, and their")
 
 
+def test_a_photograph_that_a_link_leads_to_is_not_replaced(folder, tmp_path, capsys):
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "more").symlink_to(folder / "red")
+    out = folder / "red" / "03.png"
+    before = out.read_bytes()
+    assert predicted(RUN, tmp_path / "linked", "--sheet", out) == 2 and out.read_bytes() == before
+    assert "more/03.png, so that file stays as it is" in capsys.readouterr().err
+
+
 def test_photographs_are_upright_whatever_the_runs_recipe_says(tmp_path, capsys):
     trained = vitinit.load(RUN)
     assert not trained.recipe.data.apply_exif_orientation

@@ -258,11 +258,14 @@ def test_a_program_has_its_share_its_session_and_its_log(programs, tmp_path, cap
     log = tmp_path / "logs" / "a.log"
     log.parent.mkdir()
     log.with_name("b.log").write_text("vitinit.train: what was wrong last time\n")
+    (mine := tmp_path / "mine.txt").write_text("mine")
+    log.symlink_to(mine)                             # in a folder from elsewhere
     assert programs({"a": code, "b": "sys.exit(3)",
                      "c": "print('epoch 3/3')"}, {"SHARE": "1"}, {"SHARE": "2"}) == (
         {"a": "vitinit.train: why", "b": f"ended with status 3, see {log.with_name('b.log')}"}, 0)
     assert log.read_text(encoding="utf-8") == (
         "True 1 600 ×\nepoch 2/3  train loss 9.900\nvitinit.train: why\ntorchrun: so\n")
+    assert mine.read_text() == "mine"
     printed = capfd.readouterr()
     assert "\nc  epoch 3/3\n" in printed.out and "True" not in printed.out and printed.err == ""
     assert "\na  epoch 2/3  train loss 9.900\n" in printed.out

@@ -148,6 +148,10 @@ def test_a_long_line_is_drawn_as_means_of_neighbours_and_none_is_refused(
     assert math.isnan(first) and second == 3.0 and math.isnan(third)
     complains("b: no steps on record to draw; steps.jsonl has a line from the tenth on", "curves",
               "--steps", written_run("b", [1.0]))
+    steps = with_steps(written_run("c", [1.0]), [1.0, 2.0]) / "steps.jsonl"
+    steps.write_text(steps.read_text().replace('"loss": 2.0, ', "").replace(
+        '"lr": ', '"lr": -1e308, "x": '))
+    complains("cannot be drawn: ", "curves", "--steps", steps.parent)
 
 
 def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path, monkeypatch, panels):
@@ -193,6 +197,11 @@ def test_the_sheet_of_a_data_set_shows_each_class_with_its_number_of_images(
         assert len({tile.tobytes() for tile in tiles}) == 8
         assert (tiles[0] == 200).all() == (number == 0)
     assert f"{train}/blue/copy.png\n{train}/red/02.png\n" in capsys.readouterr().out
+    listed, other = train / "red" / "02.png", train / "red" / "03.png"
+    (tmp_path / "images.csv").write_text(f"path,label\n{listed},a\n{other},b\n")
+    before = listed.read_bytes()
+    assert figures.main(["data", "--data-dir", str(tmp_path), "--out", str(listed)]) == 2
+    assert listed.read_bytes() == before
     monkeypatch.setattr(data, "MOST_CLASSES", 2)
     run("data", "--data-dir", image_tree, "--out", tmp_path / "few.png")
     assert [text.get_text() for text in panels[-1].texts] == [" 18", " 14"]

@@ -1,6 +1,7 @@
 """The report: what compare, curves and predictions say of the same runs stands on the page."""
 
 import json
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -136,6 +137,8 @@ def test_what_is_not_at_hand_is_left_out_with_a_line(report, contents, four_runs
     assert meta["runs"][0]["facts"][:2] == [["epochs, not finished", "1 of 3"],
                                             ["top-1, so far", "9.00 %"]]
     assert ["training", "2 h 05 min"] in meta["runs"][0]["facts"]
+    odd = contents(report(written_run("odd", [9.0, 9.0], seconds=math.nan), "--images", 0))[0]
+    assert ["training", "0 min 00 s"] in odd["runs"][0]["facts"]
     assert meta["comparison"] is None and not meta["runs"][0]["finished"]
     assert "recipe mine.toml: no such file" in meta["runs"][0]["changes"]
     assert meta["runs"][0]["note"] == "left out, as --images 0 asks"

@@ -1,5 +1,6 @@
 """impulse_ and its sisters on other libraries' models: exact, told in a receipt, or refused."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import Mock
@@ -234,6 +235,30 @@ def test_half_frozen_and_tied_weights_are_told_of_and_wrapped_models_are_unwrapp
         "rounded from what was computed, of which the mass is: pos_embed, "
         + ", ".join(f"blocks.*.attn.{name}" for name in (
             "qkv.weight", "qkv.bias", "proj.weight", "proj.bias"))]
+
+
+def test_what_surrounds_the_call_and_buffers_that_forward_passes_make_change_nothing():
+    for init in (impulse_, deep_impulse_):
+        plain = OtherViT("timm")
+        cast, wide = (copy.deepcopy(plain) for _ in range(2))
+        init(plain, generator=seeded())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert describe(cast).fits
+            init(cast, generator=seeded())
+        torch.set_default_dtype(torch.float64)
+        try:
+            init(wide, generator=seeded())
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(map(torch.equal, bits(plain), bits(cast)))
+        assert all(torch.allclose(mine, other, atol=1e-4)
+                   for mine, other in zip(bits(plain), bits(wide)))
+    model = OtherViT("timm")
+    model.blocks[0].register_forward_pre_hook(
+        lambda block, _: block.register_buffer("made", torch.full((2,), 7.0)))
+    model.norm.register_buffer("mine", torch.tensor([2.0, 3.0]))
+    impulse_(model, generator=seeded())
+    assert model.norm.mine.tolist() == [2.0, 3.0]
 
 
 def test_after_an_error_while_writing_nothing_has_changed(monkeypatch):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from other_models import DIM, GRID, HEADS, OtherAttention, OtherViT, assert_masses, put, turning
+from other_models import (CLASSES, DIM, GRID, HEADS, OtherAttention, OtherViT, assert_masses, put,
+                          turning)
 from small_models import seeded, state_of
 from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
@@ -79,6 +80,47 @@ def test_an_attention_of_several_blocks_and_one_that_is_not_called():
     assert "the attention of 1 of 3 blocks computes" in describe(mixed).reason
     assert "OtherAttention, is called 2 times in a forward pass" in describe(shared).reason
     assert "is called 0 times in a forward pass, expected once" in describe(idle).reason
+
+
+def test_a_norm_that_is_called_twice_and_blocks_of_fewer_tokens_are_refused():
+    """Masses would be measured on other tokens than those that attention reads."""
+    within, between, merged = OtherViT("timm"), OtherViT("timm"), OtherViT("timm")
+    within.blocks[1].norm2 = within.blocks[1].norm1
+    between.blocks[1].norm1 = between.blocks[0].norm1
+    for model in (within, between):
+        assert "the norm before it, LayerNorm, is called 2 times" in describe(model).reason
+    merged.blocks[2].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, 2:],))
+    for images in (None, IMAGES):
+        assert "a block has 34 tokens, and the first one 36: tokens are merged, or left out" in (
+            describe(merged, images=images).reason)
+
+
+def test_images_that_are_the_probes_own_noise_are_as_good_as_any():
+    assert describe(OtherViT("timm"), images=torch.randn(2, 3, 20, 28, generator=seeded(0))).fits
+
+
+class Gated(nn.Module):
+    """A block of another kind."""
+
+    def __init__(self, width: int = DIM) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(DIM), nn.Linear(DIM, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.norm(x)).tanh()
+
+
+def test_a_stack_of_which_some_blocks_are_unknown_is_refused_and_a_classifier_below_it_is_not():
+    for holder in (nn.ModuleList, nn.Sequential):
+        model = OtherViT("timm")
+        model.blocks = holder([*model.blocks, Gated()]) if holder is nn.ModuleList else holder(
+            *model.blocks, Gated())
+        assert describe(model).reason == ("blocks.3, a Gated, has no attention of a layout known "
+                                          "here, as others of its list have")
+    model = OtherViT("timm")
+    model.blocks = nn.Sequential(*model.blocks, Gated(CLASSES))
+    model.norm = model.head = nn.Identity()
+    assert describe(model).fits
 
 
 class Doubled(ShiftedWindowAttention):

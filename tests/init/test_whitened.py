@@ -38,6 +38,14 @@ def test_patches_are_white_above_the_floor_and_as_large_as_before(family, images
 
 
 def test_a_first_convolution_that_does_not_cut_patches_is_refused():
-    for stem in (nn.Conv2d(3, 5, 3, stride=2), nn.Linear(3, 5)):
+    for stem in (nn.Conv2d(3, 5, 3, stride=2), nn.Linear(3, 5), nn.Conv2d(3, 6, 2, 2, groups=3)):
         with pytest.raises(ValueError, match="the patch embedding is not one convolution"):
             whiten_patches(stem, None, seeded())
+
+
+@torch.no_grad()
+def test_a_layer_that_mixes_colours_before_the_patches_stays():
+    adapter, patches = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 5, 2, 2)
+    before = adapter.weight.clone(), patches.weight.clone()
+    whiten_patches(nn.Sequential(adapter, patches), None, seeded())
+    assert torch.equal(adapter.weight, before[0]) and not torch.equal(patches.weight, before[1])

@@ -129,6 +129,16 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_folder_with_a_file_of_ones_own_that_a_run_would_write_is_not_used(tmp_path):
+    folder = RunFolder(tmp_path)
+    for name in ("images.txt", "start.txt", "recipe.toml", "run.json"):
+        (tmp_path / name).write_text("mine")
+        for starts_again in (False, True)[:1 + (name not in ("recipe.toml", "run.json"))]:
+            assert f"already holds a run ({name})" in refused(
+                CheckpointError, folder.require_unused, starts_again=starts_again)
+        (tmp_path / name).unlink()
+
+
 def test_what_cannot_be_resumed_is_one_line(tmp_path):
     folder, whole, wrong = RunFolder(tmp_path), training_state(3), "its progress contradicts itself"
     for state, words in (
@@ -252,7 +262,8 @@ def test_a_lock_is_given_back_and_if_deleted_taken_again_or_refused_and_a_disk_w
             assert not is_free(tmp_path)
         (tmp_path / "link").symlink_to(tmp_path)
         for folder in (tmp_path, tmp_path / "link"):         # of another thread
-            assert "run of this process is writing" in refused(CheckpointError, RunLock().take, folder)
+            assert "another run of this process" in refused(
+                CheckpointError, RunLock().take, folder)
         assert not is_free(tmp_path)
     assert is_free(tmp_path)
     with RunLock() as lock:

@@ -16,10 +16,11 @@ from vitinit import export
 from vitinit.models.convert import TRANSFORMERS_SWIN, foreign_names, native_names
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import as_input
-from vitinit.runs.foreign import read_description, require_known
+from vitinit.runs.foreign import differences, read_description, require_known
 from vitinit.runs.model import build
 from vitinit.runs.saved import fine_tune
 from vitinit.train.checkpoint import CheckpointError
+from vitinit.values import plain
 
 RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes
 HIDDEN, PATCH, SIDE = 29, 5, 15
@@ -357,3 +358,13 @@ def test_dinov3s_config_states_its_positions_layer_scale_and_gate(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"use_gated_mlp": False}))
     with pytest.raises(CheckpointError, match="with the activation silu"):
         read_description(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("key, value", [("reads", "position"), ("input_pos_embed", "other")])
+def test_what_attention_reads_is_compared_as_no_tensor_shows_it(key, value):
+    recipe = load_recipe("cifar10_simple_vit")
+    stated = plain(recipe.as_dict())
+    assert differences(stated, recipe, Path("a.pt")) == []
+    stated["model"]["options"][key] = value
+    with pytest.raises(CheckpointError, match=f"{key} is {value}, in the recipe .* no tensor"):
+        differences(stated, recipe, Path("a.pt"))

@@ -341,6 +341,19 @@ def test_a_run_writes_through_no_link(train_program, stopped, refused, tmp_path)
     assert train_program.main(["--resume", str(folder)]) == 0 and target.read_text() == "mine"
 
 
+def test_a_checkpoint_that_contradicts_itself_is_refused_and_one_without_classes_goes_on(
+        train_program, stopped, refused):
+    folder, _ = stopped()
+    whole = torch.load(folder / "last.pt", weights_only=True)
+    for change, words in (
+            ({"progress": whole["progress"] | {"step": 10**6}}, "its progress contradicts itself"),
+            ({"optimizer": {"state": {}}}, "is not of this run: optimizer is of another run")):
+        torch.save(whole | change, folder / "last.pt")
+        refused(folder, ["--resume", str(folder)], words)
+    torch.save(whole | {"classes": None}, folder / "last.pt")
+    assert train_program.main(["--resume", str(folder)]) == 0
+
+
 def test_rows_that_were_lost_are_said_also_of_a_finished_run(train_program, straight, tmp_path,
                                                              capsys):
     folder = shutil.copytree(straight(**ONE_EPOCH), tmp_path / "run")

@@ -100,7 +100,8 @@ ANIMALS = ("cat", "dog", "eel")
      None),
     ("match", "photos", ("cat", "dog", "cat"), ("dog", "cat"), "1 of 2 rows by class name, 1 as d",
      [1, None]),
-    ("match", "photos", ("0", "1", "10"), ("0", "10", "2"), "as drawn: not all classes have na", None),
+    ("match", "photos", ("0", "1", "10"), ("0", "10", "2"), "as drawn: not all classes have",
+     None),
     ("match", "photos", None, ANIMALS, "as drawn: not all classes have names; if they are the same,"
      " init.checkpoint_head=keep takes its 3 rows", None),
     ("match", "imagenet", None, ANIMALS, "all 3 rows, taken for the same classes", [0, 1, 2]),

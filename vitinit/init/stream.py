@@ -91,4 +91,5 @@ def noise_images(layout: Attentions, count: int, generator: Generator) -> Tensor
     if (shape := image_shape_of(layout)) is None:
         raise ValueError("the size of its images is not seen in the model; give images=, or "
                          "describe it by a Layout with image_shape")
-    return torch.randn(count, *shape, generator=generator).to(layout.blocks[0].q)
+    noise = torch.randn(count, *shape, generator=generator, dtype=torch.float32)
+    return noise.to(layout.blocks[0].q)
