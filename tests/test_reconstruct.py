@@ -116,3 +116,8 @@ def test_what_a_task_cannot_be_with_is_refused():
             ({"checkpoint.best_by": "val_top1"}, "expected val_loss"),
             ({"task.options.ratio": 0.5}, "has no key 'ratio'")):
         assert message in refused(RecipeError, load_recipe, "own_images", overrides(sets=changes))
+    encoder = vitinit.build_model("vit_tiny", num_classes=0, image_size=8, patch_size=2,
+                                  embed_dim=12, depth=1)
+    for sizes in (dict(decoder_dim=18, decoder_heads=3), dict(decoder_dim=16, decoder_heads=3)):
+        assert f"decoder_dim is {sizes['decoder_dim']}, expected a multiple of 4, and of decod" in (
+            refused(ValueError, MaskedAutoencoder, encoder, **sizes))

@@ -90,6 +90,9 @@ class MaskedAutoencoder(nn.Module):
                  decoder_dim: int = 512, decoder_depth: int = 8, decoder_heads: int = 16,
                  normalise_targets: bool = True) -> None:
         super().__init__()
+        if decoder_dim % 4 or decoder_dim % decoder_heads:   # by sine and cosine of two axes
+            raise ValueError(f"decoder_dim is {decoder_dim}, expected a multiple of 4, and of "
+                             f"decoder_heads = {decoder_heads}")
         self.encoder, self.grid, self.prefix = encoder, encoder.grid, encoder.num_prefix_tokens
         self.drop_path_rates, self.normalise_targets = encoder.drop_path_rates, normalise_targets
         self.patches = self.grid[0] * self.grid[1]
