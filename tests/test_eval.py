@@ -313,7 +313,7 @@ def test_dark_16_bit_images_are_told_of(eval_program, one_epoch_run, tmp_path, c
         (tmp_path / name).mkdir()
         Image.fromarray(np.full((10, 14), 4095, np.uint16)).save(tmp_path / name / "a.png")
     assert eval_program.main([str(one_epoch_run), "--data", f"image_folder={tmp_path}"]) == 0
-    assert "\n3 images of 16 bits were looked at, and their highest value is" in (
+    assert "\nwarning 3 images of 16 bits were looked at, and their highest value is" in (
         capsys.readouterr().out)
 
 

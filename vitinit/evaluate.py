@@ -90,7 +90,7 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
     with processes.together():
         source = eval_set.open()
     dark = dark_in_16_bits(source.paths[:64]) if isinstance(source, ImageFiles) else ""
-    for line in filter(None, [source.left_out, dark]):
+    for line in filter(None, [source.left_out, dark and f"warning {dark}"]):
         processes.say(line)
     return source
 

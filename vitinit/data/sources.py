@@ -139,8 +139,8 @@ def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> l
     has more than once.
     """
     indices, counts = {name: i for i, name in enumerate(model_classes)}, Counter(model_classes)
-    if wrong := next((name for name in set_classes if counts[name] != 1), None):
-        raise DataError(f"class '{wrong}' is {counts[wrong] or 'none'} of the model's "
+    if wrong := [name for name in set_classes if counts[name] != 1]:
+        raise DataError(f"class '{wrong[0]}' is {counts[wrong[0]] or 'none'} of the model's "
                         f"{len(model_classes):,} classes ({in_brief(', '.join(model_classes))})")
     return [indices[name] for name in set_classes]
 
