@@ -89,7 +89,7 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
             download(name, eval_set.root)
     with processes.together():
         source = eval_set.open()
-    dark = dark_in_16_bits(source.paths[:64]) if isinstance(source, ImageFiles) else ""
+    dark = dark_in_16_bits(source.some_paths()) if isinstance(source, ImageFiles) else ""
     for line in filter(None, [source.left_out, dark and f"warning {dark}"]):
         processes.say(line)
     return source

@@ -66,8 +66,8 @@ def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str 
         raise CheckpointError(f"{folder}: is such a replay already, perhaps by other code; "
                               "expected another --out")
     with tempfile.TemporaryDirectory() as holder:
-        name = re.sub(r"[^\w.-]", "_", record.recipe)        # which anybody may have written
-        recipe = Path(holder) / f"{name}.toml"
+        # The name is from run.json, which anybody may have written.
+        recipe = Path(holder, re.sub(r"[^\w.-]", "_", f"{record.recipe}.toml"))
         recipe.write_bytes(record.files["recipe.toml"])
         again = Replay(record, recipe, epochs, folder, data_dir, sets).train()
     seeds = {run.seed: run for run in runs if experiment(run) == experiment(record)

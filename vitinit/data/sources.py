@@ -77,6 +77,10 @@ class ImageFiles(Source):
         encoded = self.stored.numpy()
         return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
 
+    def some_paths(self, count: int = 64) -> list[str]:
+        """At most `count` of the paths, spread evenly, so that they are of all classes."""
+        return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
+
     def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:
         path = os.fsdecode(self.stored[index].numpy().tobytes().rstrip(b"\0"))
         return decode_image(path, *view, apply_exif_orientation=self.apply_exif_orientation)
@@ -134,14 +138,21 @@ def are_names(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
     return classes is not None and not all(map(str.isdecimal, classes))
 
 
+def rows_by_name(classes: Sequence[str]) -> dict[str, int]:
+    """The index of each class whose name no other one has; ImageNet has two that are cranes."""
+    counts = Counter(classes)
+    return {name: index for index, name in enumerate(classes) if counts[name] == 1}
+
+
 def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
     """For each class of a data set its index among a model's; DataError names one that it lacks, or
     has more than once.
     """
-    indices, counts = {name: i for i, name in enumerate(model_classes)}, Counter(model_classes)
-    if wrong := [name for name in set_classes if counts[name] != 1]:
-        raise DataError(f"class '{wrong[0]}' is {counts[wrong[0]] or 'none'} of the model's "
-                        f"{len(model_classes):,} classes ({in_brief(', '.join(model_classes))})")
+    indices = rows_by_name(model_classes)
+    if wrong := [name for name in set_classes if name not in indices]:
+        raise DataError(f"class '{wrong[0]}' is {model_classes.count(wrong[0]) or 'none'} of the "
+                        f"model's {len(model_classes):,} classes "
+                        f"({in_brief(', '.join(model_classes))})")
     return [indices[name] for name in set_classes]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from ..command_line import building
-from ..data.sources import are_names
+from ..data.sources import are_names, rows_by_name
 from ..messages import nearest
 from ..models.convert import native_tensors
 from ..models.layers import Classifier
@@ -212,7 +212,7 @@ def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Seque
     elif choice == "drop":
         why = "init.checkpoint_head is drop"
     elif choice == "match" and are_names(known) and are_names(classes):
-        rows = [known.index(name) if known.count(name) == 1 else None for name in classes]
+        rows = list(map(rows_by_name(known).get, classes))
         lost = rows.count(None)
         return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
     elif count != wanted:

@@ -5,7 +5,6 @@ import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -124,9 +123,8 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
                      if all(side % size == 0 for side in sides)), default=1)
         lines.append(f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
                      f"model.options.patch_size={patch} makes more")
-    if isinstance(images := data.train_set, ImageFiles):     # of all classes
-        part = images.part(np.arange(0, len(images), len(images) // 64 + 1))
-        lines += filter(None, [dark_in_16_bits(part.paths)])
+    if isinstance(data.train_set, ImageFiles):
+        lines += filter(None, [dark_in_16_bits(data.train_set.some_paths())])
     return lines + faster_amp(recipe.engine.amp, device)
 
 
