@@ -48,8 +48,8 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: Order, generator:
                  *, first: int = 0) -> list[Offset]:
     """The offset of each head of one block, or of each filter.
 
-    cells: the offsets to assign. offsets: "ordered": in turn; "random": one draw each.
-    first: of those in turn, at which the first head begins.
+    cells: the offsets to assign. offsets: "ordered": head i takes number first + i of the cells,
+    modulo their number; "random": one draw per head.
     """
     if offsets == "random":
         return [cells[i] for i in torch.randint(len(cells), (num_heads,), generator=generator)]
@@ -116,7 +116,7 @@ def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
 
 
 def smallest_logit(reached: Callable[[float], bool]) -> float | None:
-    """The smallest ℓ above 0 that has `reached` a mass, as all above it; None if not 1,000."""
+    """The ℓ > 0 from which on `reached(ℓ)` is true, by bisection; None if 1,000 is too small."""
     low, high = 0.0, 1e3                 # a mass that needs a larger logit counts as out of reach
     if not reached(high):
         return None

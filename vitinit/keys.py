@@ -44,7 +44,7 @@ def keyed_generators(seed: int, stream: Stream, keys: Iterable[tuple[int, int, i
     bits = generator.bit_generator
     state: dict[str, Any] = dict(bits.state)         # of a generator that has drawn nothing
     # Python's own numbers, because numpy reads them faster than arrays when it sets the state.
-    words = state["state"] = {name: words.tolist() for name, words in state["state"].items()}
+    words = state["state"] = {name: array.tolist() for name, array in state["state"].items()}
     state["buffer"] = state["buffer"].tolist()
     for epoch, index, repeat in keys:
         words["counter"] = 0, epoch, index, repeat

@@ -7,7 +7,7 @@ All models of this package alternate channel mixing with spatial mixing X ← M 
 | VisionTransformer | softmax(Q Kᵀ / √d)                                   | image and head    |
 | SwinTransformer   | the same within windows, with bias and mask; else 0  | image and head    |
 | MlpMixer          | the Jacobian of the token MLP at its input           | image and channel |
-| SimpleViT         | softmax(σ Q Kᵀ)                                      | image and head    |
+| SimpleViT         | softmax(σ Q Kᵀ), from content, positions or neither  | (image and) head  |
 | ConvMixer         | the matrix of the depthwise kernel, without its bias | channel           |
 
 `mixing_matrices` returns these matrices, without the skip connection. `target_mass` measures which
@@ -84,11 +84,11 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Sequence[int] |
     """
     by_block = mixers(model)
     wanted = block_numbers(range(len(by_block)) if blocks is None else blocks, len(by_block))
-    columns: Heads = slice(None) if heads is None else list(heads)
+    chosen: Heads = slice(None) if heads is None else list(heads)
     matrices: dict[int, Tensor] = {}
 
     def record(block: int, inputs: tuple, _: Tensor) -> None:
-        weights = by_block[block].read(columns, *inputs)
+        weights = by_block[block].read(chosen, *inputs)
         matrices[block] = weights if summarise is None else summarise(weights)
     run(model, images, after={by_block[block].module: partial(record, block) for block in wanted})
     return matrices

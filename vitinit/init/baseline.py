@@ -13,7 +13,7 @@ from . import family_of, init_function
 
 EMBED_STD = 0.02            # std of embeddings in ViT, DeiT and timm, and of DeiT's linear layers
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
-FLOOR = 0.05                # of patches' mean square, in units of its mean over components
+FLOOR = 0.05                # added to each component's mean square, as a share of their mean
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "mask_token",
               "relative_position_bias_table", "query", "key"}
 SAME = {"class_token": "cls_token", "class_embedding": "cls_token",          # in other libraries
@@ -202,10 +202,10 @@ def whitened(model: nn.Module, *, generator: Generator, base: Base = "default",
 def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator) -> None:
     """Write the weight of the model's first convolution, (D, C, p, q), the patch embedding.
 
-    It becomes R (M + floor)^(−1/2), where M is the mean of the products of a patch's components
-    over all patches of `images`, R is a random matrix with orthogonal rows or columns, and the
-    floor keeps what is noise small. The outputs keep the mean square that they have had on the
-    images. Raises ValueError if it does not cut patches: if its kernel is not its stride.
+    It becomes s R (M + f I)^(−1/2). M is the mean of p pᵀ over all patches p of `images`, f keeps
+    small what is noise, R is random with orthogonal rows or columns, and s keeps the mean square of
+    the outputs on the images. Raises ValueError if it cuts no patches: if its kernel is not its
+    stride.
     """
     layer = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)
                   and layer.in_channels != layer.out_channels), None)    # no adapter of colours

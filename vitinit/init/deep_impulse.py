@@ -188,11 +188,11 @@ def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base 
         scale(vit, first, vit.blocks[number].norm, x)
 
     def after(number: int, _: tuple, y: Tensor) -> None:
-        block, before_it = vit.blocks[number], number * len(vit.blocks[number].q)
+        block, heads_before = vit.blocks[number], number * len(vit.blocks[number].q)
         block.v[..., :first] = 0.0
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator, first=first)
-        targets = head_offsets(len(block.q), offsets, "ordered", generator, first=before_it)
+        targets = head_offsets(len(block.q), offsets, "ordered", generator, first=heads_before)
         write_turns(block, torch.tensor(targets).to(waves) @ waves.T, logits[number],
                     patches(vit, vit.batch_first(y)))
         written.add(block.norm)

@@ -19,7 +19,7 @@ from ..mixing import run
 from ..models.rotary import Rotary
 from .views import Attentions, Block, Layout, Rotation, WindowBlock, projected
 
-OTHERWISE = 1e-3        # by which what is computed may differ from what is expected, relatively
+TOLERANCE = 1e-3        # by which what is computed may differ from what is expected, relatively
 PRODUCTS = {F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -42,7 +42,7 @@ def passed(model: nn.Module, images: Tensor, **hooks: Any) -> None:
 def close(value: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are of one shape, and agree but for rounding."""
     return value.shape == expected.shape and bool(
-        (value - expected).abs().max() <= OTHERWISE * (expected.abs().max() + 1e-6))
+        (value - expected).abs().max() <= TOLERANCE * (expected.abs().max() + 1e-6))
 
 
 class _Products(TorchFunctionMode):

@@ -75,7 +75,7 @@ def impulse(model: nn.Module | Layout, *, generator: Generator, base: Base = "de
     # What the first attention would read if the patches had no content, (N, D).
     positions = F.layer_norm(vit.positions, vit.positions.shape[1:], eps=vit.blocks[0].norm.eps)
     directions = int(torch.linalg.matrix_rank(positions))
-    if directions < min(len(positions), positions.shape[1] - 1):
+    if directions < min(len(positions), positions.shape[1] - 1):         # LayerNorm removes one
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = vit.blocks[0].q.shape[1]
     basis = position_basis(positions,

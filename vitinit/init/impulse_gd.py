@@ -42,8 +42,8 @@ def impulse_gd(model: nn.Module | Layout, *, generator: Generator, base: Base = 
         is for a SimpleViT, as in the first's ("pos_embed" alone). Free Q and K have no X̃.
     share_blocks: one solution for all blocks (second paper) or one per block (first paper).
     steps, step_size: of Adam, on the mean squared error of the maps. The papers take 10,000 steps.
-    renorm_every: after every so many steps, each column of Q and of Kᵀ is scaled back to the mean
-        norm that Q's columns had at the start. The papers' code has 1 or 100. This bounds the
+    renorm_every: before steps 0, n, 2n …, n being this, each column of Q and of Kᵀ is scaled to the
+        mean norm that Q's columns had at the start. The papers' code has 1 or 100. This bounds the
         logits, so that further steps gain little; with 0 it is never done. Free Q and K (Model III)
         hardly leave uniform maps either way.
 
@@ -51,11 +51,10 @@ def impulse_gd(model: nn.Module | Layout, *, generator: Generator, base: Base = 
     magnitude; this package's README.md in commit 09cb91f has a table. Raises ValueError for options
     out of range, and for a fixed position embedding in a model with a class token.
     """
-    # Of each block Q and K, (h, C, d), as views; (h, N, d) where they are free.
     if isinstance(model, SimpleViT):
         positions, grid, norm_eps = model.pos_embed, model.grid, None    # (N, C)
         free, scale = model.blocks[0].attn.reads == "free", model.blocks[0].attn.logit_scale
-        pairs = [block.attn.factors for block in model.blocks]
+        pairs = [block.attn.factors for block in model.blocks]   # Q, K, (h, C, d); free (h, N, d)
     else:
         vit = layout_of(model)
         assert isinstance(vit, Layout)
@@ -66,7 +65,7 @@ def impulse_gd(model: nn.Module | Layout, *, generator: Generator, base: Base = 
         model, positions, grid = vit.model, vit.positions, vit.grid
         norm_eps = vit.blocks[0].norm.eps
         free, scale = False, vit.blocks[0].q.shape[1] ** -0.5
-        pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]
+        pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]       # views, (h, D, d)
     cells = offsets_on_grid(kernel_size, grid)           # checks kernel_size, before any draw
     draw_base(model, base, generator)
     solution = None
@@ -97,9 +96,9 @@ def draw_pseudo_input(positions: Tensor, kind: PseudoInput, norm_eps: float | No
 
 def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,
           step_size: float, renorm_every: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Optimise Q and K, each (h, rank, C): softmax(logit_scale · X̃ Qᵀ K X̃ᵀ) ≈ maps, (h, N, N).
+    """Optimise Q and K, each (h, C, rank): softmax(logit_scale · X̃ Q Kᵀ X̃ᵀ) ≈ maps, (h, N, N).
 
-    tokens: X̃, (N, C), or None for the identity: Q and K, (h, rank, N), give the logits directly.
+    tokens: X̃, (N, C), or None for the identity, with C = N. Returns Qᵀ and Kᵀ, each (h, rank, C).
     """
     rows = maps.shape[1] if tokens is None else tokens.shape[1]
     bound = (rank * len(maps)) ** -0.5

@@ -30,8 +30,8 @@ def mean_mass(logit: float, cosines: Tensor, targets: Tensor, spread: tuple[floa
     """The mass of a query on its target, on average over the queries that have one.
 
     cosines: (2H − 1, 2W − 1), Σ a cos(ω · u) by displacement u from the target. targets: the cells
-    that are one. spread: what content, normal noise, adds to the expected exponential of a
-    competitor: per unit of ℓ (1 − cosine), of ℓ, and at once. Approximate: content lowers it less.
+    that are one. spread: what content, normal noise, adds to the log of a competitor's expected
+    exponential: of_query ℓ (1 − cosine) + of_key ℓ + of_both. Approximate: it lowers the mass less.
     """
     of_query, of_key, of_both = spread
     height, width = (len(side) // 2 + 1 for side in (cosines, cosines.T))
@@ -55,18 +55,19 @@ def write_constants(block: Block, offsets: list[Offset], mass: float, grid: Grid
     if norm.weight is None or bare and norm.bias is None:
         raise ValueError("neither Q and K nor the norm before them have biases, to be constant")
     for weight in (block.q, block.k, block.v):
-        weight[..., [0] * bare + [dim - 1] * muted] = 0.0
+        weight[..., [0] * bare + [dim - 1] * muted] = 0.0    # channel 0 if bare, the last if muted
     if bare:
         norm.weight[0], norm.bias[0] = 0.0, 1.0
     variances = torch.stack([(weight * norm.weight).square().sum(2).mean(1)
                              for weight in (block.q, block.k)], 1)       # of their content, (h, 2)
     omegas = block.rotation.frequencies(grid).expand(heads, -1, -1)            # (h, d / 2, 2)
-    cells = torch.cartesian_prod(*(torch.arange(1.0 - side, side) for side in grid)).double()
+    away = torch.cartesian_prod(*(torch.arange(1.0 - side, side) for side in grid)).double()
     constants = block.q.new_zeros(2, heads, head_dim)                    # of Q and of K
     for head, (omega, offset) in enumerate(zip(omegas, offsets)):
         share = omega.square().sum(1) / omega.square().sum()             # (d / 2,), a above
-        cosines = ((cells @ omega.T).cos() @ share).view(2 * grid[0] - 1, 2 * grid[1] - 1)
+        cosines = ((away @ omega.T).cos() @ share).view(2 * grid[0] - 1, 2 * grid[1] - 1)
         targets, (of_q, of_k) = neighbours(offset, grid)[1], variances[head].tolist()
+        # Half a logit's variance, by content of Q, of K and of both: E exp(z) = exp(Var z / 2).
         spread = of_q / math.sqrt(head_dim), of_k / math.sqrt(head_dim) / 2, of_q * of_k / 2
         logit = smallest_logit(lambda logit: mean_mass(logit, cosines, targets, spread) >= mass)
         if logit is None:

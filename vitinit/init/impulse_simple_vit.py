@@ -51,8 +51,8 @@ def impulse_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "
 
     kernel_size, offsets: as for `impulse`.
     target_mass: the least share of attention that the target gets, wherever it is on the grid;
-        √target_mass along each axis. Among the first head_dim // 4 frequencies (the highest of the
-        embedding, the lowest of the free ones) each axis uses the first p that need least logits.
+        √target_mass along each axis. Of the first head_dim // 4 frequencies (the highest of the
+        embedding, the lowest of the free ones) each axis uses the first p, the p of least logits.
 
     A query whose target is off the grid attends to the nearby border if reads is "position"; with
     free Q and K it spreads its attention over that axis.

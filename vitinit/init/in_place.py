@@ -194,7 +194,7 @@ def write(vit: Attentions, name: str, generator: Generator, base: str | None,
 
 def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
-    # These write no biases of V and proj, and all of the rest.
+    # Swin's `impulse` writes its bias table alone, and rotary inits write the biases of Q and K.
     if isinstance(vit, SwinLayout) and name == "impulse" or family_of(vit) == ROTARY:
         return
     for block in vit.blocks:

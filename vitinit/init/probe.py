@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ..filters import Grid
-from .formula import OTHERWISE, Reached, close, passed, require_formula, turned_blocks
+from .formula import TOLERANCE, Reached, close, passed, require_formula, turned_blocks
 from .stream import image_shape_of, noise_images, stream_of
 from .views import Attentions, Layout
 
@@ -119,7 +119,7 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
             share = change[:, -cells:] / change[:, -cells:].sum(0)       # (strips, N)
             place = (torch.arange(side).to(share) @ share).unflatten(0, grid)
             if not (place.diff(dim=axis) > 0).all() or (
-                    change[:, :-cells] > OTHERWISE * change.max()).any():
+                    change[:, :-cells] > TOLERANCE * change.max()).any():
                 break
         else:
             return grid
@@ -130,7 +130,7 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
 
 
 def changes(layout: Attentions, image: Tensor, masks: Tensor, rng: Generator) -> Tensor:
-    """How much each token of the first block changes, (m, T), with the pixels of (m, 1, H, W)."""
+    """How much the first block's tokens change, (m, T), by pixels in (m, 1, H, 1), (m, 1, 1, W)."""
     other, change = torch.randn(image.shape, generator=rng).to(image), list[Tensor]()
     for part in masks.split(AT_ONCE):
         images = torch.cat([image[None], torch.where(part, image + other, image)])

@@ -88,7 +88,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowBlock(Block):
-    """The attention of a Swin's block, within windows: of y whole windows, row by row."""
+    """The attention of a Swin's block. Its y are whole windows, (windows, n, D), row by row."""
 
     window: Grid                # tokens down and across
     bias_table: Tensor          # (relative positions, h)

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .rotary import Rotary
 
 # Kernels for attention with a bias: not cuDNN's, whose gradients have been NaN on Hopper with one
-# over 64 tokens (pytorch issue 196678). Without a bias PyTorch prefers cuDNN's there.
+# among 64 tokens (pytorch issue 196678). Without a bias PyTorch prefers cuDNN's there.
 FOR_BIAS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, tokens: Tensor | None = None
                             ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, C) → three of (B, h, N, d), the first two normalised and turned, if they are.
+        """(B, N, C) → Q, K and V, each (B, h, N, d): Q and K after qk_norm and rotary, if any.
         tokens: (B, N), which of the image's tokens these are; None: all of them, in order.
         """
         q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b n h d",

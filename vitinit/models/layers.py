@@ -103,7 +103,7 @@ def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
 
 def run_blocks(blocks: nn.Sequential | Sequence[nn.Module], x: Tensor, numbers: Sequence[int],
                *arguments: Sequence | Tensor) -> tuple[Tensor, list[Tensor]]:
-    """x after all blocks, and after each of the `numbers`; argument i of each goes to block i."""
+    """x after all blocks, and after each of the `numbers`; block i gets item i of each argument."""
     wanted = block_numbers(numbers, len(blocks))
     after: dict[int, Tensor] = {}
     for number, block in enumerate(blocks):
@@ -256,7 +256,7 @@ def sincos_frequencies(dim: int) -> Tensor:
 
 
 def sincos_position_embedding(grid: Sides, dim: int) -> Tensor:
-    """Fixed 2-D sin-cos position embedding (MoCo v3, arXiv 2104.02057, §4): (grid cells, dim).
+    """Fixed 2-D sin-cos position embedding (MoCo v3, arXiv 2104.02057, §5): (grid cells, dim).
 
     A quarter of the channels each holds sine and cosine of the column, sine and cosine of the row,
     at `sincos_frequencies`. Raises ValueError unless dim is a multiple of 4.

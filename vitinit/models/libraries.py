@@ -63,7 +63,7 @@ def square(name: str) -> Callable[[Options], Options | str]:
 
 
 def whole_windows(options: Options) -> Options | str:
-    """The need of a library that does not cut windows to a smaller grid, as our Swin and timm's."""
+    """The need of a library that, unlike our Swin and timm's, cuts no window to a smaller grid."""
     patch, window = to_pair(options["patch_size"]), to_pair(options["window_size"])
     grid = tuple(side // size for side, size in zip(options["image_size"], patch))
     cuts = any(side < w for grid in stage_grids(grid, len(options["depths"]))

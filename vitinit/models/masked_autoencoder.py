@@ -27,7 +27,7 @@ def take(tokens: Tensor, indices: Tensor) -> Tensor:
 
 
 def mean_and_deviation(patches: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each of the patches (B, N, values), (B, N, 1), as the paper's code normalises them."""
+    """Patches (B, N, values) → means and unbiased deviations, (B, N, 1), as in the paper's code."""
     variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
     return mean, (variance + EPS).sqrt()
 

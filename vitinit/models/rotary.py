@@ -48,9 +48,9 @@ class Rotary(nn.Module):
                  "centred": lambda i, side: 2 * torch.pi * ((2 * i + 1) / side - 1)}[coordinates]
         places = torch.cartesian_prod(*(place(torch.arange(side).double(), side) for side in grid))
         places = nn.functional.pad(places, (0, 0, prefix_tokens, 0))
-        self.fixed: Tensor
+        self.fixed: Tensor              # places, (N, 2), if "mixed"; else turns, (N, 1, d / 2, 2)
         fixed = places if kind == "mixed" else turns_of(places, omega[:1])
-        self.register_buffer("fixed", fixed.float(), persistent=False)   # (N, 2), (N, 1, d / 2, 2)
+        self.register_buffer("fixed", fixed.float(), persistent=False)
 
     def turns(self) -> Tensor:
         """Cosine and sine of each angle, (N, h, d / 2, 2)."""

@@ -58,7 +58,7 @@ class WindowAttention(Attention):
             bias + mask[:, None], "m h query key -> 1 (m h) query key")
 
     def folded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B·M, w², C) → queries, keys, values, (B, M·h, w², d): all images share one bias."""
+        """(B·M, w², C) → Q, K, V, (B, M·h, w², d), to share one bias; unmasked (B·M, h, w², d)."""
         windows = 1 if mask is None else mask.shape[0]
         # Rearranged one by one: as views of one tensor, the values would keep the queries and keys
         # in memory until the backward pass.
@@ -74,7 +74,7 @@ class WindowAttention(Attention):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (B·M, w², C), the windows of one image after those of another; mask: see `bias`."""
-        q, k, v = self.folded(x, mask)                                   # each (B, M·h, w², d)
+        q, k, v = self.folded(x, mask)               # each (B, M·h, w², d), or (B·M, h, w², d)
         x = attend(q, k, v, self.bias(mask))
         return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", h=self.num_heads))
 

@@ -25,10 +25,10 @@ class Interrupted(BaseException):
 class StopRequest:
     """A context in which the signals in `STOP_SIGNALS` are only remembered, as `number`.
 
-    The program looks at `number` between two steps and two batches, never within one. A second
-    Ctrl-C calls `second`, by default to end at once. Signals that were ignored when the program
-    started, as under nohup, stay ignored, and those that a C library took before Python began stay
-    that library's. Outside of the main thread nothing is remembered.
+    The program looks at `number` between two steps and two batches, never within one. A Ctrl-C more
+    than a second after the first signal calls `second`, by default to end at once. Signals ignored
+    when the program started, as under nohup, stay ignored, and those that a C library took before
+    Python began stay that library's. Outside of the main thread nothing is remembered.
     """
 
     def __init__(self, second: Callable[[], object] | None = None) -> None:

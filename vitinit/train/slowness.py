@@ -55,7 +55,7 @@ def waits_for(paces: Sequence[Pace], device: torch.device, *, images: int, worke
 
 
 def bound_of(*, launches: float, products: float) -> str:
-    """Which of `BOUNDS` holds a step back: by the shares of its time that launches, which do not
-    depend on the number of images, and matrix products at their best rate take.
+    """Which of `BOUNDS` holds a step back. launches: the share of its time that launching kernels
+    takes, whatever the number of images; products: that of matrix products at their best rate.
     """
     return "launches" if launches > 0.5 else "matrix products" if products > 0.5 else "memory"
