@@ -3,7 +3,7 @@
     python train.py --recipe deit_base --init impulse --data-dir /data/imagenet
     torchrun --nproc_per_node=8 train.py --recipe deit_base --init impulse --data-dir /data/imagenet
 
-The parts of a run, in order, and where each is read. `Run.train` in vitinit/run.py calls them:
+The parts of a run, in order. In vitinit/run.py `main` calls the first, and `Run.train` the others:
 
     arguments   vitinit/run.py                parse_arguments      the command line
     processes   vitinit/train/distributed.py  start                one, or those of torchrun

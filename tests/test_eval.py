@@ -18,8 +18,10 @@ from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
 from vitinit.data.datasets import imagenet_wnids, open_split
 from vitinit.data.images import DataError, resize_and_centre_crop
 from vitinit.data.sources import ImageFiles
+from vitinit.evaluate import EvaluatedSet, columns_of
 from vitinit.figures.report import judge
 from vitinit.recipe.files import overrides
+from vitinit.runs.foreign import ForeignConfig
 from vitinit.runs.saved import open_saved
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
@@ -240,6 +242,13 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
         assert row["model"] == expected and row["checkpoint"] == paths[seed]
         assert (row["classes"], row["model_classes"]) == (7, 1000)
     assert rows[0]["model"]["loss"] != rows[1]["model"]["loss"]
+    saved = open_saved(Path(paths[0]), recipe="deit_tiny",
+                       changes=overrides(sets=as_recipe(1000)[3::2]))
+    for names, expected in ((imagenet_wnids()[::-1], [999 - column for column in columns]),
+                            ([f"no {index}" for index in range(1000)], columns)):
+        beside = saved._replace(description=ForeignConfig(Path("config.json"), "", {}, names))
+        found = columns_of(beside, EvaluatedSet("image_folder", str(root)), source)
+        assert found.tolist() == expected
 
 
 def test_another_resolution_and_crop_and_class_names_of_a_checkpoint_in_another_order(

@@ -1,4 +1,4 @@
-"""What every program does first, before it imports torch: import this module, as nothing else does.
+"""What every program does first: it imports this module before torch; other modules must not.
 
 Ctrl-C ends the program without a word until `run_program` or a StopRequest hears it. A standard
 stream that is closed becomes the null device; a file of a run would have its number otherwise, and

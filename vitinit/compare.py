@@ -16,8 +16,8 @@ pattern after its name chooses some of them (zsh needs it in quotes).
 
 --replay trains one of the runs again, in runs/replay-NAME or --out, and goes on there if it was
 stopped. On the same kind of machine its rows are those on record, to the bit; elsewhere its last
-one is compared with all seeds on record. The exit status is 1 if it is neither. --data-dir and
---set data.KEY=VALUE say where its images are here.
+one should lie within what another seed would have, by the seeds on record. The exit status is 1 if
+it does not. --data-dir and --set data.KEY=VALUE say where its images are here.
 """
 
 if __name__ == "__main__":
@@ -49,7 +49,7 @@ def compare(args: argparse.Namespace) -> int:
         print(f"\n{text}", end="")
         return 0 if holds else 1
     for name in ("comparison.md", "curves.png") if out and out.exists() else ():
-        require_replaceable(out / name, name[name.index("."):])
+        require_replaceable(out / name, Path(name).suffix)
     runs = read_runs(args.runs)
     if args.pack is not None:
         finished, unfinished = finished_runs(runs)

@@ -97,16 +97,17 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
 
 def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor | None:
     """The indices (K,) int64 of the logits that belong to the data set's K classes, in order; None
-    if the model has exactly these classes in this order. A model of 1000 classes whose names are
-    not recorded counts as an ImageNet-1K model if the data set's classes are ImageNet's synset ids.
+    if the model has exactly these classes in this order. A model of 1000 classes that no synset
+    ids name counts as an ImageNet-1K model if the data set's classes are ImageNet's synset ids.
     Raises DataError if the model does not know a class of the data set.
     """
     count, labels, classes = saved.recipe.data.num_classes, source.classes, saved.classes
     if not count:
         raise DataError(f"{saved.name}: learned to reconstruct images, and has no classes to "
                         "evaluate; init.checkpoint starts a classifier from it")
-    if saved.state.get("classes") is None and count == len(imagenet_wnids()):
-        classes = imagenet_wnids() if all(map(is_wnid, labels)) else None
+    if (saved.state.get("classes") is None and count == len(imagenet_wnids())
+            and all(map(is_wnid, labels)) and not all(map(is_wnid, classes or [""]))):
+        classes = imagenet_wnids()                   # which config.json may call by words
     if classes is None and len(labels) != count:
         raise DataError(f"{eval_set}: {len(labels)} classes found, and {saved.name} is a model of "
                         f"{count} whose names it does not hold; expected the set that it was "
@@ -122,8 +123,8 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
 def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[EvaluatedSet, int]],
                          processes: Processes, stop: StopRequest
                          ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
-    """Evaluate checkpoints on data sets, of which each is decoded once: each of `pairs`, of a data
-    set and the number of a checkpoint, in the order of the sets.
+    """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
+    was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
     """
     prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
@@ -169,17 +170,17 @@ def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
 
 def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches],
                processes: Processes) -> EvaluationBatches:
-    """The images of a data set as a checkpoint's model takes them; they are added to `made`, which
-    has those that earlier ones took, by how they are made: images that are kept are decoded once.
+    """The images of a data set as a checkpoint's model takes them. Checkpoints whose views are made
+    alike share the batches in `made`, so that images that are kept are decoded once.
     """
     recipe = saved.recipe
     batches = evaluation_batches(recipe, source, saved.size, processes.device, rank=processes.rank,
                                  world_size=processes.world_size)
     views = (saved.size, recipe.eval.crop_pct, recipe.eval.interpolation,
              recipe.data.apply_exif_orientation, recipe.eval.batch_size)
-    prepare, batches = batches.prepare, made.setdefault(views, batches)
-    batches.prepare = prepare                        # by this one's mean and std
-    return batches
+    shared = made.setdefault(views, batches)         # perhaps those of an earlier checkpoint
+    shared.prepare = batches.prepare                 # by this one's mean and std
+    return shared
 
 
 def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:

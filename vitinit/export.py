@@ -7,20 +7,20 @@
     python -m vitinit.export runs/base --to torch --out base.pt2 --normalise
     python -m vitinit.export runs/base --to run --out small
 
-safetensors: the weights under timm's names, which are ours (of rotary models but for LayerScale and
-mixed frequencies), or under those of --names (needs the extra `safetensors`). A folder, an --out
-that does not end in .safetensors, is opened by timm's create_model("local-dir:folder",
-pretrained=True) and by transformers' Auto classes, without timm if it has transformers' names. The
-metadata of a file state the class names, how an image becomes the model's input, the recipe, and
-which model of the library takes these weights.
+safetensors: the weights under timm's names, or those of --names (needs the extra `safetensors`).
+timm's are our own, but for LayerScale and mixed frequencies of rotary models. An --out that does
+not end in .safetensors is a folder: timm's create_model("local-dir:folder", pretrained=True) opens
+it, and so do transformers' Auto classes, without timm if the names are transformers'. The metadata
+of a file state the class names, how an image becomes the model's input, the recipe, and which model
+of the library takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
 run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
 record and metrics. It can be loaded, evaluated and plotted like any run, but not resumed.
 
-No export contains a photograph, or an absolute path of this machine, of which the last part stays.
-Each is compared with the model before the command ends; programs and runs on images of noise, two
-of which a program keeps as an example.
+No export contains a photograph, and of an absolute path of this machine only the last part stays.
+Each is compared with the model before the command ends: safetensors to the bit, programs and runs
+by their logits on images of noise, two of which a program keeps as an example.
 """
 
 if __name__ == "__main__":
@@ -180,12 +180,13 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     data, views = trained.recipe.data, noise(trained)
     model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
     images = views if inside else as_input(views, trained.recipe)
-    program = torch.export.export(model, (images[:2].clone(),), strict=False,    # which it keeps
-                                  dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+    example = images[:2].clone()                     # which the program keeps
+    program = torch.export.export(model, (example,), strict=False, dynamic_shapes={
+        "images": {0: torch.export.Dim("batch")}})
     for node in [*program.graph.nodes]:
-        node.meta.pop("stack_trace", None)           # with the path of its code
+        node.meta.pop("stack_trace", None)           # it has the path of the code
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            program.graph.erase_node(node)           # a type, which is another under autocast
+            program.graph.erase_node(node)           # it would refuse the dtypes of autocast
     archive = io.BytesIO()
     torch.export.save(program, archive,
                       extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})

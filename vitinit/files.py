@@ -31,7 +31,7 @@ KINDS = {suffix: re.compile(start, re.DOTALL) for suffix, start in {
 
 LARGEST = 2**24                 # most bytes of a text
 LARGEST_TOML = 2**16            # of TOML, which takes long to read and is short
-DEEPEST, MOST = 64, 2**18       # most tables and lists, one in another, and of one depth
+DEEPEST, MOST = 64, 2**18       # most levels of tables and lists; fewer than MOST are on one level
 LONG_NUMBER = re.compile(rb"(?<![\d_])[\d_]{308}|0[xob][\da-fA-F_]{250}")     # more than a float
 
 

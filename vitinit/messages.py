@@ -116,9 +116,9 @@ class ProgressBar(tqdm):
                  shown: bool = True, unit: str = "img", scale: int = 1,
                  run: tuple[float, int, int] | None = None) -> None:
         """Show a bar after the words `what` for `total` items, of which `initial` are done already.
-        items: to iterate over. unit, scale: the rate is in `unit`s, of which an item is `scale`.
-        run: which the loop is a part of: its start, as time.perf_counter says, and how many items
-            were done since then before this loop, and are left after it.
+        items: to iterate over. unit, scale: the rate is in `unit`s, and an item is `scale` units.
+        run: of a longer run that this loop is a part of, when it began (by time.perf_counter), how
+            many items were done from then on before this loop, and how many are left after it.
         """
         notebook = tqdm.status_printer is not console_tqdm.status_printer
         terminal = notebook or bool(sys.stderr) and not sys.stderr.closed and sys.stderr.isatty()
@@ -174,7 +174,7 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """A context without Python's warnings for threads, which `warnings.catch_warnings` is not."""
+    """A context without Python's warnings that is safe in threads, unlike `catch_warnings`."""
     filters, ignore = cast(list, warnings.filters), ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)
     try:

@@ -41,7 +41,7 @@ from .mixing import block_grids, mixing_matrices
 from .runs.trained import BATCH, VIEW_KEYS, Trained, load
 from .train.device import this_device
 
-SHEET = 60                      # most images on a contact sheet; of more, every k-th
+SHEET = 60                      # most images on a contact sheet, evenly chosen if there are more
 UNKNOWN = "0.35"                # a grey, where the true class is not known
 COLUMNS = 10                    # tiles per row, at most
 SIDE = 1.25                     # width and height of an image in inches

@@ -51,10 +51,10 @@ def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str 
     """Train the run called `name` of these again, in `folder`, and go on there if that was begun.
 
     runs: all those on record, among which are the other seeds of the run. sets: texts such as
-        "data.name=cifar10", for images that are elsewhere. epochs: so many of the first alone; 0:
-        all. Returns the comparison as Markdown, and whether it holds: equal to the
-        bit, or within what another seed would be expected to have. Raises CheckpointError if there
-        is no such run, and as `Run.train` does.
+        "data.name=cifar10", for images that are elsewhere. epochs: how many from the start; 0: all.
+    Returns the comparison as Markdown, and whether it holds: equal to the bit, or within what
+    another seed would be expected to have. Raises CheckpointError if there is no such run, and as
+    `Run.train` does.
     """
     by_name = {run.path.name: run for run in runs}
     if (record := by_name.get(name)) is None:
@@ -85,10 +85,10 @@ def against_record(record: RunRecord, rows: Sequence[dict[str, Any]],
     # What both have: a run that is evaluated every fifth epoch has no top-1 in between.
     values = [{key: (then[key], now[key]) for key in RESULTS
                if then[key] is not None and now[key] is not None} for then, now in pairs]
+    cells = [("train_loss", 6, 0), ("train_loss", 6, 1), ("val_top1", 2, 0), ("val_top1", 2, 1)]
     text = table(["epoch", "loss then", "now", "top-1 then", "now"], [
         [str(row["epoch"]), *(f"{both[key][side]:.{places}f}" if key in both else "–"
-                              for key, places in (("train_loss", 6), ("val_top1", 2))
-                              for side in (0, 1))] for row, both in zip(rows, values)])
+                              for key, places, side in cells)] for row, both in zip(rows, values)])
     others = dict.fromkeys(
         f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
         for key in OF_MACHINE for start in starts if record.began.get(key) != start[key])

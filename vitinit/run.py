@@ -59,7 +59,7 @@ class Run:
 
     Once `train` has returned: `recipe`, with every option resolved; `data`, the opened images and
     their batches; `state`, with the trained model on its device; `folder`, with all files; `rows`.
-    A run that was finished already, and of which no checkpoint is left, has no data and no state.
+    A run that was finished already, and of which no checkpoint is left, has folder and rows alone.
     """
 
     def __init__(self, recipe: str | os.PathLike | None = None, *, init: str | None = None,
@@ -71,7 +71,7 @@ class Run:
 
         Args:
             recipe: a name in recipes/, or the path of a .toml file.
-            init, seed, data_dir: recipe keys init.name, run.seed and data.root, if not its own.
+            init, seed, data_dir: replace the recipe's init.name, run.seed and data.root.
             out_dir: the run's folder; default: runs/<recipe>-<init>-s<seed>.
             resume: the folder of a run to go on with; "auto": the one in `out_dir`, if any.
             overrides: values for keys of the recipe, such as {"schedule.epochs": 3}, or a list of

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench == "memory":
         print("\n" + row_table([
-            memory_row(recipe_of(name, args.set, auto="bf16"), args.card_gib)    # on the card
+            memory_row(recipe_of(name, args.set, auto="bf16"), args.card_gib)    # "auto" on a card
             for name in args.recipe]))
     elif args.bench == "step":
         for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:

@@ -116,9 +116,9 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
             return printed
 
         tell("# What vitinit does on this machine\n")
-        part([*BENCH, "machine", "--device", device], 12 * minutes)
-        begun, end = list[str](), time.monotonic() + 30 * minutes
-        count = int((REPOSITORY / CHECKS[-1]).is_dir())
+        part([*BENCH, "machine", "--device", device], 60 * minutes / 5)
+        begun, end = list[str](), time.monotonic() + 60 * minutes / 2
+        count = int((REPOSITORY / CHECKS[-1]).is_dir())      # of checks; 1 until pytest says it
         if not count:
             tell("\nNothing is checked: the checks are in the repository alone.\n")
         # A check that hangs or crashes, and an error of CUDA's, end their process; others follow.
@@ -130,7 +130,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
             count = int(collected[1]) if collected and names else 0
             begun += names
         for words, looked_for in speeds(device, data):
-            part(words + place * (words is TRAINING), 12 * minutes, looked_for)
+            part(words + place * (words is TRAINING), 60 * minutes / 5, looked_for)
     return int(any(failed))
 
 

@@ -78,7 +78,7 @@ def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
 
 
 def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
-    """Views/s that one core and the device prepare as a recipe of `image_folder`'s set says."""
+    """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
     recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
     pipeline = torchvisions_pipeline(recipe.data.image_size)
     source, steps = LooseImages(root / "train", BATCH), steps_of(recipe, device)
@@ -137,8 +137,8 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Ro
 
 def fed_in_words(row: Row, device: torch.device) -> str:
     """What bounds a fed step: its input, with what would help, or the step itself."""
-    images, step = row["batch"], row["batch"] / row["fed, images/s"]
-    alone = images / row["synthetic, images/s"]
-    line = waits_for([Pace(step, alone, 1 - alone / step, 1 - alone / step)], device,
+    images, fed = row["batch"], row["batch"] / row["fed, images/s"]      # seconds of a step
+    unfed = images / row["synthetic, images/s"]
+    line = waits_for([Pace(fed, unfed, 1 - unfed / fed, 1 - unfed / fed)], device,
                      images=images, workers=row["workers"])
     return f"bound by its input, {line}" if line else "bound by the step, see bench step"

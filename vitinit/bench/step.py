@@ -105,6 +105,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     second = median(seconds["engine"]) / count
     flops = batch * training_flops(model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
+    # A step of n images takes a + b·n; its share a / second, which no image adds to, is launches.
     launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
                 if batch > few and "few" in seconds else 0.0)
     way = "compiled" if recipe.engine.compile else "eager"

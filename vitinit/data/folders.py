@@ -41,7 +41,7 @@ def splits_in(root: Path) -> dict[int, str]:
     """The folders in `root` that are splits, by their names: TRAIN, VAL or TEST → name.
 
     Raises DataError if two are the same split, and if there is none but folders look like splits:
-    by words in their names, or because most of them hold the same folders, two each, and no images.
+    by words in their names, or because most hold the same folders, at least two, and no images.
     """
     names, splits = folders_in(root), dict[int, str]()
     for name in names:
@@ -54,7 +54,7 @@ def splits_in(root: Path) -> dict[int, str]:
     nested = [{*folders_in(root / name)} for name in names if not splits and not any(
         map(is_image, os.listdir(root / name)))]
     shared = set.intersection(*nested) if nested else set[str]()
-    alike = len(shared) > 1 < len(nested) and 2 * len(nested) > len(names)
+    alike = len(shared) > 1 and len(nested) > 1 and 2 * len(nested) > len(names)
     if not splits and (alike or {TRAIN} < words - {None}):       # such as train2017/ and val2017/
         reason = f": {len(nested)} hold {listed(sorted(shared))}" if alike else ""
         raise DataError(f"{root}: {listed(names)} look like splits, not classes{reason}; expected "

@@ -47,7 +47,8 @@ def open_list(root: Path, split: str) -> ImageFiles:
     splits = {line.split for line in lines}
     to_train: set[int | None] = {TRAIN, None}
     to_hold: set[int | None] = {VAL if VAL in splits else TEST}
-    used = to_train if split == "train" or split == "whole" and splits == {None} else to_hold
+    whole = split == "whole" and splits == {None}            # a list without splits
+    used = to_train if split == "train" or whole else to_hold
     labels = ({line.label for line in lines if line.split in to_train} or
               {line.label for line in lines if line.split in to_hold})
     problems += wrong_lines(root, lines, used, labels)
@@ -73,7 +74,7 @@ def open_list(root: Path, split: str) -> ImageFiles:
     source = ImageFiles([os.path.join(root, line.path) for line in images],
                         [numbers[line.label] for line in images], classes)
     source.left_out = left_out_line
-    if split == "whole" and used is to_train:
+    if whole:
         source.note(f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
     return source
 

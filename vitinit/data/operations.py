@@ -141,7 +141,7 @@ def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tens
     pixels move along x, along y and along both, with bilinear, then with bicubic interpolation.
     few_launches: read all rows of neighbours at once, which takes much memory.
     """
-    along_x, along_y, along_both, *_ = [a + b for a, b in zip(counts, counts[3:])]
+    along_x, along_y, along_both = [a + b for a, b in zip(counts[:3], counts[3:])]
     axes = "x" * (along_x + along_both > 0) + "y" * (along_y + along_both > 0)
     low, shares, inside = source_positions(columns[:, MATRIX].view(-1, 2, 3), axes,
                                            images.shape[2:])

@@ -61,7 +61,7 @@ class RandAugment:
     drawn, with replacement, and applied with `probability`. Its magnitude is normally distributed
     around `magnitude` with standard deviation `magnitude_std`, clipped to [0, 10]. Where an
     operation has a direction, its sign is + or −, each with probability one half. The keys after
-    `operations` say how strong it is at magnitude 10; its strength is proportional to that.
+    `operations` say how strong one is at magnitude 10; strength is proportional to magnitude.
     """
 
     layers: Annotated[int, Bounds(minimum=0, below=2**16)]           # operations drawn per image

@@ -61,8 +61,8 @@ class BatchPlan:
         first = pairs[number::count] if self.strided else np.split(pairs, count)[number]
         if self.group == 1:
             return first
-        within, group = np.divmod(first, self.groups)            # image `within` of its group
-        partners = (self.group - 1 - within) * self.groups + group
+        k, g = np.divmod(first, self.groups)         # image k of group g, as above
+        partners = (self.group - 1 - k) * self.groups + g
         return np.concatenate([first, partners[::-1]])
 
     def cautions(self, *, repeats: int, max_batch_per_process: int) -> list[str]:

@@ -78,7 +78,7 @@ class ImageFiles(Source):
         return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
 
     def some_paths(self, count: int = 64) -> list[str]:
-        """At most `count` of the paths, spread evenly, so that they are of all classes."""
+        """At most `count` of the paths, spread evenly, since a folder's are sorted by class."""
         return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
 
     def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:

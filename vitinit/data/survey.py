@@ -119,9 +119,9 @@ def of_copies(copies: Sequence[Sequence[File]]) -> Iterator[str]:
         "to validate on and to train on": [], "of several classes": [], "of one class": []}
     between, across, within = kinds.values()
     for group in copies:
-        (between if len({file.split for file in group}) > 1 else
-         across if len({file.label for file in group}) > 1 else within).append(
-            " = ".join(map(str, group)))
+        worst = (between if len({file.split for file in group}) > 1 else
+                 across if len({file.label for file in group}) > 1 else within)
+        worst.append(" = ".join(map(str, group)))
     for kind, groups in kinds.items():
         if groups:
             yield (f"{counted(len(groups), 'image')} {kind} {'is' if len(groups) == 1 else 'are'} "

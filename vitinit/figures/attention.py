@@ -46,9 +46,9 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     kind: one of KINDS. Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D),
     is the position embedding as it reaches queries and keys where the content is 0: after the
     block's own first norm, in a SimpleViT also weighted and read as the model does. Biases of
-    queries and keys are left out, as in the papers, unless they are turned by their places or
-    normalised: then all of this takes part, but in "qk". "softmax" includes the model's factor on
-    the logits. Raises FigureError for a "qk" of a SimpleViT whose queries and keys are free.
+    queries and keys are left out, as in the papers. But a model that turns (RoPE) or normalises
+    queries and keys is shown as it computes, with biases, except in "qk". "softmax" includes the
+    model's factor on the logits. Raises FigureError for a "qk" of a SimpleViT with free Q and K.
     """
     norm = model.blocks[block].norm1
     if isinstance(model, SimpleViT):

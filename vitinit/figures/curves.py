@@ -47,8 +47,8 @@ def by_epoch(groups: Sequence[Group], metric: str = "val_top1") -> list[Band]:
 def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
     """The QUANTITIES of steps.jsonl by step, and how many recorded steps are one point.
 
-    Only steps that all seeds of a group have reached have a point. Bands of more than POINTS
-    recorded steps are means of equally many neighbours, without NaN.
+    Only steps that all seeds of a group have reached have a point. Where these are more than
+    POINTS, equally many neighbours are joined in one point, their mean without NaN.
     Raises FigureError for a group without a recorded step that all seeds share.
     """
     bands: dict[str, list[Band]] = {key: [] for key in QUANTITIES}
@@ -164,7 +164,7 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
                   [max(values) - mean for mean, values in zip(means, tops)]]
         axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
                       markersize=5, capsize=4,
-                      label=first.in_words((key, *SUBSET * (key == IMAGES))))
+                      label=first.in_words((key, *(SUBSET if key == IMAGES else ()))))
     values = sorted({value for line in drawn for value in line})
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [f"{value:,}" for value in values], minor=False)

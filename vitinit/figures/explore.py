@@ -53,7 +53,7 @@ def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, d
     # How far a head attends, in patches, over all queries and keys: arXiv 2010.11929, figure 7.
     cells = torch.cartesian_prod(*map(torch.arange, grid)).float()       # (N, 2)
     far = (patches.abs() * torch.cdist(cells, cells)).sum((1, 2)) / patches.abs().sum((1, 2))
-    # How much more than if all were alike a query gives to one patch, as the mean over queries.
+    # Sharpness: a query's largest weight minus the 1/N of uniform attention; the mean over queries.
     peaks = patches.abs().amax(2) / (patches.abs().sum(2) if signed else 1.0)        # (h, N)
     return levels.round().to(torch.uint8).numpy(), {
         "largest": rounded(largest.tolist()), "kernels": rounded(kernels.flatten(1).tolist()),

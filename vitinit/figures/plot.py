@@ -49,7 +49,7 @@ DPI, PHOTO_DPI = 160, 95        # the latter where pictures are mostly photograp
 FEW = 256                       # colours of a picture
 LETTER, LINE = 0.07, 0.17       # width of a letter and height of a line of 8 points, in inches
 HERE = Path(__file__).parent
-COLOURS = 64                    # of a colour map; even, since a page looks them up from the middle
+COLOURS = 64                    # of a colour map in a page
 
 
 class FigureError(OneLineError):
@@ -105,8 +105,8 @@ def as_drawn(text: str) -> str:
 
 
 def looks_of(inits: Sequence[str]) -> list[Look]:
-    """A colour and line for each init; one that comes again keeps its colour, in a free line, and
-    then takes other colours."""
+    """A colour and line for each init. One that comes again keeps its colour and takes a line that
+    is free in it; once there is none, it takes another colour."""
     firsts = [LOOKS.get(init, OTHER) for init in inits]
     looks: list[Look] = []
     for look in firsts:

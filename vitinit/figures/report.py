@@ -63,16 +63,16 @@ def write_report(out: Path, runs: Sequence[Path], *, data_dir: str | None, image
 
 def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
     """The panels of curves, and a line about those by step where there are none, or only means."""
-    by, notes = dict(EPOCHS), []
+    titles, notes = dict(EPOCHS), []                 # of panels by epoch
     try:
         bands, merged = by_step(groups)
-        del by["train_loss"]                         # which is drawn by step
+        del titles["train_loss"]                     # which is drawn by step
         if merged > 1:
             notes.append(f"A point of the curves by step is the mean of {merged} recorded steps.")
     except FigureError as error:
-        bands, by = {}, by | {"lr": QUANTITIES["lr"]}
+        bands, titles["lr"] = {}, QUANTITIES["lr"]
         notes.append(f"{error}; loss and learning rate are drawn by epoch")
-    drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in by.items()]
+    drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in titles.items()]
     drawn += [panel(QUANTITIES[key], "step", lines) | {"log": key == "grad_norm"}
               for key, lines in bands.items()]
     return [curves for curves in drawn if curves["lines"]], notes
@@ -160,7 +160,7 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: P
     device = this_device()
     model, judged = saved.model(weights).eval().to(device), []
     batches = evaluation_batches(recipe, source, saved.size, device,
-                                 world_size=-(-len(source) // images))
+                                 world_size=math.ceil(len(source) / images))     # every n-th image
     with ProgressBar(f"validate {saved.name}", len(batches), items=batches,
                      scale=batches.batch_size) as bar:
         for inputs, of_images in bar:

@@ -183,7 +183,7 @@ def notebook(page: Page) -> dict[str, Any]:
     hidden = False
     for prose, code in zip_longest(page.prose, page.codes):
         for place, part in enumerate(FOLD.split(LINK.sub(r"\1", PICTURE.sub("", prose)))):
-            hidden ^= place > 0                      # each fold's mark begins or ends an answer
+            hidden = not hidden if place else hidden     # a fold's mark begins or ends an answer
             if text := part.strip():
                 text = FOLDED.format(text) if hidden else text
                 cells.append({"cell_type": "markdown", "metadata": {}, "source": text})

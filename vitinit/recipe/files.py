@@ -186,7 +186,7 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 def _options(title: str, name: str, function: Callable[..., Any], options: Mapping[str, Any],
              origin: Origin) -> ReadOnly:
-    """The options of the model or init `name`, which are keyword-only parameters of `function`."""
+    """The options of the model, init or task `name`: keyword-only parameters of `function`."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = [parameter for parameter in signature(function).parameters.values()
                   if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS]

@@ -73,7 +73,7 @@ class InitSection:
     name: str
     checkpoint: str                                 # weights to start from; "": none
     checkpoint_weights: Literal["model", "ema"]     # which weights in the checkpoint
-    # Its classifier's rows: those of classes of the same name, all if they are as many, or none.
+    # match: its classifier's rows by class name; keep: all rows, if as many as classes; drop: none.
     checkpoint_head: Literal["match", "keep", "drop"]
     options: Mapping[str, Any]                      # keyword arguments of that init
 

@@ -94,7 +94,7 @@ def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
     source: its images. run: the folder of the run, which has a digest of it on record, or not.
     """
     held_out = part.name == "held_out"
-    began = part.data and image_digests(RunFolder(run).data_of(0))[held_out]
+    began = part.data and image_digests(RunFolder(run).data_of(0))[1 if held_out else 0]
     if began and fingerprint(source, part.root) != began:
         raise DataError(f"{part}: files have changed since the run in {run} began: these are not "
                         f"the images that it {'held out' if held_out else 'was trained on'}; "

@@ -155,8 +155,8 @@ class RunFolder:
                 if path.stat().st_size]
 
     def require_unused(self, *, starts_again: bool = False) -> None:
-        """Raise CheckpointError if the folder already has files that a run writes; starts_again:
-        other than what is written from recipe.toml on to the first checkpoint.
+        """Raise CheckpointError if the folder already has files that a run writes. starts_again: it
+        may have the texts of a start that ended before its first checkpoint, but no results.
         """
         before = () if starts_again and self.recipe.exists() else (
             self.recipe, self.info, self.images, self.start)

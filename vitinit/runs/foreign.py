@@ -196,9 +196,9 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     factor = 255 * config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 255
     mean, std = ((config.get("image_mean"), config.get("image_std"))
                  if config.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3))
-    size, crop = ({"height": sides, "width": sides} if isinstance(sides, int) else sides or {}
-                  for sides in (config.get("size"), config.get("do_center_crop")
-                                and config.get("crop_size")))
+    sides = [config.get("size"), config.get("crop_size") if config.get("do_center_crop") else None]
+    size, crop = ({"height": given, "width": given} if isinstance(given, int) else given or {}
+                  for given in sides)
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
     changes = {"data.mean": mean and [value / factor for value in mean],
@@ -226,9 +226,9 @@ def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list
     stated = {key: plain(value) for key, value in flat(stated).items()}
     place = "model.options.pos_embed"
     # Positions may be replaced in fine-tuning, but no tensor shows if queries and keys are turned.
-    turned = ["rope" in str(keys[place]) for keys in (stated, recipe.keys) if place in keys]
-    equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}"
-             for key in (*FUNCTION, *[place] * (len({*turned}) > 1), *PREPARATION)
+    turned = {"rope" in str(keys[place]) for keys in (stated, recipe.keys) if place in keys}
+    compared = (*FUNCTION, *([place] if len(turned) > 1 else []), *PREPARATION)
+    equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}" for key in compared
              if isinstance(stated.get(key), (int, float, str, list))
              and recipe.keys.get(key, stated[key]) != stated[key]}
     for key in (*FUNCTION, place):

@@ -127,8 +127,9 @@ def _group(run: RunRecord, firsts: Sequence[RunRecord], runs: Mapping[int, RunRe
                         or _rotary(rival) == _rotary(keys)]
         if key != "init.name" and any(rival.get(key) != keys.get(key) for rival in compared):
             distinct[key] = keys.get(key)
-    names = [*[run.recipe] * (len(rivals) < len(firsts)), keys["init.name"]]
-    return Group(names, distinct, f"commit {commit(run)}" * (rivals.count(keys) > 1), runs)
+    recipes = [run.recipe] if len(rivals) < len(firsts) else []      # named if there are several
+    began = f"commit {commit(run)}" if rivals.count(keys) > 1 else ""
+    return Group([*recipes, keys["init.name"]], distinct, began, runs)
 
 
 def _rotary(keys: Mapping[str, Any]) -> bool:

@@ -85,7 +85,7 @@ class LiveCurves(Thread):
                         if key != "step" and value is not None and math.isfinite(value)}
 
     def send(self, lines: Lines, row: Mapping[str, Any]) -> None:
-        """Send a row of these lines of the folder, one per ten steps; this does not wait."""
+        """Send a row that was appended to these lines of the folder; this does not wait."""
         if self.is_alive():
             self.waiting.put(self._item(lines, row))
 

@@ -186,16 +186,16 @@ def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
     the name of its folder. Raises CheckpointError if two runs have the same name, and FileError if
     `out` cannot be written.
     """
-    by_name: dict[str, RunRecord] = {}
+    named: dict[str, RunRecord] = {}
     for run in runs:
         name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too
-        if by_name.setdefault(name, run) is not run:
-            raise CheckpointError(f"{run.path}: called {name} like {by_name[name].path}; in an "
+        if named.setdefault(name, run) is not run:
+            raise CheckpointError(f"{run.path}: called {name} like {named[name].path}; in an "
                                   "archive each run needs a name of its own")
     with (written_atomically(out) as file,
           lzma.open(file, "wb", preset=6 | lzma.PRESET_EXTREME) as packed,
           tarfile.open(fileobj=packed, mode="w") as archive):
-        for name, run in sorted(by_name.items()):
+        for name, run in sorted(named.items()):
             for title, content in sorted(run.files.items()):
                 content = without_paths(content) if title == "run.json" else content
                 member = tarfile.TarInfo(f"{name}/{title}")      # mode 0644; time and owner are 0

@@ -149,8 +149,7 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def paired(groups: Sequence[Group]) -> list[tuple[Group, str, dict[int, float]]]:
-    """Each other group, "model" or "EMA", and by seed its last top-1 minus that of the first group.
-    """
+    """For each other group and "model" or "EMA": by seed, its last top-1 minus the first one's."""
     first, *others = groups
     return [(other, name, {seed: value - first.last(metric)[seed]
                            for seed, value in other.last(metric).items()
@@ -186,7 +185,7 @@ def by_group(groups: Sequence[Group]) -> str:
             cells += [mean_and_std([curve[-1] for curve in curves]),
                       mean_and_std([max(curve) for curve in curves])
                       ] if all(curves) else ["–", "–"]
-        seconds = [sum(row["seconds"] for row in run.rows) for run in group.runs.values()]
+        seconds = [sum(run.measured("seconds")) for run in group.runs.values()]
         losses = [*group.last("val_loss").values()]
         cells += [] if all_classify else [mean_and_std(losses, places=4) if losses else "–"]
         rows.append([*cells, mean_and_std(seconds, places=0)])

@@ -33,9 +33,9 @@ NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes 
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
 # among the data's facts says.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
-OPEN = {"data.num_classes": 0, "engine.amp": "auto"}     # of a run that goes on: as it has them
-TAKEN = dict[tuple[int, Path], "RunLock"]()      # by process, whose record locks stop others alone
-AMPS = [*AMP_DTYPES]                    # in numbers, all processes take the largest, the main one's
+OPEN = {"data.num_classes": 0, "engine.amp": "auto"}     # left open: a run goes on with its own
+TAKEN = dict[tuple[int, Path], "RunLock"]()      # a record lock does not stop its own process
+AMPS = [*AMP_DTYPES]            # all processes take the main one's index in it; the others' are 0
 
 
 class Request(NamedTuple):

@@ -137,7 +137,6 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> st
         masked = {} if recipe.task.name == "classify" else {"visible": targets}
         output = state.model.eval()(images, **masked)                    # (B, K), or (B,)
         cost = f"{teacher.cost(images)}\n" if teacher else ""
-    words = f"losses of hidden patches {tuple(output.shape)}" if masked else (
-        f"logits {tuple(output.shape)}")
-    return (f"{cost}dry run: images {tuple(images.shape)} → {words}; nothing "
+    name = "losses of hidden patches" if masked else "logits"
+    return (f"{cost}dry run: images {tuple(images.shape)} → {name} {tuple(output.shape)}; nothing "
             "was written; --read-images decodes all images, and lists those that cannot be read")

@@ -106,8 +106,8 @@ def of_torchvision(name: str, weights: str) -> Opened:
                            f"for {name}, which are not downloaded")
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
-    # The last tensor with as many rows as there are classes is the classifier's.
-    outputs = (*list(tensors.values())[-1].shape, 0)[0]
+    last = list(tensors.values())[-1]                # the classifier's, with a row per class
+    outputs = last.shape[0] if last.ndim else 0
     if not outputs:
         raise TeacherError(f"{path}: its last tensor is no classifier's")
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
