@@ -197,7 +197,7 @@ def written_run(tmp_path: Path) -> Callable[..., Path]:
     start: further entries of run.json."""
     def write(name: str, tops: list[float | None], *, emas: list[float | None] | None = None,
               epochs: int | None = None, seed: int = 0, init: str = "default",
-              recipe: str = "quickstart", seconds: float = 3.0, start: dict | None = None,
+              recipe: str = "quickstart", seconds: float | None = 3.0, start: dict | None = None,
               sets: tuple[str, ...] = ()) -> Path:
         folder = tmp_path / name
         folder.mkdir()

@@ -185,10 +185,12 @@ def by_group(groups: Sequence[Group]) -> str:
             cells += [mean_and_std([curve[-1] for curve in curves]),
                       mean_and_std([max(curve) for curve in curves])
                       ] if all(curves) else ["–", "–"]
-        seconds = [sum(run.measured("seconds")) for run in group.runs.values()]
+        runs = group.runs.values()
+        timed = all(len(run.measured("seconds")) == len(run.rows) for run in runs)
         losses = [*group.last("val_loss").values()]
         cells += [] if all_classify else [mean_and_std(losses, places=4) if losses else "–"]
-        rows.append([*cells, mean_and_std(seconds, places=0)])
+        rows.append([*cells, mean_and_std([sum(run.measured("seconds")) for run in runs], places=0)
+                     if timed else "–"])
     return table(["group", "seeds", "last", "best", "EMA last", "EMA best",
                   *["loss"] * (not all_classify), "seconds per run"], rows)
 
