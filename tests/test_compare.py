@@ -70,12 +70,14 @@ def test_only_seeds_that_both_have_are_paired_and_fewer_than_two_have_no_interva
     """−6 and 0 on seeds 2 and 5: mean −3, standard deviation √18, 12.706 · √18 / √2 = 38.12."""
     runs = [written_run("m-2", [48.0], seed=2, init="mimetic", epochs=1),
             written_run("m-5", [58.0], seed=5, init="mimetic", epochs=1),
-            written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1, seconds=None)]
+            written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1)]
     text, label = printed(*six_runs[:3], *runs), "mimetic, schedule.epochs = 1"
     assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 2: -6.00, 5: +0.00 |") in text
     assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in text
     assert f"| {label} | EMA" not in text                                 # this run has no EMA
-    assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | – |" in text
+    assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in text
+    untimed = written_run("m-9", [9.0], seed=9, init="mimetic", epochs=1, seconds=None)
+    assert "| mimetic | 4 | 53.50 ± 36.97 | 53.50 ± 36.97 | – | – | – |" in printed(*runs, untimed)
     text = printed(*six_runs[:2], *six_runs[4:])                         # 1, 2 and 2, 5
     assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in text
     assert "t interval" not in text and "minus" not in printed(*six_runs[:3])

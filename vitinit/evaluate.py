@@ -106,7 +106,7 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
         raise DataError(f"{saved.name}: learned to reconstruct images, and has no classes to "
                         "evaluate; init.checkpoint starts a classifier from it")
     if (saved.state.get("classes") is None and count == len(imagenet_wnids())
-            and all(map(is_wnid, labels)) and not all(map(is_wnid, classes or [""]))):
+            and all(map(is_wnid, labels)) and not (classes and all(map(is_wnid, classes)))):
         classes = imagenet_wnids()                   # which config.json may call by words
     if classes is None and len(labels) != count:
         raise DataError(f"{eval_set}: {len(labels)} classes found, and {saved.name} is a model of "

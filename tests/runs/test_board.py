@@ -31,6 +31,7 @@ def test_a_record_is_what_its_row_says_and_keeps_the_rules(row):
     runs = read_archive(RECIPES / "board" / re.search(r"\(board/(.+)\)", link)[1])
     assert [run.seed for run in runs] == [*range(len(runs))] and len(runs) == int(count) >= 3
     assert all(experiment(run) == experiment(runs[0]) for run in runs)
+    assert len({start["git_commit"] for run in runs for start in run.starts}) == 1
     results = [run.rows[-1]["val_top1"] for run in runs]
     assert top1 == "{:.1f} ± {:.1f}".format(*t_interval(results))
     assert fmean(results) >= float(re.search(r"([\d.]+) %", target)[1])

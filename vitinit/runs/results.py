@@ -185,12 +185,11 @@ def by_group(groups: Sequence[Group]) -> str:
             cells += [mean_and_std([curve[-1] for curve in curves]),
                       mean_and_std([max(curve) for curve in curves])
                       ] if all(curves) else ["–", "–"]
-        runs = group.runs.values()
-        timed = all(len(run.measured("seconds")) == len(run.rows) for run in runs)
+        seconds = [[row["seconds"] for row in run.rows] for run in group.runs.values()]
+        timed = not any(None in of_run for of_run in seconds)
         losses = [*group.last("val_loss").values()]
         cells += [] if all_classify else [mean_and_std(losses, places=4) if losses else "–"]
-        rows.append([*cells, mean_and_std([sum(run.measured("seconds")) for run in runs], places=0)
-                     if timed else "–"])
+        rows.append([*cells, mean_and_std([*map(sum, seconds)], places=0) if timed else "–"])
     return table(["group", "seeds", "last", "best", "EMA last", "EMA best",
                   *["loss"] * (not all_classify), "seconds per run"], rows)
 
