@@ -66,7 +66,7 @@ class Run:
                  seed: int | None = None, data_dir: str | os.PathLike | None = None,
                  out_dir: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
                  overrides: Mapping[str, Any] | Sequence[str] = (), verbose: bool = False,
-                 log: Sequence[str] = ()) -> None:
+                 log: Sequence[str] = (), trust_teacher: bool = False) -> None:
         """State which run is meant.
 
         Args:
@@ -78,13 +78,14 @@ class Run:
                 texts such as "schedule.epochs=3".
             verbose: print all of what start.txt in the folder will say, not only the most of it.
             log: "tensorboard", "wandb" or both, which get the rows as they are written.
+            trust_teacher: read a teacher that is a program (.pt2), which can execute any code.
 
         Raises RecipeError for what cannot be a key, and loggers that are not installed.
         """
         changes = recipe_changes(init=init, seed=seed, sets=overrides,
                                  data_dir=None if data_dir is None else os.fspath(data_dir))
         self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
-        self.verbose = verbose
+        self.verbose, self.trust_teacher = verbose, trust_teacher
         self.log = [log] if isinstance(log, str) else [*dict.fromkeys(log)]
         require_loggers(self.log)
         self.command: list[str] | None = None        # that started it, if one did
@@ -167,8 +168,8 @@ class Run:
                                   "not ask it: leave one of them out")
             from .runs.teacher import learn_from_teacher  # here, as only some runs need it
             with processes.together():
-                self.objective = self.teacher = learn_from_teacher(recipe, classes,
-                                                                   processes.device)
+                self.objective = self.teacher = learn_from_teacher(
+                    recipe, classes, processes.device, trusted=self.trust_teacher)
         root = recipe.data.root
         facts = {"training images": len(data.train_set), "validation images": len(data.val_set),
                  "files and labels": "".join(fingerprint(images, root)
@@ -385,6 +386,8 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
                         help="print all that the run's start.txt will say")
     parser.add_argument("--log", nargs="+", action="extend", default=[],
                         help="show live curves: tensorboard, wandb, or both")
+    parser.add_argument("--trust-teacher", action="store_true",
+                        help="read a teacher that is a program (.pt2), which can execute any code")
     args = parser.parse_args(arguments)
     if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
@@ -399,7 +402,7 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
         args = parse_arguments(arguments, name)
         run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
                   out_dir=args.out_dir, resume=args.resume, overrides=args.set,
-                  verbose=args.verbose, log=args.log)
+                  verbose=args.verbose, log=args.log, trust_teacher=args.trust_teacher)
         run.command = [name, *(sys.argv[1:] if arguments is None else arguments)]
         if args.dry_run:
             return 0 if run.rehearse(read=args.read_images) else 1

@@ -102,6 +102,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="override any key of the recipe in every run; may be repeated")
     parser.add_argument("--log", nargs="+", action="extend", default=[],
                         help="show live curves: tensorboard, wandb, or both")
+    parser.add_argument("--trust-teacher", action="store_true",
+                        help="read a teacher that is a program (.pt2), which can execute any code")
     args = parser.parse_args(arguments)
     require_loggers(args.log)
     return args
@@ -143,6 +145,8 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     given = [("--init", init), ("--data-dir", args.data_dir), *(("--set", text) for text in sets),
              *(("--log", name) for name in args.log)]
     arguments += [word for pair in given if pair[1] is not None for word in pair]
+    if args.trust_teacher:
+        arguments.append("--trust-teacher")
     epochs, run, state = recipe.schedule.total_epochs, RunFolder(folder), "new"
     if run.holds_checkpoint():
         require_same_recipe(folder, read_run(folder).keys, recipe.keys)

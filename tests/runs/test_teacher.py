@@ -1,6 +1,8 @@
 """The teacher of a run: three doors lead to the same logits, and what cannot teach is one line."""
 
+import io
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def opened(teacher: str, classes: list[str] = CLASSES, **values):
         "distill.teacher": teacher, "data.mean": [0.1, 0.2, 0.3], "data.std": [0.7, 0.6, 0.5]}
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml",
                          [Override(key, value, key) for key, value in sets.items()])
-    return open_teacher(recipe, classes, CPU)
+    return open_teacher(recipe, classes, CPU, trusted=True)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,36 @@ def write_program(path: Path, shape: tuple[int, ...], *, batch_is_free: bool) ->
     free = {"input": {0: torch.export.Dim("batch")}} if batch_is_free else None
     torch.export.save(torch.export.export(model, (torch.zeros(shape),), dynamic_shapes=free), path)
     return str(path)
+
+
+class Touch:
+    """What makes a file as it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_program_is_read_only_if_the_user_trusts_it_beside_the_recipe(
+        train_program, small_run, tmp_path, capsys):
+    """torch unpickles its sample inputs, for one; another commit's folder may name it, too."""
+    program, ran = write_program(tmp_path / "a.pt2", (2, 3, 8, 8), batch_is_free=True), []
+    pickled, odd = io.BytesIO(), tmp_path / "odd.pt2"
+    torch.save(Touch(tmp_path / "executed"), pickled)
+    with zipfile.ZipFile(program) as whole, zipfile.ZipFile(odd, "w") as changed:
+        for name in whole.namelist():
+            changed.writestr(name, pickled.getvalue() if "sample_inputs" in name else
+                             whole.read(name))
+    for more in ([], ["--dry-run"], ["--trust-teacher", "--dry-run"]):
+        command = small_run(tmp_path / "run", *more, distill__teacher=odd)
+        assert train_program.main(command) == 2
+        ran.append((tmp_path / "executed").exists())
+        assert ("add --trust-teacher" in capsys.readouterr().err) == (len(ran) < 3)
+    assert ran == [False, False, True]               # the last: this file does execute something
+    student = dict(distill__teacher=program, schedule__epochs="1", data__num_classes="3")
+    assert train_program.main(small_run(tmp_path / "run", "--trust-teacher", **student)) == 0
 
 
 def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):

@@ -13,6 +13,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
+from ..data.images import FORMATS
 from ..data.sources import LooseImages
 from ..recipe.sections import Recipe
 from ..runs.data import open_data
@@ -88,7 +89,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
         "+ crop, flip, draws: the loader": lambda: next(steps),
         "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
         "torchvision's pipeline on Pillow": lambda: [
-            pipeline(Image.open(path).convert("RGB")) for path in source.paths]}, clock_of(device))
+            pipeline(Image.open(path, formats=FORMATS).convert("RGB")) for path in source.paths]}, clock_of(device))
     _, _, whole, pillow = seconds.values()
     return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
              "views/s": BATCH / median(times), "× as fast as torchvision's":

@@ -147,7 +147,7 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
             unread.append(path)
     if not shorter:
         return "files   none of them can be read", []
-    clear = [path for path in alpha[:DECODED] if is_transparent(path)]
+    clear = [path for path in alpha[:DECODED] if is_transparent(path, formats)]
     line = (f"files   {len(shorter):,} looked at: shorter side {min(shorter):,} to "
             f"{max(shorter):,} px, median {median(shorter):g}, longer side up to {max(longer):,}; "
             f"{', '.join(f'{mode} {count:,}' for mode, count in modes.most_common())}; "
@@ -171,8 +171,8 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
     return line, cautions
 
 
-def is_transparent(path: str) -> bool:
+def is_transparent(path: str, formats: Sequence[str]) -> bool:
     """Whether any pixel of an image is; False if it cannot be decoded, which training says."""
-    with suppress(Exception), without_warnings(), Image.open(path) as image:
+    with suppress(Exception), without_warnings(), Image.open(path, formats=formats) as image:
         return bool(np.asarray(image.convert("RGBA"))[..., 3].min() < 255)
     return False

@@ -53,9 +53,13 @@ class SomeLogits(nn.Module):
         return self.model(images)[:, self.columns]
 
 
-def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -> Teacher:
-    """The recipe's teacher, frozen, on the device. classes: the student's, in order. Raises a
-    OneLineError if the teacher cannot be opened, or does not know these classes.
+def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *,
+                 trusted: bool = False) -> Teacher:
+    """The recipe's teacher, frozen, on the device. Raises a OneLineError if the teacher cannot be
+    opened, or does not know these classes.
+
+    classes: the student's, in order. trusted: whether the user, and not only the recipe, says that
+        a program of torch.export may be read, which executes whatever its file asks for.
     """
     name, weights = recipe.distill.teacher, recipe.distill.weights
     if name.startswith(TORCHVISION):
@@ -63,6 +67,10 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
     elif name.endswith(".pt2"):
         if weights:
             raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
+        if not trusted:
+            raise TeacherError(f"distill.teacher {name}: is a program of torch.export, whose file "
+                               "can execute any code; if you trust where it is from, add "
+                               "--trust-teacher (trust_teacher=True of vitinit.Run)")
         opened = program(Path(name), recipe, device)
     else:
         if weights not in ("", "model", "ema"):
@@ -83,13 +91,13 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
                    name=f"{name}, {opened.outputs} classes {order}")
 
 
-def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device
-                       ) -> LearnFromTeacher:
+def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *,
+                       trusted: bool = False) -> LearnFromTeacher:
     """A micro-batch's loss with the recipe's teacher; arguments and errors as of `open_teacher`."""
     data = recipe.data
     return LearnFromTeacher(
-        open_teacher(recipe, classes, device), recipe.distill, mean=data.mean, std=data.std,
-        size=data.image_size, device=device,
+        open_teacher(recipe, classes, device, trusted=trusted), recipe.distill, mean=data.mean,
+        std=data.std, size=data.image_size, device=device,
         two_heads=recipe.model.options.get("distilled", False), compile=recipe.engine.compile)
 
 
@@ -121,6 +129,8 @@ def of_torchvision(name: str, weights: str) -> Opened:
 def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     """A program of torch.export: images (B, 3, H, W) → logits (B, K), for any batch size. One that
     `vitinit.export` wrote contains its classes, mean and std; any other takes the student's views.
+
+    torch reads such a file by unpickling parts of it, and by evaluating its texts (shapes, guards).
     """
     notes, data = {"vitinit.json": ""}, recipe.data
     try:
