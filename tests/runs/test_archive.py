@@ -1,5 +1,6 @@
 """Runs come out of an archive as they went in."""
 
+import io
 import lzma
 import os
 import tarfile
@@ -72,9 +73,21 @@ def test_a_path_is_a_folder_or_an_archive_with_a_pattern(packed, tmp_path, monke
     assert capsys.readouterr().err == "warning left out, no run: logs, a-s1.log\n"
 
 
+def archive_of_holes() -> bytes:
+    """A few hundred bytes that stand for a recipe of 2²⁴ zeros, and could for thousands of them."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("a/recipe.toml")
+        member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**24)}
+        archive.addfile(member)
+    return lzma.compress(content.getvalue())
+
+
 def test_what_cannot_be_read_or_packed_is_one_line(tmp_path, packed, written_run):
+    """Nor what is packed twice, of which each layer may hold a thousand times as much."""
     path, content = tmp_path / "x.tar.xz", packed.read_bytes()
     for wrong in (b"seed = 1\n", b"", content[:-50], lzma.compress(b"x" * 2000),
+                  lzma.compress(content), archive_of_holes(), lzma.compress(bytes(2**26 + 1)),
                   content[:300] + bytes([content[300] ^ 1]) + content[301:]):
         path.write_bytes(wrong)
         with pytest.raises(CheckpointError, match=r"x\.tar\.xz: not an archive of runs \("):

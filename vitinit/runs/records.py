@@ -37,7 +37,7 @@ from .folder import image_digests, parse_lines, parse_starts
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
-LARGEST_ARCHIVE = 2**27         # most bytes, unpacked, of an archive; 1,000 runs have 20 million
+LARGEST_ARCHIVE = 2**26         # most bytes, unpacked, of an archive; 1,000 runs have 20 million
 # Keys that all records have and programs read.
 REQUIRED = {"run.seed": int, "schedule.epochs": int, "schedule.cooldown_epochs": int,
             "init.name": str, "init.checkpoint": str, "model.name": str}
@@ -161,18 +161,18 @@ def read_archive(path: Path) -> list[RunRecord]:
     """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none."""
     files: dict[str, dict[str, bytes]] = {}
     try:
-        decoder = lzma.LZMADecompressor(memlimit=LARGEST_ARCHIVE)
+        decoder = lzma.LZMADecompressor(memlimit=2 * LARGEST_ARCHIVE)        # of xz -9 the half
         content = decoder.decompress(read_bytes(path), LARGEST_ARCHIVE)
         if not decoder.eof:
             raise EOFError(f"cut short, or of over {LARGEST_ARCHIVE:,} bytes")
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:    # nothing packed
             for member in archive:
                 run, _, title = member.name.partition("/")
                 if not member.isfile() or title not in FILES:
                     continue
                 file = archive.extractfile(member)
-                if file is None or member.size > LARGEST:        # perhaps of holes
-                    raise ValueError(f"{member.name} has {member.size:,} bytes")
+                if file is None or member.size > LARGEST or member.issparse():   # of holes
+                    raise ValueError(f"{member.name} has {member.size:,} bytes, or holes in it")
                 files.setdefault(run, {})[title] = file.read()
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
