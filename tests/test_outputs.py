@@ -1,18 +1,22 @@
 """Every option of every program that names a file to write: it replaces only what it may."""
 
 import argparse
+import multiprocessing
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from forks import Fork
 
 from vitinit import compare, evaluate, export, predict, run, sweep
 from vitinit.bench import __main__ as bench
-from vitinit.command_line import Output, Parser
+from vitinit.command_line import Output, Parser, run_program
 from vitinit.figures import __main__ as figures
+from vitinit.files import FileError, require_replaceable, write_text_atomically, written_atomically
 from vitinit.lessons import __main__ as lessons
 from vitinit.runs.records import read_run, write_archive
 
@@ -109,6 +113,7 @@ def test_an_output_replaces_no_input_no_other_kind_of_file_and_no_file_of_a_run(
         (place / "folder" / name).write_bytes(b"\xff\xd8\xff")
     files = ["photo.jpg", "link", f"odd{suffix or '.md'}", "run/last.pt", "run/best.pt",
              "run/recipe.toml", "run/metrics.jsonl", "run/run.json", "run/run.lock"]
+    files += [f"/dev/..{place}/photo.jpg"]           # which is none of the devices
     if not suffix:                                   # a folder, new or with such files in it
         files = ["folder", *(file for file in files if Path(file).is_file())]
     files += [input] * (input is not None)
@@ -126,3 +131,67 @@ def test_an_output_replaces_no_input_no_other_kind_of_file_and_no_file_of_a_run(
     os.mkfifo(place / "pipe")
     for file in (f"new{suffix}", f"old{suffix}", "pipe", "/dev/stdout", "/dev/null") * bool(suffix):
         program.parse_arguments([*arguments, file])
+
+
+def test_an_open_handle_is_written_to_and_what_its_file_holds_stays(tmp_path):
+    """As in --json /dev/stdout >> log.jsonl, also by a link or by another name of the handle."""
+    log, link = tmp_path / "log.jsonl", tmp_path / "link"
+    log.write_text("first\n")
+    with open(log, "a") as stream:
+        number = stream.fileno()
+        link.symlink_to(f"/dev/fd/{number}")
+        for path in (f"/dev/fd/{number}", f"/proc/self/fd/{number}", f"/proc/{os.getpid()}/fd/"
+                     f"{number}", f"/dev/../dev/fd/{number}", link):
+            require_replaceable(Path(path), ".png")
+            write_text_atomically("more\n", Path(path))
+    assert log.read_text() == "first\n" + 5 * "more\n"
+    with open(log, "rb") as stream, pytest.raises(FileError, match="cannot be written: Bad file d"):
+        write_text_atomically("more\n", Path(f"/dev/fd/{stream.fileno()}"))
+
+
+def test_of_two_that_write_one_file_each_writes_its_own_and_the_last_stays(tmp_path):
+    path = tmp_path / "out.json"
+    with written_atomically(path) as first:
+        first.write(b"first, ")
+        with written_atomically(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+        first.write(b"to its end")
+    assert path.read_bytes() == b"first, to its end" and os.listdir(tmp_path) == ["out.json"]
+
+
+def test_what_a_killed_writer_leaves_is_removed_by_the_next_and_nothing_else(tmp_path):
+    path, others = tmp_path / "[a]*.json", ["[a]*.json.partial", "[a]*.json.0123456789.partial",
+                                            "a.json.0123456789ab.partial"]
+
+    def killed() -> None:
+        with written_atomically(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    with written_atomically(path):                   # this one lives
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 5
+        write_text_atomically("{}", path)
+        assert len(os.listdir(tmp_path)) == 5
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, *others])
+
+
+def test_a_signal_that_ends_a_program_leaves_no_part_of_a_file(tmp_path):
+    path = tmp_path / "out" / "a.json"
+    path.parent.mkdir()
+
+    def program(number: int) -> None:
+        with written_atomically(path) as file:
+            file.write(b"half")
+            signal.raise_signal(number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        def ended_by() -> tuple[int, list[str]]:
+            signal.signal(number, signal.SIG_DFL)
+            return run_program("p", lambda: program(number)), os.listdir(path.parent)
+        ended = Fork(ended_by, tmp_path / str(number)).ended()
+        assert ended == ((128 + number, []), "", f"p: stopped by {number.name}\n")

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from .messages import (OneLineError, environment_rank, in_brief, nearest, one_li
                        ran_out_of_memory, say)
 from .recipe.files import RecipeError
 from .train.distributed import LostProcess
-from .train.interruption import Interrupted
+from .train.interruption import Interrupted, raising_signals
 from .values import Bounds, accepted_values, convert
 
 STDOUT = Path("-")              # the name of the standard output among files
@@ -174,13 +174,11 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
 
     Errors that the user can correct (OneLineError, OSError) and signals end it with one line on
     standard error. Any other exception is a defect of the program and is passed on.
-    cleans: Ctrl-C, which by `begin` ends a program at once, lets this one clean up first.
+    cleans: a signal that would end it at once lets this one clean up first.
     """
-    at_once = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    if at_once and cleans:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return program() or 0
+        with raising_signals() if cleans else nullcontext():
+            return program() or 0
     except (KeyboardInterrupt, Interrupted) as request:
         number = getattr(request, "number", signal.SIGINT)
         complain(name, f"stopped by {signal.Signals(number).name}")
@@ -195,8 +193,6 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
         complain(name, f"{place}{error.strerror or in_brief(error)}")
         return 2
     finally:
-        if at_once:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
         drop_unwritten()
 
 

@@ -8,12 +8,15 @@ and digits; the types of what it says are checked where it is used.
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +32,8 @@ KINDS = {suffix: re.compile(start, re.DOTALL) for suffix, start in {
     ".md": rb"#", ".png": rb"\x89PNG\r\n", ".tar.xz": rb"\xfd7zXZ\0", ".pt2": rb"PK",
     ".safetensors": rb".{8}\{", ".csv": rb"path,label,probability"}.items()}
 
+OF_A_WRITER = re.compile(r"\.[\da-f]{12}\.partial$")        # a temporary file's name
+MOST_LINKS = 40                 # one after the other, as Linux follows them
 LARGEST = 2**24                 # most bytes of a text
 LARGEST_TOML = 2**16            # of TOML, which takes long to read and is short
 DEEPEST, MOST = 64, 2**18       # most levels of tables and lists; fewer than MOST are on one level
@@ -58,35 +63,99 @@ def write_text_atomically(text: str, path: Path) -> None:
 def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[BinaryIO]:
     """A context that yields a file beside `path`; at the end it is on disk and takes its place.
 
-    At every moment there is an old or a new file at `path`, also after a power failure. Of a
-    symbolic link, the target is replaced. A pipe, a terminal and /dev/null are written to, not
-    replaced. keep: a path at which the old file is kept. Raises FileError, which names `path`, if
-    it cannot be written.
+    At every moment there is an old or a new file at `path`, also after a power failure, and of two
+    programs that write it the whole file of one. Of a symbolic link, the target is replaced. An
+    open handle, a pipe and a device are written to, not replaced: see `stream_at`. keep: a path at
+    which the old file is kept. Raises FileError, which names `path`, if it cannot be written.
     """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f"{target.name}.partial")   # a resumed run removes one
-    replaces = os.path.isfile(path) or not os.path.exists(path)
-    try:                                             # /dev/stdout may be a pipe, which has no name
-        if replaces:
-            temporary.unlink(missing_ok=True)        # a link there may lead anywhere
-        with open(temporary, "xb") if replaces else open(path, "wb") as file:
-            yield file
-            file.flush()
-            if replaces:
-                os.fsync(file.fileno())
-        if replaces:
-            if keep is not None and target.exists():
-                _keep(target, keep)
-            os.replace(temporary, target)
-            sync_folder(target.parent)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
+    try:
+        stream = stream_at(path)
+        if stream is None:
+            with _in_place_of(Path(os.path.realpath(path)), keep) as file:
+                yield file
+        else:
+            with stream:
+                yield stream
+    except Exception as error:
         # On a full disk torch's writer raises a RuntimeError, in the context of the system's error.
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(error, Exception) and isinstance(cause, OSError):
+        if isinstance(cause, OSError):
             raise FileError(f"{path}: cannot be written: {cause.strerror or cause}") from None
         raise
+
+
+def stream_at(path: Path | str) -> BinaryIO | None:
+    """What is at a path to be written to as it is: an open handle, a pipe or a device. None for a
+    file, wherever it is, and where there is nothing.
+    """
+    handle = open_handle(path)
+    if handle is not None:
+        for printed in (sys.stdout, sys.stderr):     # what it holds back comes first
+            with suppress(OSError, ValueError):      # closed
+                printed.flush()
+        return os.fdopen(os.dup(handle), "wb")
+    if os.path.isfile(path) or not os.path.exists(path):
+        return None
+    return open(path, "wb")
+
+
+def open_handle(path: Path | str) -> int | None:
+    """The number of the open handle of this process that a path such as /dev/stdout or /dev/fd/3
+    means, whatever that writes to; None for any other path.
+    """
+    handles = [*map(os.path.realpath, ("/dev/fd", "/proc/self/fd"))]
+    for _ in range(MOST_LINKS):
+        folder, name = os.path.split(path)
+        folder = os.path.realpath(folder)            # the last name is followed link by link, since
+        if folder in handles and name.isdecimal():   # a handle is a link to what it is open to
+            return int(name)
+        path = os.path.join(folder, name)
+        if not os.path.islink(path):
+            break
+        path = os.path.join(folder, os.readlink(path))
+    return None
+
+
+@contextmanager
+def _in_place_of(target: Path, keep: Path | None) -> Iterator[BinaryIO]:
+    """A context that yields a new file, which takes the place of `target` at its end."""
+    for left in target.parent.glob(f"{escape(target.name)}.*.partial"):
+        if OF_A_WRITER.search(left.name) and left.is_file():
+            _remove_if_left(left)
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(6)}.partial")
+    try:
+        with open(temporary, "xb") as file:
+            with suppress(OSError):                  # a file system without locks
+                _lock(file)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if keep is not None and target.exists():
+                _keep(target, keep)
+            if os.name == "nt":                      # which renames no file that is open
+                file.close()
+            os.replace(temporary, target)
+        sync_folder(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file as long as it is open, or the process lives; OSError if another one has. Windows
+    has no such locks, and deletes no file that is open.
+    """
+    with suppress(ImportError):
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a writer's temporary file if the writer was killed; else it still holds its lock."""
+    with suppress(OSError), open(path, "rb") as file:
+        _lock(file)
+        path.unlink()
 
 
 def _keep(path: Path, keep: Path) -> None:
@@ -119,7 +188,7 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
     """
     if path.is_dir() or not path.parent.is_dir():
         raise FileError(f"{path}: expected a file in a folder that exists")
-    if str(path).startswith("/dev/") or path.exists() and not path.is_file():
+    if open_handle(path) is not None or path.exists() and not path.is_file():
         return
     target = Path(os.path.realpath(path))
     if _is_of_a_run(target) and (target.exists() or (target.parent / "recipe.toml").exists()):

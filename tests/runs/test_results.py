@@ -95,7 +95,8 @@ def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
     node = target.stat().st_ino
     write_text_atomically("third\n", target)
     assert target.stat().st_ino != node              # written atomically: a new file replaces it
-    (target.parent / "out.json.partial").symlink_to(tmp_path / "mine")
-    write_text_atomically("fourth\n", target)        # such a link may lead anywhere
-    assert not (tmp_path / "mine").exists()
     assert os.listdir(target.parent) == ["out.json"]
+    (target.parent / "out.json.partial").symlink_to(tmp_path / "mine")
+    write_text_atomically("fourth\n", target)        # such a link is not ours, and leads anywhere
+    assert not (tmp_path / "mine").exists()
+    assert sorted(os.listdir(target.parent)) == ["out.json", "out.json.partial"]

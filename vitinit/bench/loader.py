@@ -89,7 +89,8 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
         "+ crop, flip, draws: the loader": lambda: next(steps),
         "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
         "torchvision's pipeline on Pillow": lambda: [
-            pipeline(Image.open(path, formats=FORMATS).convert("RGB")) for path in source.paths]}, clock_of(device))
+            pipeline(Image.open(path, formats=FORMATS).convert("RGB"))
+            for path in source.paths]}, clock_of(device))
     _, _, whole, pillow = seconds.values()
     return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
              "views/s": BATCH / median(times), "× as fast as torchvision's":

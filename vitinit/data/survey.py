@@ -171,7 +171,7 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
     return line, cautions
 
 
-def is_transparent(path: str, formats: Sequence[str]) -> bool:
+def is_transparent(path: str, formats: tuple[str, ...]) -> bool:
     """Whether any pixel of an image is; False if it cannot be decoded, which training says."""
     with suppress(Exception), without_warnings(), Image.open(path, formats=formats) as image:
         return bool(np.asarray(image.convert("RGBA"))[..., 3].min() < 255)

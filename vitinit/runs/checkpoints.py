@@ -11,6 +11,7 @@ from ..files import parse_json
 from ..messages import in_brief, say, warn
 from ..recipe.files import RECIPES
 from ..train.checkpoint import CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file
+from ..train.interruption import raising_signals
 from ..values import Size, convert
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
@@ -56,7 +57,8 @@ def fetch(weights: Weights) -> None:
     say(f"fetch   {address} → {file}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(address, str(file), hash_prefix=digest, progress=False)
+        with raising_signals():                      # or the part that is there would stay
+            torch.hub.download_url_to_file(address, str(file), hash_prefix=digest, progress=False)
     except (OSError, RuntimeError, ValueError, HTTPException) as error:
         reason = in_brief(getattr(error, "reason", error))
         raise CheckpointError(f"{address}: cannot be fetched ({reason}); put the file at {file}, "

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ..data.sources import SIZES
-from ..files import (RESULTS, in_one_line, parse_json, read_bytes, sync_folder,
+from ..files import (RESULTS, RUN_FILES, in_one_line, parse_json, read_bytes, sync_folder,
                      write_text_atomically, written_atomically)
 from ..messages import in_brief, warn
 from ..recipe.files import PACKAGE
@@ -237,8 +237,10 @@ class RunFolder:
         done: lines and partly written files. Epochs that metrics.jsonl has lost are said.
         """
         with in_one_line(self.path):
-            for cut_short in self.path.glob("*.partial"):
-                cut_short.unlink()
+            for pattern in RUN_FILES:                # of this version, and of earlier ones
+                for cut_short in [*self.path.glob(f"{pattern}.partial"),
+                                  *self.path.glob(f"{pattern}.*.partial")]:
+                    cut_short.unlink()
         rows = self.metrics.cut_back(epochs)
         if rows < epochs:
             warn(f"{self.metrics.path}: has {rows} of the {epochs} epochs that the checkpoint "

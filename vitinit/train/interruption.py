@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 # Sent by Ctrl-C, launchers, a terminal that closes, SLURM before a time limit; Windows has two.
@@ -52,6 +53,25 @@ class StopRequest:
             self.number, self.since = number, now
         elif number == signal.SIGINT and now - self.since > SECOND_SECONDS:
             self.second()
+
+
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """A context in which Ctrl-C and requests to end raise Interrupted where they would end the
+    process at once, so that temporary files go away. Those that are ignored or heard stay so.
+    """
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted(number)
+    hears = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in STOP_SIGNALS
+               if hears and signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end_at_once() -> None:
