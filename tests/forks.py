@@ -68,19 +68,26 @@ def _work(function: Callable[[], Any], folder: Path, environment: dict[str, str]
             raise
 
 
-def in_two_processes(function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Ended]:
+def in_two_processes(function: Callable[..., Any], folder: Path, *arguments: Any,
+                     store: torch.distributed.TCPStore | None = None, attempt: int = 0
+                     ) -> list[Ended]:
     """Call a function of a test file in two processes, which have the variables of torchrun; as
-    there, the launcher keeps the store."""
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    there, the launcher keeps the store, over all attempts."""
+    store = store or launchers_store()
     call = partial(_call, inspect.getfile(function), function.__name__, arguments)
     forks = [Fork(call, folder / str(rank), "forkserver", RANK=str(rank), LOCAL_RANK=str(rank),
                   WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
-                  TORCHELASTIC_USE_AGENT_STORE="True") for rank in (0, 1)]
+                  TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="tests",
+                  TORCHELASTIC_RESTART_COUNT=str(attempt)) for rank in (0, 1)]
     try:
         return [fork.ended() for fork in forks]
     finally:
         for fork in forks:
             fork.process.kill()
+
+
+def launchers_store() -> torch.distributed.TCPStore:
+    return torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def _call(file: str, name: str, arguments: tuple) -> Any:

@@ -39,6 +39,20 @@ def test_ctrl_c_says_nothing_before_the_program_runs_and_one_line_then(repositor
     assert fork.exitcode == -signal.SIGINT
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of it")
+def test_a_process_of_torchrun_ends_with_it(repository):
+    """Even if that is killed; without the mend it goes on."""
+    worker = ("import vitinit.begin, time; print('begun', flush=True); time.sleep(20); "
+              "print('went on')")
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {worker!r}])"
+    with subprocess.Popen(
+            [sys.executable, "-S", "-c", launcher], stdout=subprocess.PIPE,
+            env={"PYTHONPATH": str(repository), "TORCHELASTIC_RUN_ID": "tests"}) as process:
+        assert process.stdout.readline() == b"begun\n"
+        process.kill()
+        assert process.stdout.read() == b""
+
+
 @pytest.mark.parametrize("shell", ["<&- >&- 2>&-", "2>&-", ">&-"])
 def test_a_stream_that_is_closed_is_none_of_a_runs_files(shell, repository, tmp_path):
     code = ("file = open(os.environ['FILE'], 'wb')\n"

@@ -1,15 +1,19 @@
 """What every program does first: it imports this module before torch; other modules must not.
 
+Where torchrun is killed, Linux sends its processes SIGTERM; otherwise they would go on alone.
+
 Ctrl-C ends the program without a word until `run_program` or a StopRequest hears it. A standard
 stream that is closed becomes the null device; a file of a run would have its number otherwise, and
 get what libraries print. Characters that an encoding lacks are printed in others, never an error.
 """
 
 import codecs
+import ctypes
 import os
 import signal
 import sys
 
+PR_SET_PDEATHSIG = 1            # of <linux/prctl.h>
 PLAIN = str.maketrans({"×": "x", "…": "...", "–": "-", "−": "-", "→": "->", "±": "+/-", "≤": "<=",
                        "≥": ">="})
 
@@ -21,6 +25,8 @@ def in_ascii(error: UnicodeError) -> tuple[str, int]:
     return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:        # not ignored, as by nohup
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 codecs.register_error("in_ascii", in_ascii)

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from forks import Fork, in_two_processes
+from forks import Fork, in_two_processes, launchers_store
 from refused import refused
 
 from vitinit import run
@@ -226,6 +227,32 @@ def test_an_environment_that_no_launcher_sets_is_one_line_of_each_process(monkey
             monkeypatch.setenv(name, str(used.getsockname()[1]) if value == "used" else value)
         assert run.main(["--recipe", "quickstart", "--dry-run"]) == 2
     assert re.fullmatch(f"train.py: {words}.*\n", capsys.readouterr().err)
+
+
+def sum_of_ranks() -> float:
+    with distributed.joined() as processes:
+        return float(processes.sum(torch.tensor(1.0 + processes.rank)))
+
+
+def test_processes_that_are_started_again_find_each_other_and_none_of_before(tmp_path):
+    """torchrun's store still has the addresses at which the first two do not listen any more."""
+    store = launchers_store()
+    for attempt in (0, 1):
+        for ended in in_two_processes(sum_of_ranks, tmp_path / str(attempt), store=store,
+                                      attempt=attempt):
+            assert ended.result == 3.0
+
+
+def test_a_process_that_does_not_come_is_one_line(monkeypatch):
+    store = launchers_store()
+    clock = SimpleNamespace(monotonic=count(0, 100).__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr(distributed, "time", clock)
+    for name, value in TWO.items():
+        monkeypatch.setenv(name, str(store.port) if value == "used" else value)
+    for name, value in (("RUN_ID", "tests"), ("USE_AGENT_STORE", "True")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    line = refused(LostProcess, distributed.start)
+    assert line == "process 0 waited 60 s for process 1 of 2, in vain"
 
 
 def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch, tmp_path):

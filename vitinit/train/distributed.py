@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..messages import OneLineError, environment_rank, in_brief, say
+from ..messages import OneLineError, environment_rank, in_brief, say, shortened
 from .device import this_device
 from .interruption import Interrupted, StopRequest
 
@@ -28,6 +28,8 @@ from .interruption import Interrupted, StopRequest
 BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
 ALL_DONE = -1                   # no more items here; anything else overrides it
 PATIENCE = timedelta(minutes=30)        # how long a process waits for a silent one
+ARRIVAL = timedelta(seconds=60)         # and for one that torchrun has started, too
+CONNECTION = timedelta(seconds=12)      # for each of five times that gloo tries to connect
 WAITS = (1, 2, 4, 8, 0)         # seconds between looks for an address, which may be a new one
 T = TypeVar("T")
 
@@ -174,13 +176,45 @@ def start() -> Processes:
         else:
             raise WrongPlace(f"MASTER_ADDR={address}: no such machine is known here; expected the "
                              "one of process 0, as torchrun sets it")
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                join_by_torchrun(backend, rank, world_size)
+            else:
+                dist.init_process_group(backend, timeout=PATIENCE)
         except dist.DistNetworkError as error:
             if "failed to listen" not in str(error):
                 raise
             raise WrongPlace(f"MASTER_PORT={port}: in use, say; {in_brief(error)}") from None
     return Processes(rank, local_rank, world_size, device)
+
+
+def join_by_torchrun(backend: str, rank: int, world_size: int) -> None:
+    """Join the process group in the store that torchrun keeps, within two minutes.
+
+    The store outlives the processes: after a restart it still has the addresses of those that have
+    ended (pytorch#135712). So each attempt has a part of its own. That goes by the number of
+    restarts, which several machines count apart: there it is not used, see runs/README.md. Raises
+    LostProcess if a process does not come.
+    """
+    store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=ARRIVAL))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    arrived = [f"process {number}" for number in range(world_size)]
+    store.set(arrived[rank], "arrived")
+    deadline = time.monotonic() + ARRIVAL.total_seconds()
+    while not store.check(arrived):
+        if time.monotonic() > deadline:
+            absent = [name for name in arrived if not store.check([name])]
+            raise LostProcess(f"process {rank} waited {ARRIVAL.seconds} s for {shortened(absent)} "
+                              f"of {world_size}, in vain")
+        time.sleep(0.1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                            timeout=CONNECTION)
+    # A function of torch 2.14, and its name before.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(PATIENCE)
 
 
 def number_in(name: str, numbers: range, default: str = "") -> int:
