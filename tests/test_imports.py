@@ -83,7 +83,8 @@ def test_programs_begin_with_vitinit_begin_which_imports_nothing_that_takes_time
     """Only where they are run, which they are not in a worker that imports them again."""
     begin = [node for node in ast.walk(TREES["vitinit.begin"])
              if isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert [*map(ast.unparse, begin)] == [f"import {x}" for x in ("codecs", "ctypes", "os", "signal", "sys")]
+    needed = ("codecs", "ctypes", "os", "signal", "sys")
+    assert [*map(ast.unparse, begin)] == [f"import {name}" for name in needed]
     trees = [TREES[name] for name in PROGRAMS] + [
         ast.parse((PACKAGE.parent / name).read_text("utf-8")) for name in ("train.py", "eval.py")]
     for tree in trees:
