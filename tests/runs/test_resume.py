@@ -6,13 +6,16 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
-from same_run import TIMES, assert_same_run, family_run, rows_of
+from forks import in_two_processes
+from same_run import TIMES, assert_same_run, checkpoint, family_run, rows_of
 
 import vitinit
+from vitinit import run
 from vitinit.figures.subjects import of_runs
 from vitinit.runs import resume as choosing
 from vitinit.runs.folder import RunFolder
@@ -20,6 +23,7 @@ from vitinit.runs.records import read_run
 from vitinit.runs.resume import resumed_run
 from vitinit.train.distributed import Processes
 
+STORED = Path(__file__).parent / "data"             # runs of earlier commits
 ONE_EPOCH = dict(schedule__epochs="1")
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -55,21 +59,61 @@ def refused(train_program, capsys):
     return check
 
 
-def test_a_run_that_an_earlier_commit_stopped_ends_as_it_would_have_ended(
-        train_program, tmp_path, image_tree):
-    """Commit 88e7f50 stopped it after step 8, and then went on to the rows of finished.jsonl.
+def assert_ends_as_recorded(folder: Path, newer: Collection[str] = ()) -> None:
+    """The rows of a run that went on are those of finished.jsonl, which the commit that stopped it
+    wrote as it went on itself.
 
     They are equal to the bit on the machine that wrote them. Another rounds otherwise, so that an
-    image may be taken for another class there.
+    image may be taken for another class there. newer: keys that rows had not at that commit.
     """
-    folder = tmp_path / "run"
-    shutil.copytree(Path(__file__).parent / "data" / "stopped_at_88e7f50", folder)
-    assert train_program.main(["--resume", str(folder), "--data-dir", str(image_tree)]) == 0
     for row, expected in zip(rows_of(folder), rows_of(folder, "finished"), strict=True):
-        assert row.keys() - {"val_balanced", "cpu_seconds"} == expected.keys()      # newer ones
+        assert row.keys() - set(newer) == expected.keys()
         for key in expected.keys() - set(TIMES):
-            near = dict(abs=100 / 21) if key.endswith("top1") else dict(rel=1e-5)
+            is_share = key.endswith(("top1", "balanced"))       # in percent, of 21 images
+            near = dict(abs=100 / 21) if is_share else dict(rel=1e-5)
             assert row[key] == expected[key] or row[key] == pytest.approx(expected[key], **near)
+
+
+def test_a_run_that_an_earlier_commit_stopped_ends_as_it_would_have_ended(
+        train_program, tmp_path, image_tree):
+    """Commit 88e7f50 stopped it after step 8, and then went on to the rows of finished.jsonl."""
+    folder = tmp_path / "run"
+    shutil.copytree(STORED / "stopped_at_88e7f50", folder)
+    assert train_program.main(["--resume", str(folder), "--data-dir", str(image_tree)]) == 0
+    assert_ends_as_recorded(folder, newer=["val_balanced", "cpu_seconds"])
+
+
+def norms_of(folder: Path) -> dict[str, float]:
+    """The norm of every tensor of weights in last.pt, and of their moving average."""
+    saved = checkpoint(folder)
+    average = saved["ema"]["model"] if saved["ema"] else {}
+    tensors = saved["model"] | {f"ema.{key}": value for key, value in average.items()}
+    return {key: value.double().norm().item() for key, value in tensors.items()}
+
+
+def gone_on(arguments: list[str]) -> int:
+    return run.main(arguments)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw_and_mixing", "masked_autoencoder", "distilled",
+                                  "two_processes"])
+def test_runs_of_several_kinds_that_an_earlier_commit_stopped_end_as_they_would_have_ended(
+        name, train_program, tmp_path, image_tree):
+    """Commit f0be52c stopped each in its second epoch, and then went on to the rows of
+    finished.jsonl, and to weights whose norms are in norms.json."""
+    folder = tmp_path / "run"
+    shutil.copytree(STORED / "stopped_at_f0be52c" / name, folder)
+    arguments = ["--resume", str(folder), "--data-dir", str(image_tree)]
+    if name == "distilled":
+        arguments += ["--set", f"distill.teacher={STORED / 'version_12'}"]
+    if name == "two_processes":
+        for ended in in_two_processes(gone_on, tmp_path / "forks", arguments):
+            assert ended.result == 0, ended.err
+    else:
+        assert train_program.main(arguments) == 0
+    assert_ends_as_recorded(folder)
+    assert norms_of(folder) == pytest.approx(json.loads((folder / "norms.json").read_text()),
+                                             rel=1e-5, abs=1e-6)
 
 
 def test_micro_batches_hold_the_pairs_that_they_held_as_the_run_began(
@@ -77,7 +121,7 @@ def test_micro_batches_hold_the_pairs_that_they_held_as_the_run_began(
     """Strided ones with BatchNorm, and in runs of commits that had no others and several of them,
     which so go on to the bit; else neighbours."""
     old, new, convmixer = (tmp_path / name for name in ("old", "new", "convmixer"))
-    shutil.copytree(Path(__file__).parent / "data" / "stopped_at_88e7f50", old)
+    shutil.copytree(STORED / "stopped_at_88e7f50", old)
     in_three, plans = ["--set", "optim.max_batch_per_process=4"], []
 
     def opened(*arguments, real=train_program.open_data, **options):
@@ -407,7 +451,7 @@ def test_a_disk_that_refuses_ends_the_run_in_one_line_with_its_checkpoint(
 def test_a_run_of_an_earlier_version_is_read_but_by_the_commit_that_is_named(
         train_program, eval_program, capsys, tmp_path):
     """Its record can still be compared, since that does not check the recipe's values."""
-    folder = shutil.copytree(Path(__file__).parent / "data" / "version_11", tmp_path / "run")
+    folder = shutil.copytree(STORED / "version_11", tmp_path / "run")
     for main, arguments in ((train_program.main, ["--resume", str(folder)]),
                             (eval_program.main, [str(folder), "--data", "shapes"])):
         assert main(arguments) == 2
