@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from vitinit.base.messages import OneLineError
 from vitinit.init import INITS, init_function
-from vitinit.messages import OneLineError
 from vitinit.models import FAMILIES, model_class
 from vitinit.recipe.files import load_recipe, overrides
 
@@ -38,8 +38,9 @@ COMPARED = {
     ("vitinit/data/README.md", "left out: "): (
         "data/test_sources.py", "test_the_lines_that_the_page_quotes_are_said")}
 WRITTEN = {"recipe.toml", "report.md", "comparison.md"}      # files that programs write
-OTHERS = {"--standalone", "--nproc_per_node", "--node_rank", "--shutdown_timeout",
-          "--signals_to_handle", "--shm-size"}               # options of torchrun and of containers
+OTHERS = {"--standalone", "--nproc_per_node", "--node_rank", "--shutdown_timeout", "--shm-size",
+          "--signals_to_handle", "--max-restarts", "--master_addr", "--rdzv_backend",
+          "--rdzv_endpoint"}                                 # options of torchrun and of containers
 
 
 class Page(NamedTuple):

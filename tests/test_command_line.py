@@ -10,8 +10,8 @@ from forks import Fork
 from torch.distributed import run as distributed_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from vitinit.base.messages import warn
 from vitinit.command_line import complain
-from vitinit.messages import warn
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.train.distributed import LostProcess, Processes
 

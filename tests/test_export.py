@@ -16,13 +16,13 @@ from same_run import assert_identical
 
 import vitinit
 from vitinit import export
+from vitinit.base.values import plain
 from vitinit.data.augment import normalise
 from vitinit.models import MODELS, libraries, model_class
 from vitinit.models.convert import TIMM_EVA, foreign_names
 from vitinit.models.libraries import LIBRARIES, counterpart
 from vitinit.recipe.files import from_dict, load_recipe, overrides
 from vitinit.runs.foreign import read_description
-from vitinit.values import plain
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUN = Path(__file__).parent / "runs" / "data" / "version_12"

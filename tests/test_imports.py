@@ -15,21 +15,20 @@ PACKAGE = Path(vitinit.__file__).parent
 # Room → the rooms that it may import, all of which stand above it. A room is a folder of the
 # package, or a file beside these; "vitinit" is the package's own __init__.py.
 BELOW = {
-    "vitinit": "", "filters": "", "keys": "", "messages": "",
-    "files": "messages",                                     # reading and writing
-    "values": "messages",
-    "models": "filters keys messages",
-    "mixing": "filters messages models",
-    "init": "filters keys messages mixing models values",    # but not data, train or recipe
-    "data": "files keys messages values",                    # but not models
-    "train": "files keys messages values",                   # but not models, data or init
-    "recipe": "data files init messages models train values",        # puts the sections together
-    "command_line": "files messages recipe train values",
-    "runs": "command_line data files init keys messages mixing models recipe train values",
+    "base": "",                                      # which everything may import
+    "vitinit": "base",
+    "models": "base",
+    "mixing": "base models",
+    "init": "base mixing models",                    # but not data, train or recipe
+    "data": "base",                                  # but not models
+    "train": "base",                                 # but not models, data or init
+    "recipe": "base data init models train",         # puts the sections together
+    "command_line": "base recipe train",
+    "runs": "base command_line data init mixing models recipe train",
 }
 EVERYTHING = " ".join(BELOW)
 BELOW |= {"run": EVERYTHING, "figures": EVERYTHING, "bench": EVERYTHING,
-          "replay": f"{EVERYTHING} run", "lessons": "figures files messages", "begin": ""}
+          "replay": f"{EVERYTHING} run", "lessons": "base command_line figures", "begin": ""}
 
 
 def named(path: Path) -> str:

@@ -25,12 +25,13 @@ from small_models import SMALL
 
 import vitinit
 from vitinit import compare, evaluate, export, predict, run, sweep
+from vitinit.base.files import parse_json, parse_toml
+from vitinit.base.messages import OneLineError
+from vitinit.base.values import to_toml
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import run_program
 from vitinit.figures import __main__ as figures
-from vitinit.files import parse_json, parse_toml
 from vitinit.init import INITS
-from vitinit.messages import OneLineError
 from vitinit.recipe.files import RECIPES, from_dict, load_recipe
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import RunFolder
@@ -42,7 +43,6 @@ from vitinit.train.checkpoint import read_checkpoint_file
 from vitinit.train.metrics import Progress
 from vitinit.train.optim import optimizer_for
 from vitinit.train.state import Ema, TrainState
-from vitinit.values import to_toml
 
 RUN = Path(__file__).parent / "runs" / "data" / "stopped_at_88e7f50"
 COUNT = int(os.environ.get("VITINIT_MUTATIONS", 50))

@@ -13,10 +13,11 @@ import torch
 from forks import Fork
 
 from vitinit import compare, evaluate, export, predict, run, sweep
+from vitinit.base.files import (FileError, require_replaceable, write_text_atomically,
+                                written_atomically)
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import Output, Parser, run_program
 from vitinit.figures import __main__ as figures
-from vitinit.files import FileError, require_replaceable, write_text_atomically, written_atomically
 from vitinit.lessons import __main__ as lessons
 from vitinit.runs.records import read_run, write_archive
 

@@ -14,11 +14,11 @@ from forks import Fork
 from torch._utils import ExceptionWrapper
 
 from vitinit import compare, export, predict, sweep
+from vitinit.base.messages import IN_BRIEF, LONGEST, OneLineError, in_brief, one_line
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import building, integer, one_of, real, run_program
 from vitinit.figures import __main__ as figures
 from vitinit.lessons import __main__ as lessons
-from vitinit.messages import IN_BRIEF, LONGEST, OneLineError, in_brief, one_line
 from vitinit.recipe.files import RecipeError
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged

@@ -7,11 +7,11 @@ import torch
 from same_run import checkpoint, rows_of
 
 import vitinit
+from vitinit.base.values import plain, to_toml
 from vitinit.recipe import sections
 from vitinit.runs import data, model
 from vitinit.runs.folder import RunFolder
 from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
-from vitinit.values import plain, to_toml
 
 # All values of one type are different, and none is the default of the function that takes it.
 WRITTEN = {

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .files import FileError, require_no_input, require_replaceable, write_text_atomically
-from .messages import (OneLineError, environment_rank, in_brief, nearest, one_line,
-                       ran_out_of_memory, say)
+from .base.files import FileError, require_no_input, require_replaceable, write_text_atomically
+from .base.messages import (OneLineError, environment_rank, in_brief, nearest, one_line,
+                            ran_out_of_memory, say)
+from .base.values import Bounds, accepted_values, convert
 from .recipe.files import RecipeError
 from .train.distributed import LostProcess
 from .train.interruption import Interrupted, raising_signals
-from .values import Bounds, accepted_values, convert
 
 STDOUT = Path("-")              # the name of the standard output among files
 

@@ -27,10 +27,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from .base.files import require_replaceable, write_text_atomically
+from .base.messages import counted
 from .command_line import Output, Parser, integer, run_program
 from .figures.curves import draw_curves
-from .files import require_replaceable, write_text_atomically
-from .messages import counted
 from .runs.groups import finished_runs
 from .runs.records import SUFFIX, read_runs, write_archive
 from .runs.results import compare_runs

@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .base.messages import ProgressBar, nearest, say
 from .command_line import Output, Parser, add_options, run_program
 from .data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
 from .data.images import DataError, dark_in_16_bits
 from .data.loader import prepare_workers
 from .data.pipeline import EvaluationBatches
 from .data.sources import ImageFiles, Source, class_indices
-from .messages import ProgressBar, nearest, say
 from .recipe.files import RecipeError, overrides
 from .runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
 from .runs.model import compiled

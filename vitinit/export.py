@@ -40,9 +40,9 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
+from .base.files import read_bytes, require_replaceable, write_text_atomically, written_atomically
 from .command_line import Output, Parser, add_run, building, run_arguments, run_program
 from .data.augment import normalise
-from .files import read_bytes, require_replaceable, write_text_atomically, written_atomically
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_tensors
 from .models.libraries import counterpart

@@ -30,13 +30,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .base.files import require_no_input, written_atomically
+from .base.messages import ProgressBar, in_brief, one_line, say
 from .command_line import Output, Parser, add_run, deliver, integer, run_arguments, run_program
 from .data.images import DataError, dark_in_16_bits
 from .data.lists import as_list
 from .data.sources import LooseImages
 from .figures.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
-from .files import require_no_input, written_atomically
-from .messages import ProgressBar, in_brief, one_line, say
 from .mixing import block_grids, mixing_matrices
 from .runs.trained import BATCH, VIEW_KEYS, Trained, load
 from .train.device import this_device

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .messages import shortened, warn
+from .base.messages import shortened, warn
 from .run import Run
 from .runs.folder import RunFolder
 from .runs.groups import commit, experiment

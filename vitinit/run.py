@@ -22,14 +22,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .base.files import write_text_atomically
+from .base.keys import Stream, keyed_generator
+from .base.messages import ProgressBar, counted, in_brief, warn
 from .command_line import Parser, building, integer, run_program
 from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
 from .data.survey import Survey, survey
-from .files import write_text_atomically
 from .init import INITS
-from .keys import Stream, keyed_generator
-from .messages import ProgressBar, counted, in_brief, warn
 from .models.layers import Classifier, draw_drop_path
 from .models.masked_autoencoder import reconstruction
 from .recipe.files import RecipeError, overrides as recipe_changes

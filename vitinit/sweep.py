@@ -35,9 +35,9 @@ from typing import NamedTuple
 
 import torch
 
+from .base.files import FileError
+from .base.messages import ProgressBar, counted, say
 from .command_line import Parser, integer, run_program
-from .files import FileError
-from .messages import ProgressBar, counted, say
 from .recipe.files import RecipeError, load_recipe, overrides
 from .runs.folder import RunFolder
 from .runs.live import require_loggers

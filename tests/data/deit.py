@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitinit.base.keys import Stream, keyed_generator
 from vitinit.data import augment
 from vitinit.data.draw import (Augmentation, Draws, MixDraw, SampleKey, Samples, View, draw_view,
                                unpack)
 from vitinit.data.images import crop_and_flip
 from vitinit.data.rand_augment import RandAugment, draw_operations, for_device, rand_augment
 from vitinit.data.sources import Source
-from vitinit.keys import Stream, keyed_generator
 from vitinit.recipe.files import RECIPES, load_recipe
 
 _DEIT = load_recipe(RECIPES / "deit_base.toml")

@@ -23,12 +23,12 @@ import torchvision
 from PIL import Image
 from refused import refused
 
+from vitinit.base.messages import counted
 from vitinit.data import datasets
 from vitinit.data.datasets import (DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid,
                                    open_split)
 from vitinit.data.images import DataError
 from vitinit.data.sources import ImagesInMemory
-from vitinit.messages import counted
 from vitinit.runs.data import EvaluatedSet
 
 

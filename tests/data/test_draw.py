@@ -10,11 +10,11 @@ import torch
 from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples, view_of
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
+from vitinit.base.keys import Stream, keyed_generator, keyed_generators
 from vitinit.data.draw import (Augmentation, Masks, SampleKey, View, draw_crop, draw_erasing,
                                draw_view, epoch_order, unpack)
 from vitinit.data.images import NOWHERE, Box, crop_and_flip
 from vitinit.data.rand_augment import Operation, RandAugment
-from vitinit.keys import Stream, keyed_generator, keyed_generators
 
 KS_LIMIT = 1.95          # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
 HEIGHT, WIDTH = 223, 227                     # of a view

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from refused import refused
 
+from vitinit.base.files import FileError
 from vitinit.data.datasets import open_split
 from vitinit.data.images import DataError
 from vitinit.data.sources import Source, fingerprint, held_out_part
-from vitinit.files import FileError
 
 SPLITS = {"train": "train.csv", "val": "val.csv"}
 refusal = partial(refused, (DataError, FileError), open_split, "image_list")

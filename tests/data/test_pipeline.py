@@ -17,6 +17,7 @@ from deit import (AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT, as_drawn, augmented, c
 from refused import refused
 from torch import Tensor
 
+from vitinit.base.keys import Stream, keyed_generator
 from vitinit.data.augment import (ToDevice, TrainToDevice, mix_images, mix_targets, normalise,
                                   smooth_one_hot)
 from vitinit.data.draw import Augmentation, Masks, SampleKey, epoch_order
@@ -26,7 +27,6 @@ from vitinit.data.pipeline import (GIB, Ahead, EvaluationBatches, TrainingBatche
                                    decode_to_device, preparing_stream)
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.sources import ImageFolder, ImagesInMemory
-from vitinit.keys import Stream, keyed_generator
 
 SIDE, COUNT, CLASSES, SEED, REPEATS = 7, 29, 5, 31, 3
 GLOBAL_BATCH, GROUP, EPOCHS = 48, 8, 4                       # one step per epoch, six groups

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from vitinit.base.keys import Stream, keyed_generator
 from vitinit.data import shapes
-from vitinit.keys import Stream, keyed_generator
 
 SMALL = {"train": 211, "val": 107}
 FAR = 1.5                            # in radii; no shape reaches this far from its centre

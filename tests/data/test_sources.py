@@ -19,6 +19,7 @@ from PIL import Image, PngImagePlugin
 from refused import refused
 from torchvision.datasets.folder import make_dataset
 
+from vitinit.base.keys import Stream, keyed_generator
 from vitinit.data import sources
 from vitinit.data.datasets import open_split
 from vitinit.data.folders import EXTENSIONS, images_below, in_words
@@ -26,7 +27,6 @@ from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.data.sources import (ImageFiles, ImageFolder, ImagesInMemory, LooseImages,
                                   class_indices, file_sizes, fingerprint, held_out_part,
                                   stratified_part)
-from vitinit.keys import Stream, keyed_generator
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs import data
 

@@ -8,8 +8,8 @@ from vitinit.figures import attention
 from vitinit.figures.__main__ import main
 from vitinit.figures.plot import LOOKS
 from vitinit.figures.subjects import fresh, photographs
-from vitinit.filters import ordered_offsets
 from vitinit.mixing import mixing_matrices, target_mass
+from vitinit.mixing.filters import ordered_offsets
 from vitinit.runs.data import as_input, evaluation_view
 
 

@@ -11,8 +11,8 @@ import torch
 from vitinit.figures import __main__ as figures, augmentation, curves, data
 from vitinit.figures.plot import LOOKS
 from vitinit.figures.subjects import fresh, photographs
-from vitinit.filters import ordered_offsets
 from vitinit.mixing import mean_kernel, mixing_matrices
+from vitinit.mixing.filters import ordered_offsets
 from vitinit.runs.groups import Group
 
 

@@ -9,9 +9,9 @@ from small_models import written
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.filters import logit_for, ordered_offsets
 from vitinit.init.layout import layout_of
 from vitinit.init.mass import mass_on_images
+from vitinit.mixing.filters import logit_for, ordered_offsets
 
 deep_impulse = importlib.import_module("vitinit.init.deep_impulse")
 CODE, CONSTANTS, CONTENT = slice(0, 8), slice(8, 10), slice(10, None)

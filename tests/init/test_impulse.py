@@ -8,8 +8,8 @@ import torch
 from small_models import written
 
 import vitinit
-from vitinit.filters import convolution_matrix, impulse_kernel
 from vitinit.init.impulse import default_rank
+from vitinit.mixing.filters import convolution_matrix, impulse_kernel
 
 initialised = partial(written, "impulse")
 

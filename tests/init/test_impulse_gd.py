@@ -9,9 +9,9 @@ from small_models import drawn, seeded, written
 from torch import Tensor
 
 import vitinit
-from vitinit.filters import ordered_offsets, shift_matrix
 from vitinit.init.impulse_gd import draw_pseudo_input, solve
 from vitinit.mixing import mixing_matrices, target_mass
+from vitinit.mixing.filters import ordered_offsets, shift_matrix
 
 GRID = (5, 7)
 initialised = partial(written, "impulse_gd")

@@ -9,8 +9,8 @@ from small_models import written
 from torch import Tensor
 
 import vitinit
-from vitinit.filters import Offset, neighbours, ordered_offsets
 from vitinit.init.impulse_simple_vit import sharpest_axis
+from vitinit.mixing.filters import Offset, neighbours, ordered_offsets
 from vitinit.models import SimpleViT
 from vitinit.models.layers import sincos_frequencies
 

@@ -8,8 +8,8 @@ from small_models import drawn, written
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.filters import ordered_offsets
 from vitinit.mixing import mixing_matrices
+from vitinit.mixing.filters import ordered_offsets
 
 initialised = partial(written, "impulse")
 # Stages of 12×20 and 6×10 tokens in windows of 3×5; the second block of each is shifted by (1, 2).

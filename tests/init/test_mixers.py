@@ -8,9 +8,9 @@ from small_models import built, drawn, seeded
 from torch.nn.functional import gelu
 
 import vitinit
-from vitinit.filters import convolution_matrix, ordered_offsets, shift_matrix
 from vitinit.init.mixers import placed_gaussian, write_linear_map
 from vitinit.mixing import mixing_matrices
+from vitinit.mixing.filters import convolution_matrix, ordered_offsets, shift_matrix
 from vitinit.models.layers import Mlp
 
 TOKENS = 15

@@ -12,12 +12,12 @@ import pytest
 import torchvision
 from refused import refused
 
+from vitinit.base.values import Bounds, plain, to_toml
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict, load_recipe,
                                   overrides, parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.train.optim import NO_TEACHER
-from vitinit.values import Bounds, plain, to_toml
 
 SHIPPED = sorted(RECIPES.glob("*.toml"))
 QUICKSTART = RECIPES / "quickstart.toml"

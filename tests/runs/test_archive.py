@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.files import FileError
+from vitinit.base.files import FileError
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import FILES, read_runs, write_archive
 from vitinit.train.checkpoint import CheckpointError

@@ -13,6 +13,7 @@ from written_vit import CLASSES, HEADS, REGISTERS, WIDTH, drawn_tensors, written
 
 import vitinit
 from vitinit import export
+from vitinit.base.values import plain
 from vitinit.models.convert import TRANSFORMERS_SWIN, foreign_names, native_names
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import as_input
@@ -20,7 +21,6 @@ from vitinit.runs.foreign import differences, read_description, require_known
 from vitinit.runs.model import build
 from vitinit.runs.saved import fine_tune
 from vitinit.train.checkpoint import CheckpointError
-from vitinit.values import plain
 
 RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes
 HIDDEN, PATCH, SIDE = 29, 5, 15

@@ -6,12 +6,12 @@ import re
 import pytest
 from pages import PAGES, RECIPES
 
+from vitinit.base.values import plain
 from vitinit.compare import main
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.groups import CAME_OR_WENT, FREE_KEYS
 from vitinit.runs.records import RunRecord, read_archive
 from vitinit.runs.results import mean_and_std, t_interval
-from vitinit.values import plain
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")

@@ -15,7 +15,7 @@ from torch.testing import assert_close as close
 
 import vitinit
 from vitinit import export
-from vitinit.messages import OneLineError
+from vitinit.base.messages import OneLineError
 from vitinit.recipe.files import Override, load_recipe
 from vitinit.runs.teacher import open_teacher
 

@@ -14,10 +14,10 @@ from PIL import Image
 from refused import refused
 
 import vitinit
+from vitinit.base.values import ReadOnly
 from vitinit.predict import attended, classify
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import read_checkpoint_file as load_checkpoint
-from vitinit.values import ReadOnly
 
 RUN = Path(__file__).parent / "data" / "version_12"     # three classes of 8-pixel images
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from refused import refused
 
-from vitinit.files import FileError, write_text_atomically
+from vitinit.base.files import FileError, write_text_atomically
 from vitinit.runs.folder import save_atomically
 from vitinit.train import checkpoint
 from vitinit.train.checkpoint import (CheckpointError, Damaged, Unread, model_state,

@@ -18,8 +18,8 @@ from forks import Fork, in_two_processes, launchers_store
 from refused import refused
 
 from vitinit import run
+from vitinit.base.messages import OneLineError
 from vitinit.bench import training
-from vitinit.messages import OneLineError
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.runs import data, model as start, resume
 from vitinit.train import distributed

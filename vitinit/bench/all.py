@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torchvision
 
-from ..messages import LossyStream, OneLineError
+from ..base.messages import LossyStream, OneLineError
 from ..runs.folder import git_commit
 from ..train.device import CPU_INFO, cores, describe_device
 from .training import Row

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..keys import Stream, keyed_generator, keyed_generators
-from ..values import AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative, Proportion
+from ..base.keys import Stream, keyed_generator, keyed_generators
+from ..base.values import AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative, Proportion
 from .images import NOWHERE, Box
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from pathlib import Path
 
-from ..messages import in_brief, one_line
+from ..base.messages import in_brief, one_line
 from .images import HEIF_REMEDY, DataError, heif_formats
 
 EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm",

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
-from ..files import FileError, read_bytes
-from ..messages import OneLineError, in_brief, ran_out_of_memory, without_warnings
+from ..base.files import FileError, read_bytes
+from ..base.messages import OneLineError, in_brief, ran_out_of_memory, without_warnings
 
 LARGEST_FILE = 2**30            # bytes: RGB of 16 bits of the most pixels that Pillow reads
 LONG = 32                       # an image so many times as long as its view is not enlarged whole

@@ -15,8 +15,8 @@ from pathlib import Path
 from sys import intern
 from typing import NamedTuple
 
-from ..files import read_bytes
-from ..messages import counted, in_brief, shortened
+from ..base.files import read_bytes
+from ..base.messages import counted, in_brief, shortened
 from .folders import SPLITS, TEST, TRAIN, VAL, in_words, is_image, suffix_of
 from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles

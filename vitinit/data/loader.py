@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..keys import Stream, keyed_generator, keyed_generators
-from ..messages import in_brief, own_words
+from ..base.keys import Stream, keyed_generator, keyed_generators
+from ..base.messages import in_brief, own_words
 from .draw import Augmentation, Masks, Samples, draw_view
 from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sources import Source

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..values import Bounds, Proportion
+from ..base.values import Bounds, Proportion
 from .operations import GROUP, affine, enhance, map_levels
 
 MAX_MAGNITUDE = 10.0            # the magnitude at which operations are strongest

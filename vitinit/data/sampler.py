@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..messages import counted
+from ..base.messages import counted
 from .draw import SampleKey, Samples, epoch_order
 
 

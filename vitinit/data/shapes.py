@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..keys import Stream, keyed_generator
+from ..base.keys import Stream, keyed_generator
 from .sources import Source
 
 SIZE = 32                       # pixels per side of an image

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..keys import Stream, keyed_generator
-from ..messages import in_brief, one_line
+from ..base.keys import Stream, keyed_generator
+from ..base.messages import in_brief, one_line
 from .folders import EXTENSIONS, folders_in, images_below, in_words, suffix_of
 from .images import DataError, decode_image, jpeg_decoder
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from ..files import read_bytes
-from ..messages import counted, one_line, shortened, without_warnings
+from ..base.files import read_bytes
+from ..base.messages import counted, one_line, shortened, without_warnings
 from .images import FORMATS, LARGEST_FILE, heif_formats
 from .sources import ImageFiles, Source
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..data.images import decode_image
-from ..filters import Grid
 from ..init.mass import Mass, has_targets, mass_on_images
 from ..mixing import among_patches, block_grids, mean_kernel, mixing_matrices
+from ..mixing.filters import Grid
 from ..models.attention import attention_weights
 from ..models.simple_vit import SimpleViT
 from ..models.swin import SwinTransformer

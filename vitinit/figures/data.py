@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ..base.files import require_no_input
+from ..base.messages import one_line
 from ..data.datasets import open_split
 from ..data.images import DataError, resize_and_centre_crop
 from ..data.lists import LISTS
 from ..data.sources import ImageFiles, Source
 from ..data.survey import Survey, survey
-from ..files import require_no_input
-from ..messages import one_line
 from .plot import BLUE, as_drawn, pyplot, save
 
 EXAMPLES, SIDE = 8, 64          # images per class, spread evenly over it, and their pixels

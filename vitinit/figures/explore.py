@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..base.messages import one_line
 from ..data.images import decode_image
-from ..filters import Grid
 from ..init.mass import has_targets, mass_on_images
-from ..messages import one_line
 from ..mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
+from ..mixing.filters import Grid
 from ..models import ConvMixer, MlpMixer
 from ..runs.data import as_input, evaluation_view
 from .plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded, write_page

@@ -20,8 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from .. import __version__
-from ..files import written_atomically
-from ..messages import OneLineError, in_brief
+from ..base.files import written_atomically
+from ..base.messages import OneLineError, in_brief
 
 if TYPE_CHECKING:
     import matplotlib

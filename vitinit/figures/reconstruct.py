@@ -7,9 +7,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ..base.keys import Stream, keyed_generator
 from ..data.augment import normalise
 from ..data.images import decode_image
-from ..keys import Stream, keyed_generator
 from ..models.layers import patches_of
 from ..models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, take
 from ..recipe.sections import DataSection

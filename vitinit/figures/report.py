@@ -10,9 +10,10 @@ from urllib.parse import quote
 
 import torch
 
+from ..base.messages import OneLineError, ProgressBar
+from ..base.values import to_toml
 from ..data.images import DataError
 from ..data.sources import ImageFiles
-from ..messages import OneLineError, ProgressBar
 from ..recipe.files import load_recipe
 from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import CAME_OR_WENT, Group, group_runs
@@ -23,7 +24,6 @@ from ..train.checkpoint import CheckpointError
 from ..train.device import this_device
 from ..train.engine import autocast
 from ..train.metrics import balanced_accuracy
-from ..values import to_toml
 from .curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step
 from .plot import FigureError, as_png, rounded, write_page
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal, get_origin
 import torch
 from torch import Generator, nn
 
-from ..messages import in_brief, nearest
+from ..base.messages import in_brief, nearest
+from ..base.values import convert
 from ..models import FAMILIES, MODELS
-from ..values import convert
 
 __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
            "init_weights", "mimetic_", "reads_images"]

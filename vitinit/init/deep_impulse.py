@@ -23,9 +23,9 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from ..filters import head_offsets, logit_for, offsets_on_grid
+from ..base.values import AtLeastOne, BelowOne, NonNegative, ProperFraction
 from ..mixing import run
-from ..values import AtLeastOne, BelowOne, NonNegative, ProperFraction
+from ..mixing.filters import head_offsets, logit_for, offsets_on_grid
 from .baseline import Base, draw_base, whiten_patches
 from .layout import layout_of
 from .mimetic import write_values

@@ -13,9 +13,9 @@ from einops import rearrange
 from torch import Generator, Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..filters import Grid
-from ..messages import in_brief
+from ..base.messages import in_brief
 from ..mixing import run
+from ..mixing.filters import Grid
 from ..models.rotary import Rotary
 from .views import Attentions, Block, Layout, Rotation, WindowBlock, projected
 

@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ..filters import Order, head_offsets, offsets_on_grid, shift_matrix
+from ..base.values import AtLeastOne, Count, NonNegative, ProperFraction
+from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.attention import attention_weights
-from ..values import AtLeastOne, Count, NonNegative, ProperFraction
 from .baseline import Base, draw_base, truncated_normal_
 from .layout import layout_of
 from .mimetic import write_values

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ..filters import Order, head_offsets, offsets_on_grid, shift_matrix
+from ..base.values import AtLeastOne, Count, PositiveNumber
+from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.simple_vit import SimpleViT
-from ..values import AtLeastOne, Count, PositiveNumber
 from .baseline import Base, draw_base
 from .layout import layout_of
 from .views import Layout

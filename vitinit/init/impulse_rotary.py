@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from ..filters import Grid, Offset, head_offsets, neighbours, offsets_on_grid, smallest_logit
-from ..values import AtLeastOne, ProperFraction
+from ..base.values import AtLeastOne, ProperFraction
+from ..mixing.filters import Grid, Offset, head_offsets, neighbours, offsets_on_grid, smallest_logit
 from .baseline import Base, draw_base, whiten_patches
 from .layout import layout_of
 from .stream import stream_of

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from ..filters import Offset, Order, head_offsets, logit_for, offsets_on_grid
+from ..base.values import AtLeastOne, ProperFraction
+from ..mixing.filters import Offset, Order, head_offsets, logit_for, offsets_on_grid
 from ..models.layers import sincos_frequencies
 from ..models.simple_vit import SimpleViT
-from ..values import AtLeastOne, ProperFraction
 from .baseline import Base, draw_base
 
 

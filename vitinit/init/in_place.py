@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from ..messages import in_brief, one_line
+from ..base.messages import in_brief, one_line
 from . import BASES, ROTARY, apply, family_of, init_function
 from .baseline import EMBED_STD
 from .deep_impulse import NOISE_IMAGES

@@ -24,7 +24,7 @@ from types import NoneType
 import torch
 from torch import Tensor, nn
 
-from ..filters import Grid
+from ..mixing.filters import Grid
 from ..models.layers import PREFIX_TOKENS
 from ..models.rotary import Rotary
 from .baseline import SAME

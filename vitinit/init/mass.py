@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from ..filters import Grid, Offset, head_offsets, ordered_offsets
 from ..mixing import block_grids, mean_shares, target_mass
+from ..mixing.filters import Grid, Offset, head_offsets, ordered_offsets
 from ..models.attention import Attention
 from ..models.simple_vit import SimpleAttention
 from . import ROTARY, family_of, init_function

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from ..base.values import NonNegative
 from ..models.simple_vit import SimpleViT
-from ..values import NonNegative
 from .baseline import Base, draw_base
 from .layout import layout_of
 from .views import Attentions, Block

@@ -5,12 +5,12 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from ..filters import (Order, head_offsets, impulse_kernel, offsets_on_grid, ordered_offsets,
-                       shift_matrix)
+from ..base.values import AtLeastOne, Count, PositiveNumber
+from ..mixing.filters import (Order, head_offsets, impulse_kernel, offsets_on_grid, ordered_offsets,
+                              shift_matrix)
 from ..models.conv_mixer import ConvMixer
 from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
-from ..values import AtLeastOne, Count, PositiveNumber
 from .baseline import Base, draw_base
 
 ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of variance 1 / (3 k²)

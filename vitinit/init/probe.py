@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Generator, Tensor, nn
 
-from ..filters import Grid
+from ..mixing.filters import Grid
 from .formula import TOLERANCE, Reached, close, passed, require_formula, turned_blocks
 from .stream import image_shape_of, noise_images, stream_of
 from .views import Attentions, Layout

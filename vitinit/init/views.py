@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..filters import Grid, Offset, neighbours
+from ..mixing.filters import Grid, Offset, neighbours
 from ..models.attention import attention_weights
 
 

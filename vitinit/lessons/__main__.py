@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..base.files import read_bytes
+from ..base.messages import OneLineError
 from ..command_line import Output, Parser, deliver, integer, run_program
-from ..files import read_bytes
-from ..messages import OneLineError
 from . import IMAGES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
 

@@ -23,8 +23,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from ..base.messages import OneLineError, in_brief
 from ..figures.plot import pyplot
-from ..messages import OneLineError, in_brief
 from . import IMAGES
 
 CODE = re.compile(r"^```python(?P<trains> train)?\n(?P<source>.*?)^```\n"

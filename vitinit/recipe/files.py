@@ -13,12 +13,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ..files import parse_toml, read_bytes
+from ..base.files import parse_toml, read_bytes
+from ..base.messages import OneLineError, nearest
+from ..base.values import ReadOnly, accepted_values, convert, plain, show, to_toml
 from ..init import GIVEN, init_function, stated_family
-from ..messages import OneLineError, nearest
 from ..models import MODELS, model_class
 from ..train.optim import NO_TEACHER
-from ..values import ReadOnly, accepted_values, convert, plain, show, to_toml
 from .sections import SECTIONS, TASKS, VERSION, Recipe, contradictions
 
 # In the repository the recipes lie beside the package; an installed package contains them.

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
+from ..base.values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction,
+                           NonNegative, Proportion, Size, flat, plain, to_toml)
 from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..train.optim import Distill, Optim, Schedule
-from ..values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative,
-                      Proportion, Size, flat, plain, to_toml)
 
 # What is learned → the function whose keyword-only arguments are its options.
 TASKS: dict[str, Callable[..., Any]] = {"classify": lambda: None,

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..files import parse_json
-from ..messages import in_brief, say, warn
+from ..base.files import parse_json
+from ..base.messages import in_brief, say, warn
+from ..base.values import Size, convert
 from ..recipe.files import RECIPES
 from ..train.checkpoint import CheckpointError, Damaged, NoCheckpoint, read_checkpoint_file
 from ..train.interruption import raising_signals
-from ..values import Size, convert
 
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
 # The weights in a folder that transformers or timm wrote.

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.keys import Stream, keyed_generator
+from ..base.messages import ProgressBar, say
 from ..command_line import building
 from ..data.augment import ToDevice, TrainToDevice, normalise
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
@@ -17,8 +19,6 @@ from ..data.loader import EvalViews, prepare_workers
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
-from ..keys import Stream, keyed_generator
-from ..messages import ProgressBar, say
 from ..models.layers import patch_grid, to_pair
 from ..models.masked_autoencoder import visible_patches
 from ..recipe.sections import DataSection, Recipe

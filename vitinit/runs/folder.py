@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
+from ..base.files import (RESULTS, RUN_FILES, in_one_line, parse_json, read_bytes, sync_folder,
+                          write_text_atomically, written_atomically)
+from ..base.messages import in_brief, warn
+from ..base.values import convert
 from ..data.sources import SIZES
-from ..files import (RESULTS, RUN_FILES, in_one_line, parse_json, read_bytes, sync_folder,
-                     write_text_atomically, written_atomically)
-from ..messages import in_brief, warn
 from ..recipe.files import PACKAGE
 from ..train.checkpoint import CheckpointError
 from ..train.state import progress_of
-from ..values import convert
 from .checkpoints import read_checkpoint
 
 LONGEST_LINES = 2**28           # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Resampling
 
-from ..files import FileError, parse_json, read_bytes
-from ..messages import in_brief
+from ..base.files import FileError, parse_json, read_bytes
+from ..base.messages import in_brief
+from ..base.values import Count, Size, convert, flat, plain, to_toml
 from ..models.layers import hidden_width
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError
-from ..values import Count, Size, convert, flat, plain, to_toml
 from .checkpoints import FOREIGN_WEIGHTS
 
 # Whole words of a model's name whose models have our tensors, but compute something else.

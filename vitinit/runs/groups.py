@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.values import flat, to_toml
 from ..recipe.files import OPTIONAL, SINCE_12
 from ..recipe.sections import MACHINE_KEYS
 from ..train.checkpoint import CheckpointError
-from ..values import flat, to_toml
 from .records import RunRecord
 
 # The keys in which runs of one experiment may differ: seed, folder, evaluations and machine.

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from ..messages import in_brief, warn
+from ..base.messages import in_brief, warn
 from ..recipe.files import RecipeError
 from .folder import Lines, RunFolder
 

@@ -26,12 +26,12 @@ from functools import cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ..files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
-from ..messages import counted, in_brief, shortened, warn
+from ..base.files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
+from ..base.messages import counted, in_brief, shortened, warn
+from ..base.values import accepted_values, flat
 from ..recipe.files import OPTIONAL
 from ..train.checkpoint import CheckpointError
 from ..train.metrics import METRICS
-from ..values import accepted_values, flat
 from .checkpoints import by_name
 from .folder import image_digests, parse_lines, parse_starts
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.messages import one_line
 from ..command_line import STDOUT, deliver
-from ..messages import one_line
 from ..train.metrics import Evaluation, balanced_accuracy
 from .data import EvaluatedSet
 from .groups import Group, finished_runs, group_runs

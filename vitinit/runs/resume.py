@@ -17,16 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.files import in_one_line, require_no_links
+from ..base.messages import warn
+from ..base.values import plain, to_toml
 from ..data.sources import SIZES
-from ..files import in_one_line, require_no_links
-from ..messages import warn
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..train.checkpoint import CheckpointError
 from ..train.device import fastest_amp
 from ..train.distributed import Processes
 from ..train.engine import AMP_DTYPES
-from ..values import plain, to_toml
 from .folder import RunFolder
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest

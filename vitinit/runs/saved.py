@@ -6,9 +6,10 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from ..base.messages import nearest
+from ..base.values import Size, convert, show
 from ..command_line import building
 from ..data.sources import are_names, rows_by_name
-from ..messages import nearest
 from ..models.convert import native_tensors
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
@@ -17,7 +18,6 @@ from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.device import fastest_amp, this_device
 from ..train.transfer import load_exactly, start_from
-from ..values import Size, convert, show
 from . import foreign
 from .checkpoints import BOXED, published, read_checkpoint
 from .folder import RunFolder

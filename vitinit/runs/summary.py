@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.messages import counted, one_line
+from ..base.values import to_toml
 from ..command_line import building
 from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles
-from ..messages import counted, one_line
 from ..recipe.sections import Recipe
 from ..train.device import describe_device, fastest_amp
 from ..train.distributed import Processes
 from ..train.state import TrainState
-from ..values import to_toml
 
 REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
 FEW_UPDATES = 1_000             # steps; fewer than that from scratch give a warning

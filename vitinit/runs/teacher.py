@@ -12,17 +12,17 @@ import torchvision
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
+from ..base.files import parse_json
+from ..base.messages import OneLineError, in_brief, nearest
+from ..base.values import PositiveNumber, convert
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError
 from ..data.sources import are_names, class_indices
-from ..files import parse_json
-from ..messages import OneLineError, in_brief, nearest
 from ..recipe.sections import Recipe
 from ..train.checkpoint import model_state
 from ..train.distill import LearnFromTeacher, Teacher
 from ..train.transfer import load_exactly
-from ..values import PositiveNumber, convert
 from .checkpoints import read_checkpoint
 from .trained import Weights, load
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..base.messages import in_brief, say
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, room_for
-from ..messages import in_brief, say
 from ..recipe.files import overrides as recipe_changes
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError

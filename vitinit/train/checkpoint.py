@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import FileError, nested_deeply, parse_json, read_bytes
-from ..messages import in_brief, without_warnings
+from ..base.files import FileError, nested_deeply, parse_json, read_bytes
+from ..base.messages import in_brief, without_warnings
 
 # Where programs keep a model's state dict, and that of its moving average.
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..messages import OneLineError, environment_rank, ran_out_of_memory
+from ..base.messages import OneLineError, environment_rank, ran_out_of_memory
 
 # Peak TFLOP/s of dense matrix products in bfloat16 with float32 accumulation, by the card's name in
 # CUDA; in float16 for V100 and T4, which have no bfloat16. From the manufacturers' data sheets and

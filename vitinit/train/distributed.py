@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..messages import OneLineError, environment_rank, in_brief, say, shortened
+from ..base.messages import OneLineError, environment_rank, in_brief, say, shortened
 from .device import this_device
 from .interruption import Interrupted, StopRequest
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..messages import ProgressBar
+from ..base.messages import ProgressBar
 from .device import copy_to
 from .distributed import Processes, agreed
 from .interruption import StopRequest

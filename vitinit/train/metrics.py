@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..messages import OneLineError
+from ..base.messages import OneLineError
 from .device import matrix_rate, peak_gib
 from .distributed import Processes
 from .slowness import Pace

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from ..values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative,
-                      PositiveNumber, Proportion)
+from ..base.values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction,
+                           NonNegative, PositiveNumber, Proportion)
 
 LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 

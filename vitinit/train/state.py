@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..messages import in_brief, shortened
+from ..base.messages import in_brief, shortened
 from .checkpoint import CheckpointError, fault
 from .metrics import Progress
 

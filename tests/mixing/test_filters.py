@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitinit.filters import (convolution_matrix, impulse_kernel, kernel_offsets, neighbours,
-                             ordered_offsets, shift_matrix)
+from vitinit.mixing.filters import (convolution_matrix, impulse_kernel, kernel_offsets, neighbours,
+                                    ordered_offsets, shift_matrix)
 
 GRID = (5, 7)
 

@@ -11,9 +11,9 @@ import pytest
 import tqdm.std
 from lost_output import LOST, lost_stream
 
-from vitinit import messages
+from vitinit.base import messages
+from vitinit.base.messages import ProgressBar, counted, say, shortened, warn
 from vitinit.command_line import drop_unwritten
-from vitinit.messages import ProgressBar, counted, say, shortened, warn
 
 
 def test_a_number_has_its_noun():

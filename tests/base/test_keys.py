@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vitinit.keys import Stream, keyed_generator, keyed_generators
+from vitinit.base.keys import Stream, keyed_generator, keyed_generators
 
 MASK = 2**64 - 1
 

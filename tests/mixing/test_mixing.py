@@ -7,8 +7,8 @@ from small_models import seeded, written
 from torch import nn
 
 import vitinit
-from vitinit.filters import convolution_matrix, impulse_kernel
 from vitinit.mixing import block_grids, mean_kernel, mixing_matrices, target_mass
+from vitinit.mixing.filters import convolution_matrix, impulse_kernel
 
 GRID = (3, 5)
 FAMILIES = {        # name in the table, sizes for images of 12×20 pixels

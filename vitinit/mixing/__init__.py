@@ -22,14 +22,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..models.attention import Attention
+from ..models.conv_mixer import DepthwiseConv
+from ..models.layers import Classifier, Mlp, block_numbers
+from ..models.mlp_mixer import MixerBlock
+from ..models.simple_vit import SimpleAttention, SimpleBlock
+from ..models.swin import SwinBlock
+from ..models.vit import VitBlock
 from .filters import Grid, Offset, convolution_matrix, kernel_offsets, neighbours
-from .models.attention import Attention
-from .models.conv_mixer import DepthwiseConv
-from .models.layers import Classifier, Mlp, block_numbers
-from .models.mlp_mixer import MixerBlock
-from .models.simple_vit import SimpleAttention, SimpleBlock
-from .models.swin import SwinBlock
-from .models.vit import VitBlock
 
 AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
 

@@ -1,0 +1,1 @@
+"""What every other folder may use, and what imports none of them."""

@@ -1,0 +1,19 @@
+"""What is chosen by name: a table has the thing itself, or says where it is.
+
+    INITS["mine"] = {"vit": my_init}                     the thing
+    INITS["mine"] = {"vit": "my_package.inits:my_init"}  imported when it is first used
+
+A place that begins with a dot is in this package. No other module imports by a call, so whatever
+the package can reach stands in an import statement or in a table.
+"""
+
+import importlib
+from typing import Any
+
+
+def find(row: Any) -> Any:
+    """What a row of a table stands for: the thing that "module:name" is, or the row itself."""
+    if not isinstance(row, str):
+        return row
+    module, _, name = row.partition(":")
+    return getattr(importlib.import_module(module, "vitinit"), name)
