@@ -5,22 +5,23 @@
 
 The parts of an evaluation, in order; `python eval.py --help` has all options:
 
-    arguments    vitinit/evaluate.py      parse_arguments      the command line
+    arguments    vitinit/programs/evaluate.py  parse_arguments      the command line
     checkpoints  vitinit/runs/saved.py    open_saved           contents, recipe, image size
-    data sets    vitinit/evaluate.py      open_set             files and labels
-    classes      vitinit/evaluate.py      columns_of           which logits are theirs
-    models       vitinit/evaluate.py      models_of            the model and its moving average
+    data sets    vitinit/programs/evaluate.py  open_set             files and labels
+    classes      vitinit/programs/evaluate.py  columns_of           which logits are theirs
+    models       vitinit/programs/evaluate.py  models_of            the model and its moving average
     batches      vitinit/runs/data.py     evaluation_batches   resized, centre-cropped
     engine       vitinit/train/engine.py  evaluate             one exact pass for all weights
-    results      vitinit/runs/results.py  print_results        lines or a table, and JSON
+    results      vitinit/programs/shared/results.py  print_results        lines or a table, and JSON
 """
 
 if __name__ == "__main__":
-    import vitinit.begin  # noqa: F401
+    from vitinit.base.begin import begin
+    begin()                     # before torch is imported, and not in a loader's workers
 
 import sys
 
-from vitinit.evaluate import main
+from vitinit.programs.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,15 +18,16 @@ The parts of a run, in order. In vitinit/run.py `main` calls the first, and `Run
     engine      vitinit/train/engine.py       train_epochs         from a batch to the checkpoint
 
 In Python the same is `vitinit.Run("deit_base", init="impulse", data_dir="/data/imagenet").train()`,
-and an installed package has this program as `python -m vitinit.train`.
+and an installed package has this program as `vitinit train`.
 """
 
 if __name__ == "__main__":
-    import vitinit.begin  # noqa: F401
+    from vitinit.base.begin import begin
+    begin()                     # before torch is imported, and not in a loader's workers
 
 import sys
 
-from vitinit.run import main
+from vitinit.programs.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit import evaluate, run
 from vitinit.data import shapes
 from vitinit.data.images import heif_formats
+from vitinit.programs import evaluate, train
+from vitinit.programs.shared.records import METRICS
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.records import METRICS
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -52,7 +52,7 @@ def repository() -> Path:
 
 @pytest.fixture
 def train_program() -> ModuleType:
-    return run
+    return train
 
 
 class StopBefore(StopRequest):

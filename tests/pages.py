@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from vitinit.__main__ import PROGRAMS
 from vitinit.base.messages import OneLineError
+from vitinit.base.table import find
 from vitinit.init import INITS, init_function
 from vitinit.models import FAMILIES, model_class
 from vitinit.recipe.files import load_recipe, overrides
@@ -136,7 +138,7 @@ def bad_outputs(page: Page) -> Iterator[str]:
     """Outputs of blocks, of comments that give a value, and of the line `left out`, which no test
     compares, and before which neither "shortened" nor "such as" stands. Lessons are run as wholes.
     """
-    if not page.path.is_relative_to(PACKAGE / "lessons"):
+    if not page.path.is_relative_to(PACKAGE / "programs" / "lessons"):
         values = r"^(.*#.*?) ([\[(][\[(\"\d].*)$"
         outputs = [(page.text[:block.start()].rstrip().rpartition("\n\n")[2], block[2])
                    for block in FENCED.finditer(page.text) if block[1] not in CODE]
@@ -192,9 +194,12 @@ def bad_words(page: Page) -> Iterator[str]:
 
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     """Which of our programs a command starts, and its arguments: ("train.py", ["--recipe", …])."""
-    return next(((word, words[place + 1:]) for place, word in enumerate(words)
-                 if word in ("train.py", "eval.py")
-                 or word.startswith("vitinit.") and words[place - 1] == "-m"), None)
+    for place, word in enumerate(words):
+        if word in ("train.py", "eval.py"):
+            return word, words[place + 1:]
+        if word == "vitinit" and words[place + 1:]:
+            return f"vitinit {words[place + 1]}", words[place + 2:]
+    return None
 
 
 def bad_commands(page: Page) -> Iterator[str]:
@@ -219,12 +224,11 @@ def bad_commands(page: Page) -> Iterator[str]:
 
 @cache
 def parser_of(program: str):
-    """The function `parse_arguments` of a program such as "train.py" or "vitinit.figures"."""
-    program = {"train.py": "vitinit.run", "vitinit.train": "vitinit.run",
-               "eval.py": "vitinit.evaluate"}.get(program, program)
-    module = importlib.import_module(program)
-    return (importlib.import_module(f"{program}.__main__") if hasattr(module, "__path__") else
-            module).parse_arguments
+    """The function `parse_arguments` of a program such as "train.py" or "vitinit figures"."""
+    name = program.removesuffix(".py").removeprefix("vitinit ")
+    if name not in PROGRAMS:
+        raise OneLineError(f"No program {program}")
+    return importlib.import_module(find(PROGRAMS[name].main).__module__).parse_arguments
 
 
 CHECKS = (bad_links, bad_files, bad_commits, bad_outputs, bad_formulas, bad_words, bad_commands)

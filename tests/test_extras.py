@@ -39,8 +39,8 @@ def test_a_wheel_contains_all_code_recipes_models_and_lessons(setup, repository)
     found = set(as_in_a_wheel(setup, repository).values())
     for pattern in ("vitinit/**/*.py", "vitinit/**/*.txt", "vitinit/**/*.html",
                     "vitinit/**/*.css", "recipes/*.toml", "recipes/*.tar.xz",
-                    "recipes/trained/*/*", "vitinit/lessons/*.md", "vitinit/lessons/images/*",
-                    "tests/data/cifar10/*/*"):
+                    "recipes/trained/*/*", "vitinit/programs/lessons/*.md",
+                    "vitinit/programs/lessons/images/*", "tests/data/cifar10/*/*"):
         files = set(repository.glob(pattern))
         assert files and files <= found, pattern
     assert len([path for path in found if path.suffix == ".jpg"]) == 50
@@ -54,7 +54,7 @@ def test_an_installed_package_works_without_the_repository(setup, repository, tm
         shutil.copy(path, tmp_path / "site" / name)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    photograph = tmp_path / "site/vitinit/lessons/cifar10/cat/0000.jpg"
+    photograph = tmp_path / "site/vitinit/programs/lessons/cifar10/cat/0000.jpg"
     code = f"""
 import sys
 import torch
@@ -66,8 +66,8 @@ assert not loaded & {{"torchvision", "PIL", "matplotlib"}}, loaded
 assert not ours & {{"vitinit.data", "vitinit.runs", "vitinit.train", "vitinit.recipe"}}, ours
 assert callable(vitinit.load) and "vitinit.runs.trained" in sys.modules
 assert {{*vitinit.__all__}} <= {{*dir(vitinit)}} and not hasattr(vitinit, "laod")
-from vitinit import evaluate, predict, sweep
-from vitinit.lessons.__main__ import main
+from vitinit.programs import evaluate, predict, sweep
+from vitinit.programs.lessons.program import main
 from vitinit.recipe.files import RECIPES
 assert all(str(path).startswith({str(tmp_path)!r}) for path in (vitinit.__file__, RECIPES))
 assert predict.main(["cifar10_small", {str(photograph)!r}]) == 0

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTen
                                            unset_fake_temporarily)
 
 from vitinit import models
-from vitinit.bench.training import GivenSteps, given_step
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
 from vitinit.data.draw import Augmentation, SampleKey, Samples
 from vitinit.data.loader import Batch
@@ -30,6 +29,7 @@ from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
 from vitinit.data.sources import ImagesInMemory
 from vitinit.models.layers import draw_drop_path
+from vitinit.programs.bench.training import GivenSteps, given_step
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train import engine
 from vitinit.train.distributed import Processes

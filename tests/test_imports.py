@@ -13,22 +13,22 @@ import vitinit
 
 PACKAGE = Path(vitinit.__file__).parent
 # Room → the rooms that it may import, all of which stand above it. A room is a folder of the
-# package, or a file beside these; "vitinit" is the package's own __init__.py.
+# package, or a file beside these; "vitinit" is the package's own __init__.py. The core:
 BELOW = {
     "base": "",                                      # which everything may import
     "vitinit": "base",
+    "__main__": "base",
     "models": "base",
     "mixing": "base models",
     "init": "base mixing models",                    # but not data, train or recipe
     "data": "base",                                  # but not models
     "train": "base",                                 # but not models, data or init
     "recipe": "base data init models train",         # puts the sections together
-    "command_line": "base recipe train",
-    "runs": "base command_line data init mixing models recipe train",
+    "runs": "base data init mixing models recipe train",
+    "run": "base data init models recipe runs train",
 }
-EVERYTHING = " ".join(BELOW)
-BELOW |= {"run": EVERYTHING, "figures": EVERYTHING, "bench": EVERYTHING,
-          "replay": f"{EVERYTHING} run", "lessons": "base command_line figures", "begin": ""}
+CORE = " ".join(BELOW)
+BELOW |= {"programs": CORE}     # what surrounds the core, and what nothing in it imports
 
 
 def named(path: Path) -> str:
@@ -39,9 +39,6 @@ def named(path: Path) -> str:
 
 TREES = {named(path): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
 PACKAGES = {named(path) for path in PACKAGE.rglob("__init__.py")}
-# Programs may import everything but each other.
-PROGRAMS = {name for name, tree in TREES.items() if name.endswith("__main__") or any(
-    isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)}
 
 
 def imported(name: str, nodes: Iterable[ast.AST]) -> set[str]:
@@ -72,30 +69,32 @@ def test_every_room_imports_only_the_rooms_above_it():
     for title, names in BELOW.items():
         assert set(names.split()) <= above, title
         above.add(title)
-    for name in TREES.keys() - PROGRAMS:
+    for name in TREES:
         allowed = {room(name), *BELOW[room(name)].split()}
         wrong = [module for module in IMPORTS[name] if room(module) not in allowed]
         assert not wrong, f"{name} imports {', '.join(wrong)}"
 
 
-def test_programs_begin_with_vitinit_begin_which_imports_nothing_that_takes_time():
-    """Only where they are run, which they are not in a worker that imports them again."""
-    begin = [node for node in ast.walk(TREES["vitinit.begin"])
+def test_the_ways_in_begin_before_they_import_torch():
+    """And only where they are run, which they are not in a worker that imports them again."""
+    begin = [node for node in ast.walk(TREES["vitinit.base.begin"])
              if isinstance(node, (ast.Import, ast.ImportFrom))]
     needed = ("codecs", "ctypes", "os", "signal", "sys")
     assert [*map(ast.unparse, begin)] == [f"import {name}" for name in needed]
-    trees = [TREES[name] for name in PROGRAMS] + [
-        ast.parse((PACKAGE.parent / name).read_text("utf-8")) for name in ("train.py", "eval.py")]
-    for tree in trees:
-        first = next(node for node in tree.body if not isinstance(node, ast.Expr) and not (
-            isinstance(node, ast.ImportFrom) and node.module == "__future__"))
-        assert ast.unparse(first).startswith("if __name__ == '__main__':\n    import vitinit.begin")
+    for name in ("train.py", "eval.py"):
+        tree = ast.parse((PACKAGE.parent / name).read_text("utf-8"))
+        first = next(node for node in tree.body if not isinstance(node, ast.Expr))
+        assert ast.unparse(first) == ("if __name__ == '__main__':\n"
+                                      "    from vitinit.base.begin import begin\n    begin()")
 
 
-def test_nothing_imports_a_program():
-    assert {"vitinit.compare", "vitinit.sweep", "vitinit.figures.__main__"} <= PROGRAMS
+def test_no_program_imports_another():
+    """A program is a file or a folder in programs/; what several use is in programs/shared."""
     for name, modules in IMPORTS.items():
-        assert not modules & PROGRAMS, f"{name} imports {modules & PROGRAMS}"
+        own = name.split(".")[:3]
+        wrong = [module for module in modules if room(module) == "programs"
+                 and module.split(".")[:3] not in (own, ["vitinit", "programs", "shared"])]
+        assert not wrong, f"{name} imports {', '.join(wrong)}"
 
 
 def test_a_plain_start_imports_only_what_it_needs(tmp_path):

@@ -17,8 +17,9 @@ from forks import in_two_processes
 from lost_output import LOST, lost_stream
 from same_run import assert_identical, assert_same_run, checkpoint as left_in, family_run, rows_of
 
-from vitinit import run
+import vitinit.run
 from vitinit.data import augment, sources
+from vitinit.programs import train
 from vitinit.runs import data as opening
 from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
@@ -54,13 +55,13 @@ def closing_terminal(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 # went on, the signal comes; and the step that is saved then. An epoch has 4 steps of 12 images in
 # micro-batches of 4, and 6 batches of evaluation.
 PHASES = {
-    "before the first step": ("train_program", "train_epochs", 1, 0),
+    "before the first step": (vitinit.run, "train_epochs", 1, 0),
     "decode": (sources.ImageFiles, "image", 22, 2),      # once for both views
     "step": (engine, "update", 1, 3),
     "last step of an epoch": (engine, "update", 1, 4),
     "validation": (augment.ToDevice, "__call__", 3, 4),
     "last batch of validation": (augment.ToDevice, "__call__", 6, 4),
-    "between epochs": ("train_program", "epoch_line", 1, 4),
+    "between epochs": (vitinit.run, "epoch_line", 1, 4),
     "save": (checkpoint.torch, "save", 1, 5),
     "second epoch": (engine, "update", 2, 7),
     "last validation": (augment.ToDevice, "__call__", 3, 8),     # no step is left
@@ -75,7 +76,6 @@ def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(
     folder, two_epochs = tmp_path / "run", dict(schedule__epochs="2", checkpoint__every_steps="5")
     command, uncut = small_run(folder, **two_epochs), straight(**two_epochs)
     for (phase, (place, name, call, step)), number in zip(PHASES.items(), cycle(STOP_SIGNALS)):
-        place = train_program if place == "train_program" else place
         threads = threading.enumerate()
         with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
             before = (stack.enter_context(closing_terminal(patch)) if terminal == "closes" else
@@ -132,7 +132,7 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
 def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path,
                                                       monkeypatch, capsys):
     for place, name, key, error in (
-            (train_program, "evaluate", "eval.batch_size", torch.OutOfMemoryError(
+            (vitinit.run, "evaluate", "eval.batch_size", torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")),
             (engine, "update", "optim.max_batch_per_process", RuntimeError(
                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))):
@@ -165,7 +165,7 @@ def trained(arguments: list[str], stops: bool = False, kind: str = "") -> int:
         augment.ToDevice.__call__ = signalling(augment.ToDevice.__call__, 2, signal.SIGTERM)
     with lost_stream(kind) if kind else contextlib.nullcontext(sys.stdout) as stream, (
             contextlib.redirect_stdout(stream)), contextlib.redirect_stderr(stream):
-        return run.main(arguments)
+        return train.main(arguments)
 
 
 def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image_tree, tmp_path,

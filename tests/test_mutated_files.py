@@ -24,20 +24,20 @@ import torch
 from small_models import SMALL
 
 import vitinit
-from vitinit import compare, evaluate, export, predict, run, sweep
 from vitinit.base.files import parse_json, parse_toml
 from vitinit.base.messages import OneLineError
 from vitinit.base.values import to_toml
-from vitinit.bench import __main__ as bench
-from vitinit.command_line import run_program
-from vitinit.figures import __main__ as figures
 from vitinit.init import INITS
+from vitinit.programs import compare, evaluate, export, predict, sweep, train
+from vitinit.programs.bench import program as bench
+from vitinit.programs.figures import program as figures
+from vitinit.programs.shared.command_line import run_program
+from vitinit.programs.shared.records import RunRecord, read_run, read_runs, write_archive
 from vitinit.recipe.files import RECIPES, from_dict, load_recipe
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.foreign import read_description
 from vitinit.runs.model import build
-from vitinit.runs.records import RunRecord, read_run, read_runs, write_archive
 from vitinit.runs.teacher import program
 from vitinit.train.checkpoint import read_checkpoint_file
 from vitinit.train.metrics import Progress
@@ -301,9 +301,9 @@ PROGRAMS = [
     (export.main, ["{run}", "--to", "run", "--out", "{run}/out"], "run.json"),
     (figures.main, ["curves", "--steps", "{run}", "--out", "{run}/a.png"], "steps.jsonl"),
     (figures.main, ["report", "{run}", "--out", "{run}/a.html"], "checkpoint, values"),
-    (run.main, ["--resume", "{run}"], "checkpoint, values"),
-    (run.main, ["--resume", "{run}"], "metrics.jsonl"),
-    (run.main, ["--recipe", "{run}/../odd.toml", "--dry-run"], "a recipe"),
+    (train.main, ["--resume", "{run}"], "checkpoint, values"),
+    (train.main, ["--resume", "{run}"], "metrics.jsonl"),
+    (train.main, ["--recipe", "{run}/../odd.toml", "--dry-run"], "a recipe"),
     (sweep.main, ["--recipe", "{run}/../odd.toml", "--seeds", "0", "--dry-run"], "a recipe")]
 
 
@@ -321,12 +321,12 @@ def test_no_program_ends_in_a_traceback_for_a_mutated_file(kinds, main, words, k
 
 # Of which nothing is trained, drawn or measured: of some, only the arguments are parsed.
 COMMAND_LINES = {
-    "train.py": lambda words: run.main(["--dry-run", *words]), "eval.py": evaluate.main,
-    "vitinit.compare": compare.main,
-    "vitinit.sweep": lambda words: sweep.main(["--dry-run", *words]),
+    "train.py": lambda words: train.main(["--dry-run", *words]), "eval.py": evaluate.main,
+    "vitinit compare": compare.main,
+    "vitinit sweep": lambda words: sweep.main(["--dry-run", *words]),
     **{name: lambda words, name=name, parse=program.parse_arguments: run_program(
         name, lambda: parse(words) and None)
-       for name, program in (("vitinit.figures", figures), ("vitinit.bench", bench))}}
+       for name, program in (("vitinit figures", figures), ("vitinit bench", bench))}}
 WORDS = ("", "none", "a\nb", "ü", "'", "%s", "../..", "-1", "[", "cifar10", "quickstart", "0",
          "0-3", "1,x", "288", "9" * 30, "nan", "absent.toml", "imagenet=", "cifar10=/", "runs",
          "/dev/null", "--", "x=1", "section.key=1", "attention", "step")

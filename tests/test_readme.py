@@ -13,13 +13,13 @@ import torch
 from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
-from vitinit import export, predict
 from vitinit.data.datasets import DATA_SETS
 from vitinit.models import MODELS
+from vitinit.programs import export, predict
+from vitinit.programs.shared.records import read_archive
+from vitinit.programs.shared.results import mean_and_std, t_interval
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.model import build
-from vitinit.runs.records import read_archive
-from vitinit.runs.results import mean_and_std, t_interval
 
 
 def form(line: str) -> str:
@@ -51,8 +51,8 @@ def test_the_model_in_the_box_predicts_what_the_readme_shows(monkeypatch, capsys
     """Every line that is shown is printed; percentages may differ by rounding on other machines."""
     monkeypatch.chdir(REPOSITORY)
     section = README.section("Use it")
-    command = next(words for words in section.commands() if "vitinit.predict" in words)
-    assert predict.main([*command[3:command.index("--sheet")]]) == 0
+    command = next(words for words in section.commands() if words[:2] == ["vitinit", "predict"])
+    assert predict.main([*command[2:command.index("--sheet")]]) == 0
     printed = capsys.readouterr().out.splitlines()
     number = re.compile(r"\d+\.\d+")
     shown = [line for line in section.blocks("")[0].splitlines() if line != "…"]
@@ -94,10 +94,10 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     exec(load, {})
     started = []
     for words in section.commands():
-        started.append(words[2])
-        main = {"vitinit.predict": predict, "vitinit.export": export}[words[2]].main
-        assert main(words[3:]) == 0
-    assert set(started) == {"vitinit.predict", "vitinit.export"}
+        started.append(words[1])
+        main = {"predict": predict, "export": export}[words[1]].main
+        assert main(words[2:]) == 0
+    assert set(started) == {"predict", "export"}
     names: dict = {}
     exec(program.replace("32, 32", "8, 8"), names)
     assert names["logits"].shape == (5, 3) and names["classes"] == ["blue", "green", "red"]

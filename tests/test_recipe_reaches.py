@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from same_run import checkpoint, rows_of
 
-import vitinit
+import vitinit.run
 from vitinit.base.values import plain, to_toml
 from vitinit.recipe import sections
 from vitinit.runs import data, model
@@ -44,7 +44,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     for name in ("Augmentation", "TrainSampler", "ToDevice", "TrainToDevice", "EvalViews",
                  "EvaluationBatches", "optimizer_for", "plan_batches", "learning_rate", "Ema",
                  "set_precision", "train_epochs", "evaluate"):
-        place = next(place for place in (train_program, model, data) if hasattr(place, name))
+        place = next(place for place in (vitinit.run, model, data) if hasattr(place, name))
 
         def recorded(*arguments, name=name, real=getattr(place, name), **options):
             seen.setdefault(name, []).append((arguments, options))
@@ -57,7 +57,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
             written.append((state["progress"]["step"], state["progress"]["epochs"]))
         return save(self, state, path)
     monkeypatch.setattr(RunFolder, "save", saved)
-    monkeypatch.setattr(train_program.torch, "compile", lambda model: (
+    monkeypatch.setattr(vitinit.run.torch, "compile", lambda model: (
         compiled.append(model), model)[1])
     sets = {f"{title}__{key}": to_toml(value) for title, body in WRITTEN.items()
             for key, value in body.items()}
@@ -111,7 +111,7 @@ def test_the_best_checkpoint_is_that_by_the_recipe(train_program, small_run, tmp
             loss, top1, ema_top1 = next(found)
             return [Evaluation(loss, top1, 90.0, 21, *[[7] * 3] * 3, None),
                     Evaluation(1.0, ema_top1, 90.0, 21, *[[7] * 3] * 3, None)]
-        monkeypatch.setattr(train_program, "evaluate", scripted)
+        monkeypatch.setattr("vitinit.run.evaluate", scripted)
         assert train_program.main(small_run(tmp_path / best_by, checkpoint__best_by=best_by)) == 0
         assert checkpoint(tmp_path / best_by, "best.pt")["progress"]["epochs"] == epoch
 

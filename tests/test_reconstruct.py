@@ -9,10 +9,10 @@ from refused import refused
 from same_run import assert_identical, assert_same_run, checkpoint, rows_of
 
 import vitinit
-from vitinit import compare, predict
-from vitinit.figures import __main__ as figures
-from vitinit.figures.reconstruct import pasted
 from vitinit.models.masked_autoencoder import MaskedAutoencoder, take
+from vitinit.programs import compare, predict
+from vitinit.programs.figures import program as figures
+from vitinit.programs.figures.reconstruct import pasted
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
 
 TASK = {"task__name": "reconstruct", "task__options__decoder_dim": "8",
@@ -36,9 +36,9 @@ def test_it_is_the_same_resumed_and_with_workers(train_program, small_run, tmp_p
     assert all(0.5 < row[key] < 2 for row in rows_of(learned) for key in ("train_loss", "val_loss"))
     stopped, workers, how = tmp_path / "stopped", tmp_path / "workers", dict(
         checkpoint__keep_epochs="[0]", **TASK)
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(6))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(6))
     assert train_program.main(small_run(stopped, **how)) == 143
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(10**6))
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert_same_run(learned, stopped)
     assert train_program.main(small_run(workers, data__workers="2", **how)) == 0

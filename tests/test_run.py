@@ -17,8 +17,8 @@ from refused import refused
 from same_run import IN_SECONDS, assert_same_run, rows_of
 
 import vitinit
+from vitinit.programs.shared.records import read_run
 from vitinit.recipe.files import RecipeError
-from vitinit.runs.records import read_run
 from vitinit.train.distributed import Processes
 
 PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")

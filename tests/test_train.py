@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, family_run, rows_of
 
-from vitinit import export
+import vitinit.run
 from vitinit.data import images, sources
 from vitinit.init.mass import mass_on_images
+from vitinit.programs import export
 from vitinit.recipe.files import load_recipe
 from vitinit.runs import model
 from vitinit.train.metrics import METRICS, StepRow
@@ -66,7 +67,7 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
     how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",
                checkpoint__keep_epochs="[0]", model__name="vit_tiny_distilled",
                model__options__pool="class", distill__teacher=str(teacher))
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(5))
     assert train_program.main(small_run(second, "--verbose", **how)) == 128 + signal.SIGTERM
     printed = capsys.readouterr().out
     assert "tensors loaded; pos_embed 2×2 → 3×3 resized" in printed
@@ -76,7 +77,7 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
     for name, value in before.items():
         assert name == "pos_embed" or torch.equal(after[name], value)
     (first / "last.pt").unlink()
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(10**6))
     assert train_program.main(["--resume", str(second)]) == 0
 
 
@@ -300,10 +301,10 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     how = dict(engine__amp="fp16") if family == "cifar10_mixer" else {}
     assert train_program.main(family_run(family, image_tree, straight, **how)) == 0
     assert bool(checkpoint(straight)["scaler"]) == bool(how)
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(2))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(2))
     assert train_program.main(family_run(family, image_tree, stopped, **how)) == 143
     more = []
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(10**6))
     capsys.readouterr()
     if family == "cifar10_convmixer":
         more = ["--set", "optim.max_batch_per_process=5"]
@@ -327,10 +328,10 @@ def test_a_classifier_trained_alone_leaves_the_rest_and_resumes(train_program, s
     changes = dict(optim__train="head", checkpoint__keep_epochs="[0]")
     assert train_program.main(small_run(straight, **changes)) == 0
     assert "AdamW for 39 weights" in (straight / "start.txt").read_text()
-    assert train_program.Run(resume=straight).train().drop_path(0) is None       # as it is noise
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
+    assert vitinit.run.Run(resume=straight).train().drop_path(0) is None       # as it is noise
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(5))
     assert train_program.main(small_run(stopped, **changes)) == 143
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(10**6))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(10**6))
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert_same_run(straight, stopped)
     before, after = (checkpoint(straight, name) for name in ("epoch_0000.pt", "last.pt"))

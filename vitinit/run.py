@@ -4,15 +4,13 @@
     run.rows[-1]["val_top1"]; run.state.model; run.folder.path
 
 `Run.train` names the parts in order: recipe → data → model, init and optimiser → folder → engine.
-`main` is the program that train.py and `python -m vitinit.train` start.
+`main` is the program that train.py and `vitinit train` start.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -25,14 +23,12 @@ from torch import Tensor
 from .base.files import write_text_atomically
 from .base.keys import Stream, keyed_generator
 from .base.messages import ProgressBar, counted, in_brief, warn
-from .command_line import Parser, building, integer, run_program
 from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
 from .data.survey import Survey, survey
-from .init import INITS
 from .models.layers import Classifier, draw_drop_path
 from .models.masked_autoencoder import reconstruction
-from .recipe.files import RecipeError, overrides as recipe_changes
+from .recipe.files import RecipeError, building, overrides as recipe_changes
 from .runs.checkpoints import fetch, published
 from .runs.data import open_data, read_images
 from .runs.folder import Lines
@@ -276,11 +272,11 @@ class Run:
             del self.forward, self.measured          # which hold the group of the processes
         best = "none" if progress.best is None else f"{progress.best:.2f}"
         path = shlex.quote(str(self.folder.path))
-        use = (f"python -m vitinit.predict {path} photo.jpg" if self.classes else
+        use = (f"vitinit predict {path} photo.jpg" if self.classes else
                f"--set init.checkpoint={path} starts a classifier from it")
         processes.say(f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
                       f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
-                      f"next    python -m vitinit.figures report {path} --out report.html\n"
+                      f"next    vitinit figures report {path} --out report.html\n"
                       f"        {use}")
 
     def drop_path(self, step: int) -> Tensor | None:
@@ -359,56 +355,3 @@ class Run:
                     folder.save(self.state.weights(), folder.kept(epoch))
         if save_due:
             self.save()
-
-
-def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
-                    ) -> argparse.Namespace:
-    """Parse the command line; RecipeError for what it cannot be."""
-    program = name if name.endswith(".py") else f"-m {name}"
-    parser = Parser(prog=f"python {program}", description=(
-        "Train a model as a recipe describes.\n\n    "
-        f"python {program} --recipe deit_base --init impulse --data-dir /data/imagenet"))
-    parser.add_argument("--recipe", help="name in recipes/, or path of a .toml file")
-    parser.add_argument("--init", help=f"init.name: {', '.join(INITS)}")
-    parser.add_argument("--data-dir", help="data.root: folder of the data set")
-    parser.add_argument("--out-dir", type=Path,
-                        help="folder of this run; default runs/<recipe>-<init>-s<seed>")
-    parser.add_argument("--seed", type=integer(0, 2**63), help="run.seed")
-    parser.add_argument("--resume", metavar="RUN",
-                        help="continue the run in this folder; 'auto': the one in --out-dir if any")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="build everything, print it, run one forward pass, write nothing")
-    parser.add_argument("--read-images", action="store_true",
-                        help="with --dry-run: decode all images, and list those that cannot be")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override any key of the recipe; may be repeated")
-    parser.add_argument("--verbose", action="store_true",
-                        help="print all that the run's start.txt will say")
-    parser.add_argument("--log", nargs="+", action="extend", default=[],
-                        help="show live curves: tensorboard, wandb, or both")
-    parser.add_argument("--trust-teacher", action="store_true",
-                        help="read a teacher that is a program (.pt2), which can execute any code")
-    args = parser.parse_args(arguments)
-    if args.dry_run and args.resume not in (None, "auto"):
-        raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
-    if args.read_images and not args.dry_run:
-        raise RecipeError("--read-images is what a dry run may do; give --dry-run, too")
-    return args
-
-
-def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
-    """Do the run of these arguments; messages begin with `name`. Return the exit status."""
-    def program() -> int:
-        args = parse_arguments(arguments, name)
-        run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
-                  out_dir=args.out_dir, resume=args.resume, overrides=args.set,
-                  verbose=args.verbose, log=args.log, trust_teacher=args.trust_teacher)
-        run.command = [name, *(sys.argv[1:] if arguments is None else arguments)]
-        if args.dry_run:
-            return 0 if run.rehearse(read=args.read_images) else 1
-        try:
-            run.train()
-        except Interrupted as ended:                 # which the run has said
-            return 128 + ended.number
-        return 0
-    return run_program(name, program, cleans=False)

@@ -13,7 +13,7 @@ from lost_output import LOST, lost_stream
 
 from vitinit.base import messages
 from vitinit.base.messages import ProgressBar, counted, say, shortened, warn
-from vitinit.command_line import drop_unwritten
+from vitinit.programs.shared.command_line import drop_unwritten
 
 
 def test_a_number_has_its_noun():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitinit.bench.training import alone, recipe_of
 from vitinit.data.pipeline import preparing_stream
+from vitinit.programs.bench.training import alone, recipe_of
 
 SETS = ("data.name=image_folder", "data.num_classes=3", "data.image_size=13",
         "optim.global_batch=20", "mix.group=10", "eval.batch_size=20", "data.on_device_gib=0",

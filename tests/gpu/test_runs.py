@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import vitinit.run
 from vitinit.train.checkpoint import read_checkpoint_file as load
 
 EPOCHS = {"schedule__epochs": "4", "engine__tf32": "false", "data__workers": "2"}
@@ -45,7 +46,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with monkeypatch.context() as patch:         # two steps after two epochs, 4 steps each
-            patch.setattr(train_program, "StopRequest", stop_before(2 * (5 + 7) + 2))
+            patch.setattr("vitinit.run.StopRequest", stop_before(2 * (5 + 7) + 2))
             assert train_program.main(small_run(stopped, **EPOCHS)) == 128 + signal.SIGTERM
         assert load(stopped / "last.pt")["progress"]["step"] == 10
         for words in (small_run(whole, **EPOCHS), ["--resume", str(stopped)],
@@ -111,12 +112,12 @@ def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, train_
             "engine.amp=off", "engine.tf32=false")
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
-    train_epochs = train_program.train_epochs
+    train_epochs = vitinit.run.train_epochs
 
     def profiled(*given) -> None:                    # without what is copied before: the model
         with profiler:
             train_epochs(*given)
-    monkeypatch.setattr(train_program, "train_epochs", profiled)
+    monkeypatch.setattr("vitinit.run.train_epochs", profiled)
     assert train_program.main([
         "--recipe", "quickstart", "--init", "default", "--out-dir", str(tmp_path / "run"),
         *(word for text in sets for word in ("--set", text))]) == 0

@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit import build_model
-from vitinit.bench.step import saved_bytes
-from vitinit.bench.training import alone, clock_of, given_step, train_on
 from vitinit.models.attention import attend, attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
+from vitinit.programs.bench.step import saved_bytes
+from vitinit.programs.bench.training import alone, clock_of, given_step, train_on
 from vitinit.train.engine import AMP_DTYPES, autocast, evaluate, set_precision
 from vitinit.train.interruption import StopRequest
 from vitinit.train.state import Ema

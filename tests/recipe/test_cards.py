@@ -8,8 +8,8 @@ import pytest
 import torch
 from pages import known_keys
 
-from vitinit import sweep
 from vitinit.models import build_model
+from vitinit.programs import sweep
 from vitinit.recipe.files import load_recipe, overrides
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -49,7 +49,7 @@ def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
                 init=args.init, seed=args.seed, data_dir=args.data_dir or "data", sets=args.set))
             assert (RECIPES / f"{recipe.name}.toml").is_file()
         else:
-            arguments = started(words, "vitinit.sweep")
+            arguments = started(words, "vitinit sweep")
             elsewhere = [] if "--data-dir" in arguments else ["--data-dir", "data"]
             assert sweep.main([*arguments, *elsewhere, "--dry-run"]) == 0
     for text in overrides_of(path):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vitinit.base.files import FileError
+from vitinit.programs.shared.records import FILES, read_runs, write_archive
 from vitinit.runs.folder import RunFolder
-from vitinit.runs.records import FILES, read_runs, write_archive
 from vitinit.train.checkpoint import CheckpointError
 
 

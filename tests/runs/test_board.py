@@ -6,9 +6,9 @@ from statistics import fmean
 import pytest
 from pages import PAGES, RECIPES
 
-from vitinit.runs.groups import experiment
-from vitinit.runs.records import read_archive
-from vitinit.runs.results import t_interval
+from vitinit.programs.shared.groups import experiment
+from vitinit.programs.shared.records import read_archive
+from vitinit.programs.shared.results import t_interval
 
 PAGE = next(page for page in PAGES if page.name == "recipes/board.md")
 ROWS = [[cell.strip() for cell in row.split("|")[1:-1]]

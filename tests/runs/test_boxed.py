@@ -3,11 +3,11 @@
 import torch
 
 import vitinit
+from vitinit.programs.shared.groups import CAME_OR_WENT
+from vitinit.programs.shared.records import RunRecord, read_archive, read_run
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.checkpoints import BOXED
-from vitinit.runs.groups import CAME_OR_WENT
 from vitinit.runs.model import build
-from vitinit.runs.records import RunRecord, read_archive, read_run
 from vitinit.runs.saved import fine_tune
 
 BOX = BOXED / "cifar10_small"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from refused import refused
 
+import vitinit.run
 from vitinit.runs.folder import Lines, RunFolder, git_commit
 from vitinit.runs.resume import RunLock
 from vitinit.train.checkpoint import CheckpointError, read_checkpoint_file as load
@@ -295,8 +296,8 @@ def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
         assert is_free(folder)
         kept.update({path.name: path.read_bytes() for path in folder.iterdir()})
         save(self)
-    save = train_program.Run.save
-    monkeypatch.setattr(train_program.Run, "save", stolen)
+    save = vitinit.run.Run.save
+    monkeypatch.setattr(vitinit.run.Run, "save", stolen)
     assert train_program.main(small_run(folder, schedule__epochs="1")) == 2
     assert capsys.readouterr().err == (f"train.py: {folder}: run.lock was deleted, and another run "
                                        "has begun here; this one writes nothing more\n")

@@ -12,9 +12,9 @@ from torch import Tensor
 from written_vit import CLASSES, HEADS, REGISTERS, WIDTH, drawn_tensors, written_out
 
 import vitinit
-from vitinit import export
 from vitinit.base.values import plain
 from vitinit.models.convert import TRANSFORMERS_SWIN, foreign_names, native_names
+from vitinit.programs import export
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import as_input
 from vitinit.runs.foreign import differences, read_description, require_known

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.runs.groups import group_runs
-from vitinit.runs.records import METRICS, read_run
+from vitinit.programs.shared.groups import group_runs
+from vitinit.programs.shared.records import METRICS, read_run
 
 
 def test_a_run_is_known_by_its_command_and_ends_with_its_cool_down(written_run):

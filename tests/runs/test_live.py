@@ -75,14 +75,14 @@ def test_the_curves_of_a_run_that_was_stopped_and_killed_are_its_rows(
             raise MemoryError("out of memory")       # ends the run as it is
         return update(*arguments, **keywords)
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(2))
+        patch.setattr("vitinit.run.StopRequest", stop_before(2))
         assert train_program.main(command) == 128 + 15
     with monkeypatch.context() as patch:
         patch.setattr(engine, "update", killed)
         assert train_program.main(["--resume", str(folder), *log]) == 2
     assert rows_of(folder)[-1]["epoch"] == 3         # of step 12, after the last checkpoint
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(15))
+        patch.setattr("vitinit.run.StopRequest", stop_before(15))
         assert train_program.main(["--resume", str(folder), *log]) == 128 + 15
     assert_shown(folder, 4)
     assert train_program.main(["--resume", str(folder), *log]) == 0
@@ -108,7 +108,7 @@ def test_a_logger_that_fails_or_hangs_is_one_line_and_changes_nothing(
         going_on.wait()
         raise ConnectionError                        # long after the run
     monkeypatch.setattr(live, "LOGGERS", {"tensorboard": fails_at_the_second_row, "wandb": hangs})
-    monkeypatch.setattr(train_program, "require_loggers", lambda names: None)
+    monkeypatch.setattr("vitinit.run.require_loggers", lambda names: None)
     monkeypatch.setattr(live.LiveCurves.close, "__defaults__", (0.01,))
     threads, uncut = threading.active_count(), straight()
     capsys.readouterr()
@@ -128,7 +128,7 @@ def test_a_logger_that_fails_or_hangs_is_one_line_and_changes_nothing(
 @pytest.mark.parametrize("name", ["wandb", "tensorbord"])
 def test_a_logger_that_there_is_not_is_one_line_before_anything(train_program, small_run, tmp_path,
                                                                 monkeypatch, capsys, name):
-    from vitinit import sweep
+    from vitinit.programs import sweep
     monkeypatch.setitem(sys.modules, "wandb", None)
     for program, command in ((train_program, small_run(tmp_path / "run")),
                              (sweep, ["--recipe", "quickstart", "--seeds", "0"])):

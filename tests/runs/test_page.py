@@ -11,8 +11,8 @@ import pytest
 from forks import Fork
 from pages import read_page
 
+from vitinit.programs.shared.records import METRICS
 from vitinit.runs import folder as folder_module
-from vitinit.runs.records import METRICS
 from vitinit.train.metrics import StepRow
 
 PAGE = read_page(Path(folder_module.__file__).with_name("README.md"))

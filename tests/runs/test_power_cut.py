@@ -138,7 +138,7 @@ def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[
                 saved.append((len(disk.events), state["step"]))
         patch.setattr(RunFolder, "save", save)
         with monkeypatch.context() as stopping:      # an epoch looks 5 times, an evaluation 7
-            stopping.setattr(train_program, "StopRequest", stop_before(2 * (5 + 7) + 1))
+            stopping.setattr("vitinit.run.StopRequest", stop_before(2 * (5 + 7) + 1))
             arguments = small_run(folder, checkpoint__every_steps="5",
                                   checkpoint__keep_epochs="[1]")
             assert train_program.main(arguments) == 128 + signal.SIGTERM

@@ -7,10 +7,9 @@ import os
 import torch
 from pytest import approx
 
-from vitinit.base.files import write_text_atomically
-from vitinit.command_line import STDOUT
+from vitinit.base.files import STDOUT, write_text_atomically
+from vitinit.programs.shared.results import Finding, class_scores, print_results
 from vitinit.runs.data import EvaluatedSet
-from vitinit.runs.results import Finding, class_scores, print_results
 from vitinit.train.engine import Evaluation
 from vitinit.train.metrics import balanced_accuracy
 

@@ -14,12 +14,12 @@ import torch
 from forks import in_two_processes
 from same_run import TIMES, assert_same_run, checkpoint, family_run, rows_of
 
-import vitinit
-from vitinit import run
-from vitinit.figures.subjects import of_runs
+import vitinit.run
+from vitinit.programs import train
+from vitinit.programs.figures.subjects import of_runs
+from vitinit.programs.shared.records import read_run
 from vitinit.runs import resume as choosing
 from vitinit.runs.folder import RunFolder
-from vitinit.runs.records import read_run
 from vitinit.runs.resume import resumed_run
 from vitinit.train.distributed import Processes
 
@@ -35,7 +35,7 @@ def stopped(train_program, small_run, tmp_path, monkeypatch, capsys, stop_before
         folder = tmp_path / "run"
         arguments = small_run(folder, "--resume", "auto", *more, **changes)
         with monkeypatch.context() as patch:
-            patch.setattr(train_program, "StopRequest", stop_before(3))
+            patch.setattr("vitinit.run.StopRequest", stop_before(3))
             assert train_program.main(arguments) == 128 + signal.SIGTERM
         capsys.readouterr()
         return folder, arguments
@@ -92,7 +92,7 @@ def norms_of(folder: Path) -> dict[str, float]:
 
 
 def gone_on(arguments: list[str]) -> int:
-    return run.main(arguments)
+    return train.main(arguments)
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw_and_mixing", "masked_autoencoder", "distilled",
@@ -124,11 +124,11 @@ def test_micro_batches_hold_the_pairs_that_they_held_as_the_run_began(
     shutil.copytree(STORED / "stopped_at_88e7f50", old)
     in_three, plans = ["--set", "optim.max_batch_per_process=4"], []
 
-    def opened(*arguments, real=train_program.open_data, **options):
+    def opened(*arguments, real=vitinit.run.open_data, **options):
         plans.append((data := real(*arguments, **options)).plan)
         return data
-    monkeypatch.setattr(train_program, "open_data", opened)
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(1))
+    monkeypatch.setattr("vitinit.run.open_data", opened)
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(1))
     go_on = ["--resume", str(old), "--data-dir", str(image_tree), *in_three]
     for arguments in (go_on, go_on, small_run(new), ["--resume", str(new)],
                       [*family_run("cifar10_convmixer", image_tree, convmixer), "--dry-run"]):
@@ -199,7 +199,7 @@ def test_a_run_that_is_started_again_takes_the_precision_that_its_recipe_states(
     recipe = (folder / "recipe.toml").read_text()
     written = stated if stated == "[1]" else f'"{stated}"'
     (folder / "recipe.toml").write_text(recipe.replace('amp = "off"', f"amp = {written}"))
-    request = train_program.Run("quickstart", out_dir=folder, resume="auto",
+    request = vitinit.run.Run("quickstart", out_dir=folder, resume="auto",
                                 overrides={"schedule.epochs": 1}).request
     _, choice = choosing.choose_run(request, ALONE, choosing.RunLock())
     assert choice.recipe.engine.amp == taken
@@ -284,7 +284,7 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(0))
+        patch.setattr("vitinit.run.StopRequest", stop_before(0))
         assert train_program.main(arguments) == 128 + signal.SIGTERM
     assert eval_program.main([str(folder)]) == train_program.main(arguments) == 0
     moved = image_tree.rename(image_tree.with_name("moved"))
@@ -292,7 +292,7 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(
     assert eval_program.main([str(folder)]) == 2
     assert str(image_tree) in capsys.readouterr().err
     assert eval_program.main([str(folder), "--data-dir", str(moved)]) == 0
-    typed = train_program.Run(resume=folder, data_dir="images").request
+    typed = vitinit.run.Run(resume=folder, data_dir="images").request
     assert resumed_run(typed, RunFolder(folder), None).recipe.data.root == "images"      # here
     assert 'root = "images"' in (folder / "recipe.toml").read_text()
     assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [
@@ -305,7 +305,7 @@ def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, s
     folder = tmp_path / "run"
     arguments = small_run(folder, "--resume", "auto", checkpoint__keep_epochs="[0]", **ONE_EPOCH)
     with monkeypatch.context() as patch:
-        patch.delattr(train_program, "train_epochs")
+        patch.delattr(vitinit.run, "train_epochs")
         with pytest.raises(NameError):
             train_program.main(arguments)
     first = torch.load(folder / "last.pt")

@@ -7,11 +7,11 @@ import pytest
 from pages import PAGES, RECIPES
 
 from vitinit.base.values import plain
-from vitinit.compare import main
+from vitinit.programs.compare import main
+from vitinit.programs.shared.groups import CAME_OR_WENT, FREE_KEYS
+from vitinit.programs.shared.records import RunRecord, read_archive
+from vitinit.programs.shared.results import mean_and_std, t_interval
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.groups import CAME_OR_WENT, FREE_KEYS
-from vitinit.runs.records import RunRecord, read_archive
-from vitinit.runs.results import mean_and_std, t_interval
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
@@ -110,7 +110,7 @@ def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_mu
 def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repository):
     monkeypatch.chdir(repository)
     rotary, muon = "recipes/rotary.tar.xz/cifar10_10k-rotary", "recipes/muon.tar.xz/cifar10_10k"
-    commands = [words[3:] for words in PAGE.commands() if "vitinit.compare" in words]
+    commands = [words[2:] for words in PAGE.commands() if words[:2] == ["vitinit", "compare"]]
     commands += [[f"{rotary}-m.*", f"{rotary}-s*"], [f"{muon}-d*-f2.5-n2500-[cs]*"],
                  ["recipes/remaining_gap.tar.xz"]]           # the last one is all 93 runs at once
     rows = ("| 5 | 60.56 ± 0.60 |", "| 5 | 69.30 ± 0.31 |",

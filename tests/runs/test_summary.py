@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitinit import predict
-from vitinit.figures import __main__ as figures
+from vitinit.programs import predict
+from vitinit.programs.figures import program as figures
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.summary import at_a_glance, cautions, faster_amp
 from vitinit.train import device, metrics
@@ -77,7 +77,7 @@ def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, 
     """Two blocks of width 12 have 2 · 12 · 12² weights in matrices. Of the weights of a model that
     is channels last, that of the channel is the dimension of stride 1."""
     strides = []
-    monkeypatch.setattr(train_program, "tune_convolutions", lambda model: strides.append(
+    monkeypatch.setattr("vitinit.run.tune_convolutions", lambda model: strides.append(
         model.patch_embed.proj.weight.stride()))
     for dimension, changes, line in (
             (1, dict(engine__channels_last="true"), "Muon (factor 1, momentum 0.95) for 3,456 "
@@ -136,15 +136,15 @@ def test_the_epochs_line_fits_a_terminal_and_notes_take_the_place_of_what_is_kno
 def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, small_run, tmp_path,
                                                               monkeypatch, capsys):
     """Six of eleven cautions; the last of them says where the others are."""
-    monkeypatch.setattr(train_program, "cautions", lambda *_: [f"caution {n}" for n in range(11)])
-    monkeypatch.setattr(train_program, "train_epochs", lambda *_: None)
+    monkeypatch.setattr("vitinit.run.cautions", lambda *_: [f"caution {n}" for n in range(11)])
+    monkeypatch.setattr("vitinit.run.train_epochs", lambda *_: None)
     folder = tmp_path / ("name" * 20)
     assert train_program.main(small_run(folder)) == 0
     lines = capsys.readouterr().out.splitlines()
     titles = [line.split()[0] for line in lines]
     assert titles == ["recipe", "data", "model", "init", "mass", "batch", "steps", "run",
-                      *["warning"] * 6, "done", "next", "python"]
-    for (*_, command), program in zip(map(str.partition, lines[-2:], ["vitinit."] * 2),
+                      *["warning"] * 6, "done", "next", "vitinit"]
+    for (*_, command), program in zip(map(str.partition, lines[-2:], ["vitinit "] * 2),
                                       (figures, predict)):
         program.parse_arguments(shlex.split(command)[1:])            # a command that can be typed
     assert max(map(len, lines[:8])) == 80            # cut, and not wrapped

@@ -14,8 +14,8 @@ from torch import nn
 from torch.testing import assert_close as close
 
 import vitinit
-from vitinit import export
 from vitinit.base.messages import OneLineError
+from vitinit.programs import export
 from vitinit.recipe.files import Override, load_recipe
 from vitinit.runs.teacher import open_teacher
 
@@ -126,11 +126,11 @@ def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):
         "distill.weights is empty; expected the file": dict(teacher="torchvision:resnet18"),
         "expected model or ema for": dict(teacher=str(RUN), weights="x.pth"),
         "weights.pth": dict(teacher="torchvision:resnet18", weights=str(tmp_path / "weights.pth")),
-        "such as vitinit.export writes without --normalise (there is no such archive)":
+        "such as vitinit export writes without --normalise (there is no such archive)":
             dict(teacher=str(tmp_path / "text.pt2")),
         "(Guard failed: input.size()[0] == 2)": dict(teacher=write_program(
             tmp_path / "fixed.pt2", (2, 3, 8, 8), batch_is_free=False)),
-        "to logits (B, K), such as vitinit.export writes": dict(teacher=write_program(
+        "to logits (B, K), such as vitinit export writes": dict(teacher=write_program(
             tmp_path / "flat.pt2", (2, 192), batch_is_free=True)),
         "has 3 classes without names, and the student 2": dict(
             classes=["a", "b"], teacher=write_program(tmp_path / "free.pt2", (2, 3, 8, 8),
@@ -146,7 +146,7 @@ def test_a_run_goes_on_to_the_bit_with_its_teacher_and_with_no_other(
                 model__options__pool="class", schedule__epochs="2")
     assert train_program.main(small_run(tmp_path / "whole", "--verbose", **sets)) == 0
     assert "the second head learns its probabilities" in capsys.readouterr().out
-    monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
+    monkeypatch.setattr("vitinit.run.StopRequest", stop_before(5))
     assert train_program.main(small_run(tmp_path / "cut", **sets)) == 143
     monkeypatch.undo()
     other, half = shutil.copytree(RUN, tmp_path / "other"), tmp_path / "half"    # other weights

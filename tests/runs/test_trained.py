@@ -15,7 +15,7 @@ from refused import refused
 
 import vitinit
 from vitinit.base.values import ReadOnly
-from vitinit.predict import attended, classify
+from vitinit.programs.predict import attended, classify
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import read_checkpoint_file as load_checkpoint
 
@@ -116,7 +116,7 @@ def test_images_have_the_precision_of_the_model(dtype, tmp_path):
 
 
 def test_what_a_checkpoint_lacks_and_weights_sizes_and_devices_that_are_none_are_one_line(tmp_path):
-    """tests/test_eval.py has what it refuses as well."""
+    """tests/programs/test_eval.py has what it refuses as well."""
     state = load_checkpoint(RUN / "last.pt")
     torch.save({"model": state["model"]}, tmp_path / "bare.pt")
     torch.save(state | {"ema": None, "classes": None}, tmp_path / "alone.pt")

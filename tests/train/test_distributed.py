@@ -17,9 +17,9 @@ import torch
 from forks import Fork, in_two_processes, launchers_store
 from refused import refused
 
-from vitinit import run
 from vitinit.base.messages import OneLineError
-from vitinit.bench import training
+from vitinit.programs import train
+from vitinit.programs.bench import training
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.runs import data, model as start, resume
 from vitinit.train import distributed
@@ -225,7 +225,7 @@ def test_an_environment_that_no_launcher_sets_is_one_line_of_each_process(monkey
     with socket.create_server(("localhost", 0)) as used:
         for name, value in variables.items():
             monkeypatch.setenv(name, str(used.getsockname()[1]) if value == "used" else value)
-        assert run.main(["--recipe", "quickstart", "--dry-run"]) == 2
+        assert train.main(["--recipe", "quickstart", "--dry-run"]) == 2
     assert re.fullmatch(f"train.py: {words}.*\n", capsys.readouterr().err)
 
 

@@ -11,8 +11,8 @@ from optimisers import adamw, state_of
 from small_models import written
 
 import vitinit
-from vitinit.bench.training import GivenSteps, given_step
 from vitinit.data.augment import smooth_one_hot
+from vitinit.programs.bench.training import GivenSteps, given_step
 from vitinit.train import engine, metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import evaluate, read_losses, train_epochs

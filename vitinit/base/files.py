@@ -38,6 +38,7 @@ LARGEST = 2**24                 # most bytes of a text
 LARGEST_TOML = 2**16            # of TOML, which takes long to read and is short
 DEEPEST, MOST = 64, 2**18       # most levels of tables and lists; fewer than MOST are on one level
 LONG_NUMBER = re.compile(rb"(?<![\d_])[\d_]{308}|0[xob][\da-fA-F_]{250}")     # more than a float
+STDOUT = Path("-")              # the name of the standard output among files
 
 
 class FileError(OneLineError):
@@ -289,3 +290,13 @@ def nested_deeply(value: object) -> bool:
         if len(level) in (0, MOST):
             break
     return bool(level)
+
+
+def deliver(text: str, path: Path | None) -> None:
+    """Write a text to the file of an `Output`, and say so, or print it; None: neither."""
+    if path is None:
+        text = ""
+    elif path != STDOUT:
+        write_text_atomically(text, path)
+        text = f"wrote {path}\n"
+    print(text, end="", flush=True)

@@ -8,13 +8,14 @@ have a default, keys that came later (`SINCE_12`), and two sections that may be 
 
 import os
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..base.files import parse_toml, read_bytes
-from ..base.messages import OneLineError, nearest
+from ..base.messages import OneLineError, in_brief, nearest, ran_out_of_memory
 from ..base.values import ReadOnly, accepted_values, convert, plain, show, to_toml
 from ..init import GIVEN, init_function, stated_family
 from ..models import MODELS, model_class
@@ -214,3 +215,23 @@ def _checked(body: Mapping[str, Any], title: str, origin: Origin, kinds: Mapping
             origin.refuse(f"[{title}]{of} lacks the key '{key}' ({accepted_values(kind)})",
                           f"{title}.{key}")
     return values
+
+
+@contextmanager
+def building(source: str, section: str) -> Iterator[None]:
+    """A context (also a decorator) around code that builds something from one section's values. It
+    turns ValueError and too little memory into RecipeError; anything else is a defect and passes.
+
+    source: where the values are from, such as "recipe quickstart". section: such as "model".
+    """
+    try:
+        yield
+    except OneLineError:
+        raise
+    except (ValueError, RuntimeError, MemoryError) as error:     # torch.OutOfMemoryError: Runtime
+        if ran_out_of_memory(error):
+            raise RecipeError(f"{source}: [{section}] takes more memory than there is "
+                              f"({in_brief(error)}); expected smaller values") from error
+        if not isinstance(error, ValueError):
+            raise
+        raise RecipeError(f"{source}: {error}") from error

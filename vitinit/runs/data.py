@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..base.keys import Stream, keyed_generator
 from ..base.messages import ProgressBar, say
-from ..command_line import building
 from ..data.augment import ToDevice, TrainToDevice, normalise
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
 from ..data.draw import Augmentation, Masks
@@ -21,6 +20,7 @@ from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
 from ..models.layers import patch_grid, to_pair
 from ..models.masked_autoencoder import visible_patches
+from ..recipe.files import building
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import Processes
 from .folder import RunFolder, image_digests

@@ -118,7 +118,7 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> ForeignConfig:
         value = arguments.get(name)
         if value is not None and (name, type(value)) != ("mlp_ratio", list):     # two of a Mixer
             changes[f"model.options.{ours}"] = POOLS.get(value, value) if ours == "pool" else value
-    if arguments.get("use_rot_pos_emb"):             # an Eva; as `vitinit.export` states it
+    if arguments.get("use_rot_pos_emb"):             # an Eva; as `vitinit export` states it
         kind = arguments.get("rope_type", "cat")
         changes |= {
             "model.options.pos_embed": "learned+" * arguments.get("use_abs_pos_emb", True) + "rope",

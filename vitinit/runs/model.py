@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..command_line import building
 from ..data.datasets import DATA_SETS
 from ..data.images import DataError
 from ..data.sources import Source
@@ -18,6 +17,7 @@ from ..models import build_model
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..models.vit import VisionTransformer
+from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.metrics import Progress

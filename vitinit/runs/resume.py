@@ -156,7 +156,7 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
 
 def begun_amp(folders: Iterable[Path]) -> str | None:
     """engine.amp of the first run that has begun in one of these folders; None if none has."""
-    from .records import read_run  # only where no checkpoint says it
+    from ..programs.shared.records import read_run  # only where no checkpoint says it
     begun = (read_run(folder).keys.get("engine.amp") for folder in folders
              if (folder / "recipe.toml").exists())
     return next((amp for amp in begun if amp in AMPS), None)
@@ -176,7 +176,7 @@ def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
                               "that started it, with --resume auto, starts it again")
     if not results and not folder.recipe.exists():
         return NEW
-    from .records import read_run  # only where there is no checkpoint any more
+    from ..programs.shared.records import read_run  # only where there is no checkpoint any more
     run = read_run(folder.path)
     if recipe is not None:
         require_same_recipe(folder.path, run.keys, recipe.keys)

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..base.messages import nearest
 from ..base.values import Size, convert, show
-from ..command_line import building
 from ..data.sources import are_names, rows_by_name
 from ..models.convert import native_tensors
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
-from ..recipe.files import Override, RecipeError, from_dict, load_recipe
+from ..recipe.files import Override, RecipeError, building, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.device import fastest_amp, this_device

@@ -10,10 +10,10 @@ from torch import nn
 
 from ..base.messages import counted, one_line
 from ..base.values import to_toml
-from ..command_line import building
 from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles
+from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..train.device import describe_device, fastest_amp
 from ..train.distributed import Processes

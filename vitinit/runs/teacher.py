@@ -128,7 +128,7 @@ def of_torchvision(name: str, weights: str) -> Opened:
 
 def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     """A program of torch.export: images (B, 3, H, W) → logits (B, K), for any batch size. One that
-    `vitinit.export` wrote contains its classes, mean and std; any other takes the student's views.
+    `vitinit export` wrote contains its classes, mean and std; any other takes the student's views.
 
     torch reads such a file by unpickling parts of it, and by evaluating its texts (shapes, guards).
     """
@@ -161,7 +161,7 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     except Exception as error:                       # of many classes, for a file that is none
         raise TeacherError(
             f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
-            "number of them, to logits (B, K), such as vitinit.export writes without --normalise "
+            "number of them, to logits (B, K), such as vitinit export writes without --normalise "
             f"({in_brief(error)})") from None
     return Opened(Teacher(model, mean, std, (height, width)), classes, shapes[0][1])
 

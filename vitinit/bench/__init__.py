@@ -1,1 +1,0 @@
-"""Checks and measurements of vitinit on a machine: python -m vitinit.bench."""

@@ -1,1 +1,0 @@
-"""Figures of attention, filters, augmentation and training runs: python -m vitinit.figures."""

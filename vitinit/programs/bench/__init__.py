@@ -1,0 +1,1 @@
+"""Checks and measurements of vitinit on a machine: vitinit bench."""

@@ -1,0 +1,146 @@
+"""Images/s out of files, beside torchvision's pipeline, and whether they feed a step."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
+
+from ...data.augment import IMAGENET_MEAN, IMAGENET_STD
+from ...data.images import FORMATS
+from ...data.sources import LooseImages
+from ...recipe.sections import Recipe
+from ...runs.data import open_data
+from ...train.slowness import Pace, waits_for
+from .step import synthetic_batch
+from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, set_up,
+                       times_as_fast, train_on)
+
+PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
+BATCH = 50                      # images that are augmented together
+PAIRS = 3                       # of steps that are fed from files, and steps that are not
+
+
+def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
+    """Make `root` a data set of `count` links to photographs; return overrides that select it.
+
+    source: a folder of photographs, of which PHOTOGRAPHS are taken; None: 50 are drawn. All are in
+    the disk's cache, so that the disk is not measured. Raises DataError if there are none.
+    """
+    paths = draw_photographs(root / "drawn", 50) if source is None else [
+        Path(path) for path in LooseImages(source, PHOTOGRAPHS).paths]
+    for split, number in (("train", count), ("val", 2)):
+        folders = [root / split / label for label in ("one", "two")]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        for index, path in zip(range(number), itertools.cycle(paths)):
+            (folders[index % 2] / f"{index:06}{path.suffix.lower()}").symlink_to(path.resolve())
+    return ["data.name=image_folder", f"data.root={root}", "data.num_classes=2"]
+
+
+def draw_photographs(folder: Path, count: int) -> list[Path]:
+    """Draw smooth colours with noise, 500×375, whose JPEG files are as large as ImageNet's."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        cloud = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+        pixels = np.asarray(cloud.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+        pixels = (pixels + rng.integers(-24, 25, pixels.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index:03}.jpg", quality=90)
+    return sorted(folder.iterdir())
+
+
+def in_batches(batch: int) -> list[str]:
+    """Overrides for steps of `batch` images in one micro-batch, at any learning rate."""
+    return [f"optim.global_batch={batch}", f"optim.max_batch_per_process={batch}",
+            f"mix.group={batch}", "schedule.warmup_lr=0", "schedule.min_lr=0"]
+
+
+def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
+    """The recipe's training steps on one process, epoch after epoch."""
+    data = open_data(recipe, alone(device), dry_run=False)
+    for epoch in itertools.count():
+        yield from data.train_batches.steps(epoch)
+
+
+def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
+    """DeiT's augmentation by torchvision, on Pillow images, without mixing and somewhat milder."""
+    return transforms.Compose([
+        transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
+        transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+        transforms.RandomErasing(0.25, value="random")])
+
+
+def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
+    """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
+    recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
+    pipeline = torchvisions_pipeline(recipe.data.image_size)
+    source, steps = LooseImages(root / "train", BATCH), steps_of(recipe, device)
+    seconds = interleave({
+        "decoding alone, each image once": lambda: [
+            source.image(index) for index in range(0, BATCH, recipe.augment.repeats)],
+        "+ crop, flip, draws: the loader": lambda: next(steps),
+        "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
+        "torchvision's pipeline on Pillow": lambda: [
+            pipeline(Image.open(path, formats=FORMATS).convert("RGB"))
+            for path in source.paths]}, clock_of(device))
+    _, _, whole, pillow = seconds.values()
+    return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
+             "views/s": BATCH / median(times), "× as fast as torchvision's":
+             times_as_fast(times, pillow), "% of the whole": 100 * median(times) / median(whole)}
+            for part, times in seconds.items()]
+
+
+def fed_steps(workers: int) -> tuple[int, int]:
+    """How many steps pass before those that are measured, since they may be loaded by then, and how
+    many are measured. `PAIRS` of both are in one epoch, at whose start workers have nothing ready.
+    """
+    return 2 * workers + 2, max(4, 2 * workers)
+
+
+def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Row]:
+    """A step fed from files, beside the same step on a synthetic batch, by loader processes.
+
+    Both on the wall clock, since the work is that of several processes; steps that loader processes
+    had ready before the clock started are not counted. counts: numbers of loader processes.
+    """
+    rows, batch = [], recipe.optim.global_batch
+    (state, forward), part = set_up(recipe, device), synthetic_batch(recipe, batch, device)
+    for workers in counts:
+        steps = steps_of(recipe.with_data(workers=workers), device)
+        ahead, count = fed_steps(workers)
+        given = [given_step(number, [part]) for number in range(count)]
+
+        def seconds(work: Iterator) -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            train_on(state, work, forward=forward, amp=recipe.engine.amp)
+            return (time.perf_counter() - began) / count
+        pairs = []
+        for _ in range(PAIRS):
+            seconds(itertools.islice(steps, ahead))
+            fed = seconds(itertools.islice(steps, count))    # first: loading goes on meanwhile
+            pairs.append((seconds(iter(given)), fed))
+        without, with_loader = zip(*pairs)
+        rows.append({"recipe": recipe.name, "batch": batch, "workers": workers,
+                     "synthetic, images/s": batch / median(without),
+                     "fed, images/s": batch / median(with_loader),
+                     "fed ÷ synthetic": times_as_fast(with_loader, without)})
+    return rows
+
+
+def fed_in_words(row: Row, device: torch.device) -> str:
+    """What bounds a fed step: its input, with what would help, or the step itself."""
+    images, fed = row["batch"], row["batch"] / row["fed, images/s"]      # seconds of a step
+    unfed = images / row["synthetic, images/s"]
+    line = waits_for([Pace(fed, unfed, 1 - unfed / fed, 1 - unfed / fed)], device,
+                     images=images, workers=row["workers"])
+    return f"bound by its input, {line}" if line else "bound by the step, see bench step"

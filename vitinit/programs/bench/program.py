@@ -1,0 +1,88 @@
+"""Check vitinit on this machine, and measure it beside what one could use instead.
+
+    vitinit bench all --minutes 8 --out report.md --data-dir /data/imagenet/val
+    vitinit bench step --recipe deit_base swin_tiny --batch 64
+    vitinit bench loader --recipe deit_base --data-dir /data/imagenet/val --workers 8 16
+    vitinit bench memory --recipe deit_base swin_tiny --card-gib 24
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ...train.device import cores
+from ...train.slowness import BOUNDS
+from ..shared.command_line import Output, Parser, integer, one_of, real, run_program
+from .all import bench_all, machine
+from .loader import PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches, loader_rows
+from .step import memory_row, step_row
+from .training import recipe_of, row_table
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="vitinit bench", description=__doc__)
+    commands = parser.add_subparsers(dest="bench", required=True)
+    everything = commands.add_parser("all", help="checks and speeds, in one report")
+    everything.add_argument("--out", type=Output(), help="file (.md) of the report, too")
+    everything.add_argument("--minutes", type=real(above=0.0), default=8.0)
+    here = commands.add_parser("machine", help="the hardware and the versions of the software")
+    step = commands.add_parser("step", help="images/s of a training step")
+    loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
+    loader.add_argument("--workers", nargs="+", type=integer(0, 2**15), default=[cores()],
+                        help="numbers of loader processes; default: that of the cores")
+    memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
+    memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
+    for command in (step, memory):
+        command.add_argument("--recipe", nargs="+", required=True,
+                             help="names in recipes/, or paths")
+    loader.add_argument("--recipe", default="deit_small", help="name in recipes/, or path")
+    for command in (step, loader):
+        command.add_argument("--batch", type=integer(1), help="images per step (in `step` fewer if "
+                             "they do not fit); default: the recipe's")
+    for command in (step, loader, memory):
+        command.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                             help="override any key of the recipe; may be repeated")
+    for command in (everything, loader):
+        command.add_argument("--data-dir", type=Path,
+                             help="folder of photographs; default: drawn ones")
+    for command in (everything, here, step, loader):
+        command.add_argument("--device", type=one_of(["cuda", "cpu"]),
+                             default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.bench == "all":
+        return bench_all(args.out, device=args.device, photographs=args.data_dir,
+                         minutes=args.minutes)
+    device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
+    print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
+    if args.bench == "memory":
+        print("\n" + row_table([
+            memory_row(recipe_of(name, args.set, auto="bf16"), args.card_gib)    # "auto" on a card
+            for name in args.recipe]))
+    elif args.bench == "step":
+        for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:
+            batch = args.batch or recipe.optim.max_batch_per_process
+            row = step_row(recipe, device, batch)
+            # What helps was measured on a GPU, and eager. On a CPU compilation gained nothing.
+            helps = device.type == "cuda" and not recipe.engine.compile
+            print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {row['bound by']}"
+                  + f": {BOUNDS[row['bound by']]}" * helps, flush=True)
+    elif args.bench == "loader":
+        batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
+        with tempfile.TemporaryDirectory() as folder:
+            count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
+            sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
+            print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)),
+                  flush=True)
+            recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
+            rows = fed_rows(recipe, device, args.workers)
+            print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")
+    return 0
+
+
+def main(arguments: list[str] | None = None, name: str = "vitinit bench") -> int:
+    return run_program(name, lambda: run(parse_arguments(arguments)))

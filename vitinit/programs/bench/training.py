@@ -1,0 +1,150 @@
+"""What benchmarks share: honest times, tables, and the run's own training on given tensors."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...data.pipeline import MicroBatch
+from ...recipe.files import load_recipe, overrides
+from ...recipe.sections import Recipe
+from ...runs.model import initial_state, wrap_models
+from ...train.device import fastest_amp, keep_freed_memory
+from ...train.distributed import Processes
+from ...train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
+from ...train.interruption import StopRequest
+from ...train.metrics import StepRow
+from ...train.state import TrainState
+from ..shared.results import table
+
+ROUNDS = 7
+Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
+Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the device
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock in seconds for the work of this process on a device.
+
+    On a GPU it is the wall clock, read when all work is done; on a CPU one thread's processor time.
+    """
+    torch.set_num_threads(1)
+    if device.type == "cpu":
+        keep_freed_memory()
+        return time.process_time
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return read
+
+
+def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], float]
+               ) -> dict[str, list[float]]:
+    """The seconds of each action in ROUNDS rounds, by name; a first round does not count.
+
+    The actions run in turn, in every second round in the opposite order, so that what disturbs the
+    machine affects all of them alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(ROUNDS + 1):
+        for name in list(actions)[::1 if number % 2 else -1]:
+            began = clock()
+            actions[name]()
+            if number:
+                seconds[name].append(clock() - began)
+    return seconds
+
+
+def times_as_fast(ours: Sequence[float], others: Sequence[float]) -> str:
+    """How many times as fast as the other ours is: the median of all rounds, and their range."""
+    ratios = [other / our for our, other in zip(ours, others, strict=True)]
+    return f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """A Markdown table with every column in which any of the rows has a value."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
+    return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+
+
+def cell(value: Any) -> str:
+    """A value as text: floats with three significant digits, from 1000 on and integers in full."""
+    if value is None:
+        return "–"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    full = isinstance(value, int) or 1000 <= abs(value) < math.inf
+    return f"{value:,.0f}" if full else f"{value:.3g}"
+
+
+def recipe_of(name: str, sets: Sequence[str] = (), device: torch.device = torch.device("cpu"), *,
+              auto: str = "") -> Recipe:
+    """The recipe `name` with init "default" and with changes such as "engine.compile=false";
+    from no checkpoint. auto: what that precision is; "": what is fastest on the device.
+    """
+    changes = overrides(init="default", sets=["init.checkpoint=", *sets])
+    return load_recipe(name, changes).with_amp(auto or fastest_amp(device))
+
+
+def alone(device: torch.device) -> Processes:
+    """The processes of a run that consists of one process."""
+    return Processes(rank=0, local_rank=0, world_size=1, device=device)
+
+
+def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, nn.Module]:
+    """A run's first state, if its init reads no images, and the (compiled) model to call."""
+    set_precision(recipe.engine.tf32)
+    state, _ = initial_state(recipe, alone(device))
+    tune_convolutions(state.model)
+    return state, wrap_models(state, recipe, alone(device))[0]
+
+
+def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[MicroBatch]]:
+    """Step number `number`, on one process, of micro-batches `parts`."""
+    def micro_batch(part: Part, end: int) -> MicroBatch:
+        return MicroBatch(lambda: part, np.arange(end - len(part[0]), end))
+    return number, [*map(micro_batch, parts, np.cumsum([len(images) for images, _ in parts]))]
+
+
+@dataclass
+class GivenSteps:
+    """One epoch of given steps; what the engine's `Training` says of each field holds here."""
+
+    state: TrainState
+    forward: nn.Module
+    given: Iterable[tuple[int, Sequence[Any]]]
+    objective: Callable[..., Tensor] = cross_entropy
+    learning_rate: Callable[[int], float] = lambda step: 1e-4
+    drop_path: Callable[[int], Tensor | None] = lambda step: None
+    amp: str = "off"
+    clip_norm: float = 0.0
+    global_batch: int = 1
+    steps_per_epoch: int = 0
+    save_every: int = 0
+    save: Callable[[], object] = lambda: None
+    record: Callable[[StepRow], object] = lambda row: None
+    finish_epoch: Callable[[int], object] = lambda epoch: None
+
+    def __post_init__(self) -> None:
+        self.epochs = self.state.progress.epochs + 1
+
+    def steps(self, epoch: int, done: int) -> Iterable[tuple[int, Sequence[Any]]]:
+        return self.given
+
+
+def train_on(state: TrainState, steps: Iterable, *, forward: nn.Module | None = None,
+             drop_path: Tensor | None = None, **options: Any) -> None:
+    """Train on `steps` as one epoch of the engine.
+
+    forward: what computes the logits, such as a compiled model; None: the model itself.
+    drop_path: scales (branches, B) of every step. options: fields of `GivenSteps`.
+    """
+    given = GivenSteps(state, state.model if forward is None else forward, steps,
+                       drop_path=lambda step: drop_path, **options)
+    train_epochs(given, alone(next(state.model.parameters()).device), StopRequest())

@@ -1,0 +1,93 @@
+"""Compare finished runs: groups over seeds, paired differences, curves.
+
+    vitinit compare runs/quickstart-*
+    vitinit compare runs/quickstart-default-* runs/quickstart-impulse-* --out comparison
+    vitinit compare runs/quickstart-* --pack quickstart.tar.xz
+    vitinit compare quickstart.tar.xz/*-default-* quickstart.tar.xz/*-impulse-*
+    vitinit compare quickstart.tar.xz --replay quickstart-impulse-s0 --epochs 1
+
+Runs that differ in nothing but the seed form a group. Every other group is compared with that of
+the run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs
+the extra `figures`).
+
+--pack keeps the runs in one compressed file instead: recipe.toml, run.json and metrics.jsonl of
+each finished one. Such a file stands for all its runs wherever a run's folder is expected here; a
+pattern after its name chooses some of them (zsh needs it in quotes).
+
+--replay trains one of the runs again, in runs/replay-NAME or --out, and goes on there if it was
+stopped. On the same kind of machine its rows are those on record, to the bit; elsewhere its last
+one should lie within what another seed would have, by the seeds on record. The exit status is 1 if
+it does not. --data-dir and --set data.KEY=VALUE say where its images are here.
+"""
+
+import argparse
+from pathlib import Path
+
+from ..base.files import require_replaceable, write_text_atomically
+from ..base.messages import counted
+from .shared.command_line import Output, Parser, integer, run_program
+from .shared.curves import draw_curves
+from .shared.groups import finished_runs
+from .shared.records import SUFFIX, read_runs, write_archive
+from .shared.results import compare_runs
+
+# What a replay may change: where images are, and how they are stored.
+PLACES = ("data.name", "data.root", "data.workers", "data.on_device_gib")
+
+
+def compare(args: argparse.Namespace) -> int:
+    out = args.out
+    if args.replay is not None:
+        from .shared.replay import replay  # here, as a comparison trains nothing
+        folder = out or Path("runs", f"replay-{args.replay}")
+        text, holds = replay(read_runs(args.runs), args.replay, data_dir=args.data_dir,
+                             sets=args.set, epochs=args.epochs, folder=folder)
+        print(f"\n{text}", end="")
+        return 0 if holds else 1
+    for name in ("comparison.md", "curves.png") if out and out.exists() else ():
+        require_replaceable(out / name, Path(name).suffix)
+    runs = read_runs(args.runs)
+    if args.pack is not None:
+        finished, unfinished = finished_runs(runs)
+        write_archive(finished, args.pack)
+        print(*unfinished, f"wrote {args.pack}: {counted(len(finished), 'run')}, "
+              f"{args.pack.stat().st_size:,} bytes", sep="\n")
+        return 0
+    groups, text = compare_runs(runs)
+    print(text, end="", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(text, out / "comparison.md")
+        draw_curves(out / "curves.png", groups)
+        print(f"\nwrote {out / 'comparison.md'} and {out / 'curves.png'}")
+    return 0
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="vitinit compare", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
+                        help="folder of a run, archive of runs, or archive/pattern")
+    parser.add_argument("--out", type=Output(), metavar="FOLDER",
+                        help="write the comparison and its curves into this folder, too")
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--pack", type=Output(SUFFIX, grows=True), metavar="FILE.tar.xz",
+                    help="write the finished runs into this archive, without comparing them")
+    to.add_argument("--replay", metavar="NAME", help="train this one of the runs again")
+    parser.add_argument("--data-dir", help="with --replay: data.root, the folder of its data set")
+    parser.add_argument("--set", action="append", default=[], metavar="data.KEY=VALUE",
+                        help="with --replay: how its images are stored, such as data.name=cifar10")
+    parser.add_argument("--epochs", type=integer(1), default=0,
+                        help="with --replay: so many epochs from the start, and not all")
+    args = parser.parse_args(arguments)
+    if args.out and args.pack:
+        parser.error("argument --pack: not allowed with argument --out")
+    if args.replay is None and (args.data_dir or args.epochs or args.set):
+        parser.error("--data-dir, --set and --epochs are for --replay NAME")
+    if others := [text for text in args.set if text.partition("=")[0] not in PLACES]:
+        parser.error(f"--set {others[0]}: a replay has all from the record but where its images "
+                     f"are: {', '.join(PLACES)}")
+    return args
+
+
+def main(arguments: list[str] | None = None, name: str = "vitinit compare") -> int:
+    return run_program(name, lambda: compare(parse_arguments(arguments)))

@@ -1,0 +1,209 @@
+"""Evaluate checkpoints exactly: every image of a data set counts once.
+
+    python eval.py runs/deit_base-impulse-s0
+    python eval.py runs/*/best.pt --data imagenet=/data/imagenet imagenet_r=/data/imagenet-r
+    torchrun --nproc_per_node=8 eval.py deit_base_patch16_224.pth --recipe deit_base \\
+        --data-dir /data/imagenet
+
+An installed package has the same program as `vitinit eval`.
+
+A run folder (its last.pt is read) and the checkpoints in it contain their recipe; the model and its
+moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own, --recipe describes
+the model, unless it is a folder of transformers with its config.json; a line says what is assumed
+that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
+recipe. A single result is printed as a line per set of weights, several as a table. One JSON object
+per checkpoint and data set is written to the FILE of --json, or printed after them by --json -.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..base.messages import ProgressBar, nearest, say
+from ..data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
+from ..data.images import DataError, dark_in_16_bits
+from ..data.loader import prepare_workers
+from ..data.pipeline import EvaluationBatches
+from ..data.sources import ImageFiles, Source, class_indices
+from ..recipe.files import RecipeError, overrides
+from ..runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
+from ..runs.model import compiled
+from ..runs.saved import Saved, open_saved
+from ..train import distributed
+from ..train.device import memory_for
+from ..train.distributed import Processes
+from ..train.engine import evaluate, set_precision
+from ..train.interruption import StopRequest
+from .shared.command_line import Output, Parser, add_options, run_program
+from .shared.results import Finding, print_results
+
+# The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
+EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
+                   "data.workers", "data.on_device_gib", "engine.amp", "engine.compile",
+                   "engine.channels_last", "engine.tf32")
+
+
+def named_set(text: str) -> EvaluatedSet:
+    """Parse an argument of --data: NAME=DIR, or `shapes` alone, which needs no folder."""
+    name, _, root = text.partition("=")
+    if name not in (known := [*DATA_SETS, *EVAL_SETS]):
+        raise argparse.ArgumentTypeError(f"there is no data set '{name}'{nearest(name, known)}")
+    if bool(root) == (name == "shapes"):
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, or shapes without a folder")
+    return EvaluatedSet(name, root, whole=name in ("image_folder", "image_list"))
+
+
+def parse_arguments(arguments: list[str] | None = None, name: str = "eval.py"
+                    ) -> argparse.Namespace:
+    """Parse the command line; RecipeError for options that contradict each other."""
+    parser = Parser(prog=name, description=__doc__)
+    parser.add_argument("checkpoint", type=Path, nargs="+", help="run folders and checkpoint files")
+    parser.add_argument("--data", type=named_set, nargs="+", action="extend", metavar="NAME=DIR",
+                        help=f"data sets: {', '.join([*DATA_SETS, *EVAL_SETS])}")
+    parser.add_argument("--train-images", action="store_true",
+                        help="evaluate on the images that each was trained on; with --data, too")
+    parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
+    add_options(parser, EVALUATION_KEYS)
+    parser.add_argument("--json", type=Output(".json", ".jsonl", prints=True), metavar="FILE",
+                        help="write the results as JSON to this file; -: to the terminal")
+    parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
+    args = parser.parse_args(arguments)
+    if args.data and args.data_dir is not None and not args.train_images:
+        raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
+                          "which --data replaces; expected one of the two")
+    return args
+
+
+def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
+    """Open a data set; it is downloaded first if it is not there and can be."""
+    name = eval_set.data.name if eval_set.data else eval_set.name
+    with processes.together():
+        if name in DATA_SETS and processes.local_rank == 0:
+            download(name, eval_set.root)
+    with processes.together():
+        source = eval_set.open()
+    dark = dark_in_16_bits(source.some_paths()) if isinstance(source, ImageFiles) else ""
+    for line in filter(None, [source.left_out, dark and f"warning {dark}"]):
+        processes.say(line)
+    return source
+
+
+def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor | None:
+    """The indices (K,) int64 of the logits that belong to the data set's K classes, in order; None
+    if the model has exactly these classes in this order. A model of 1000 classes that no synset
+    ids name counts as an ImageNet-1K model if the data set's classes are ImageNet's synset ids.
+    Raises DataError if the model does not know a class of the data set.
+    """
+    count, labels, classes = saved.recipe.data.num_classes, source.classes, saved.classes
+    if not count:
+        raise DataError(f"{saved.name}: learned to reconstruct images, and has no classes to "
+                        "evaluate; init.checkpoint starts a classifier from it")
+    if (saved.state.get("classes") is None and count == len(imagenet_wnids())
+            and all(map(is_wnid, labels)) and not (classes and all(map(is_wnid, classes)))):
+        classes = imagenet_wnids()                   # which config.json may call by words
+    if classes is None and len(labels) != count:
+        raise DataError(f"{eval_set}: {len(labels)} classes found, and {saved.name} is a model of "
+                        f"{count} whose names it does not hold; expected the set that it was "
+                        "trained on")
+    if classes is None or list(classes) == list(labels):
+        return None
+    try:
+        return torch.tensor(class_indices(classes, labels))
+    except DataError as error:
+        raise DataError(f"{eval_set}: {error}; the model is {saved.name}") from None
+
+
+def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[EvaluatedSet, int]],
+                         processes: Processes, stop: StopRequest
+                         ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
+    """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
+    was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
+    """
+    prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
+    sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
+    with processes.together():
+        for eval_set, number in pairs:
+            require_same_images(eval_set, sources[eval_set], checkpoints[number].path.parent)
+        columns = {(eval_set, number): columns_of(checkpoints[number], eval_set, sources[eval_set])
+                   for eval_set, number in pairs}
+    models = [models_of(saved, processes) for saved in checkpoints]
+    for eval_set, source in sources.items():
+        made: dict[tuple, EvaluationBatches] = {}    # how batches are made → them, decoded once
+        for number, saved in enumerate(checkpoints):
+            if (eval_set, number) in columns:
+                batches, engine = batches_of(source, saved, made, processes), saved.recipe.engine
+                set_precision(engine.tf32)
+                with (ProgressBar(f"validate {eval_set.name}", len(batches), items=batches,
+                                  shown=processes.is_main,
+                                  scale=batches.batch_size * processes.world_size) as bar,
+                      memory_for("eval.batch_size", batches.batch_size)):
+                    on_device = [model.to(processes.device).to(memory_format=batches.prepare.format)
+                                 for model in models[number].values()]
+                    results = evaluate(on_device, bar, amp=engine.amp, stop=stop,
+                                       num_classes=len(source.classes), processes=processes,
+                                       columns=columns[eval_set, number])
+                for model in on_device:
+                    model.cpu()                      # or the memory of many would add up
+                yield (eval_set, number), Finding(
+                    saved.name, saved.recipe.name, eval_set, saved.size,
+                    saved.recipe.data.num_classes, list(source.classes),
+                    dict(zip(models[number], results)))
+
+
+def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
+    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU."""
+    with processes.together():
+        models = {name: saved.model(name) for name in saved.weights}
+    if processes.is_main and not saved.brings_recipe:
+        say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
+    if not saved.recipe.engine.compile:
+        return models
+    return {name: compiled(model) for name, model in models.items()}
+
+
+def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches],
+               processes: Processes) -> EvaluationBatches:
+    """The images of a data set as a checkpoint's model takes them. Checkpoints whose views are made
+    alike share the batches in `made`, so that images that are kept are decoded once.
+    """
+    recipe = saved.recipe
+    batches = evaluation_batches(recipe, source, saved.size, processes.device, rank=processes.rank,
+                                 world_size=processes.world_size)
+    views = (saved.size, recipe.eval.crop_pct, recipe.eval.interpolation,
+             recipe.data.apply_exif_orientation, recipe.eval.batch_size)
+    shared = made.setdefault(views, batches)         # perhaps those of an earlier checkpoint
+    shared.prepare = batches.prepare                 # by this one's mean and std
+    return shared
+
+
+def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
+    """Run the program with these arguments; messages begin with `name`. Return the exit status."""
+    def program() -> None:
+        args = parse_arguments(arguments, name)
+        with StopRequest() as stop, distributed.joined() as processes:
+            with processes.together():
+                checkpoints = [
+                    open_saved(path, recipe=args.recipe, changes=overrides(sets=args.set),
+                               changeable=EVALUATION_KEYS, image_size=args.image_size)
+                    for path in args.checkpoint]
+            if args.data_dir is not None:
+                checkpoints = [saved._replace(recipe=saved.recipe.with_data(root=args.data_dir))
+                               for saved in checkpoints]
+            pairs = []
+            for number, saved in enumerate(checkpoints):
+                asked = [trained_set(saved.recipe)] * args.train_images + (args.data or [])
+                pairs += [(eval_set, number) for eval_set in dict.fromkeys(
+                    asked or [own_set(saved.recipe.data)])]
+            findings: dict[tuple[EvaluatedSet, int], Finding] = {}
+            try:
+                for pair, finding in evaluate_checkpoints(checkpoints, pairs, processes, stop):
+                    findings[pair] = finding
+            finally:                                 # what is measured is not lost by the next set
+                if processes.is_main and findings:
+                    print_results([findings[pair] for pair in pairs if pair in findings],
+                                  per_class=args.per_class, json_file=args.json)
+    return run_program(name, program)

@@ -1,0 +1,1 @@
+"""Figures of attention, filters, augmentation and training runs: vitinit figures."""

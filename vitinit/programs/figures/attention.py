@@ -1,0 +1,230 @@
+"""The figures `maps`, `kernels`, `mass` and `attention`: what the heads of a model attend to.
+
+`maps` shows Q Kᵀ, P Q Kᵀ Pᵀ and its softmax, as arXiv 2305.09828 (mimetic initialisation) and
+2505.19985 (structured initialisation) do. Q and K are a head's query and key weights, P is the
+position embedding. `kernels` shows the mean attention by the offset from query to key, which is the
+convolution kernel that the head starts as; `mass` the share of attention that lies on each head's
+target, by depth: on the token at the head's offset, which a convolution with the head's impulse
+filter would pick. `attention` shows what a query token of a photograph attends to.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.images import decode_image
+from ...init.mass import Mass, has_targets, mass_on_images
+from ...mixing import among_patches, block_grids, mean_kernel, mixing_matrices
+from ...mixing.filters import Grid
+from ...models.attention import attention_weights
+from ...models.simple_vit import SimpleViT
+from ...models.swin import SwinTransformer
+from ...runs.data import as_input, evaluation_view
+from ..shared.plot import FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pyplot, save
+from .subjects import VITS, Subject, Vit, fitting, indices, photographs
+
+# kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
+KINDS = {
+    "qk": ("Q Kᵀ", "channel of Q", "channel of K", True),
+    "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
+    "softmax": ("attention on P alone", "query token", "key token", False),
+}
+RADIUS = 3                      # largest offset of a kernel, in patches
+SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour scale
+PARTS = {"centre": "centre heads", "others": "other heads"}      # of a Mass
+
+
+@torch.no_grad()
+def position_maps(model: Vit, block: int, kind: str) -> Tensor:
+    """One kind of map for every head of a block.
+
+    kind: one of KINDS. Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D),
+    is the position embedding as it reaches queries and keys where the content is 0: after the
+    block's own first norm, in a SimpleViT also weighted and read as the model does. Biases of
+    queries and keys are left out, as in the papers. But a model that turns (RoPE) or normalises
+    queries and keys is shown as it computes, with biases, except in "qk". "softmax" includes the
+    model's factor on the logits. Raises FigureError for a "qk" of a SimpleViT with free Q and K.
+    """
+    norm = model.blocks[block].norm1
+    if isinstance(model, SimpleViT):
+        simple = model.blocks[block].attn
+        if kind == "qk":
+            if simple.reads == "free":
+                raise FigureError('Q and K of this model (reads = "free") are no weights of '
+                                  "channels; expected --kinds logits softmax")
+            query, key = simple.factors
+            return query @ key.mT                                        # (h, D, d) @ (h, d, D)
+        share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
+        x = norm(share * model.pos_embed)[None]                          # (1, N, D)
+        if kind == "softmax":
+            return simple.mixing_weights(x, model.pos_embed)[0]
+        query, key = simple.queries_keys(x, model.pos_embed)             # (1, h, N, d) each
+        return (query @ key.mT)[0]
+    attention = model.blocks[block].attn
+    if kind == "qk":
+        return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
+    prefix, patches = model.num_prefix_tokens, model.grid[0] * model.grid[1]
+    positions = (norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
+                 if model.pos_embed is None else model.pos_embed)
+    x = norm(positions)                                                  # (1, prefix + N, D)
+    if model.rotary or isinstance(attention.q_norm, torch.nn.LayerNorm):
+        query, key = (part[0] for part in attention.queries_keys_values(x)[:2])
+    else:
+        query, key = x @ attention.q_weight.mT, x @ attention.k_weight.mT
+    query, key = query[:, prefix:], key[:, prefix:]                      # (h, N, d)
+    return query @ key.mT if kind == "logits" else attention_weights(query, key)
+
+
+def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
+              blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+    """Draw a row per kind, model and block; a kind has one colour scale. heads: None for all."""
+    rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
+    for subject in fitting(subjects, "maps"):
+        model = cast(Vit, subject.model)
+        for block in indices("block", blocks, len(model.blocks)):
+            for kind in kinds:
+                unit, down, across, diverging = KINDS[kind]
+                maps = position_maps(model, block, kind)
+                maps = maps[indices("head", heads, len(maps))]
+                # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
+                # other entries would be pale.
+                peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
+                rows[kind].append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
+                                      diverging, peak=peak))
+    draw_grid(out, [row for kind in kinds for row in rows[kind]], heads,
+              subject.heading("each head on positions alone" if subject.model.rotary else
+                              "each head on the position embedding P"))
+
+
+def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
+                 blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+    """Draw mean attention by offset, with one row per model and block and one column per head.
+
+    The mean is over `count` images (`photographs`) and all query tokens. heads: None for all.
+    """
+    rows = []
+    for subject in fitting(subjects, "kernels"):
+        images = photographs(folder, count, subject.recipe)
+        numbers = indices("block", blocks, len(block_grids(subject.model)))
+        for block, weights in mixing_matrices(subject.model, images, blocks=numbers).items():
+            weights = weights[:, indices("head", heads, weights.shape[1])]       # (B, h, N, N)
+            kernel = mean_kernel(weights, subject.model.grid, RADIUS).mean(0)
+            rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
+                            "patches down", "patches right", diverging=False, centred=True))
+    draw_grid(out, rows, heads,
+              subject.heading(f"what each head attends to, mean over {count} images"))
+
+
+def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
+    """Mass on the init's targets, or `impulse`'s if it aims at no neighbours; see `photographs`."""
+    name, options = subject.recipe.init.name, subject.recipe.init.options
+    if name == "mimetic" or not has_targets(subject.model, name, options):
+        name, options = "impulse", {}
+    return mass_on_images(subject.model, name, options, photographs(folder, count, subject.recipe))
+
+
+def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int) -> None:
+    """Draw two panels per recipe with one line per init, or per run and epoch; print the numbers.
+
+    The upper panels show the heads whose target is the query token itself, the lower ones all
+    others; blocks without such heads are left out. folder, count: see `photographs`.
+    """
+    by_recipe: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
+    for subject in fitting(subjects, "mass"):
+        subject = subject._replace(state=subject.state.removeprefix(f"{subject.recipe.name}, "))
+        mass = mass_of(subject, folder, count)
+        for part in PARTS:
+            print(f"{subject.recipe.name}, {subject.state}: {part}",
+                  *(f"{value:.3f}" for value in getattr(mass, part)))
+        by_recipe[subject.recipe.name].append((subject, mass))
+
+    figure, axes = pyplot().subplots(2, len(by_recipe), squeeze=False, sharey=True,
+                                     layout="constrained",
+                                     figsize=(max(6.4, 2.2 * len(by_recipe) + 0.8), 5.6))
+    legend = {}
+    for column, (name, masses) in zip(axes.T, by_recipe.items()):
+        looks = looks_of([subject.recipe.init.name for subject, _ in masses])
+        for axis, (part, words) in zip(column, PARTS.items()):
+            legend["uniform attention"], = axis.plot(masses[0][1].uniform, color="0.8", linewidth=6)
+            for (subject, mass), (colour, line) in zip(masses, looks):
+                values = torch.tensor(getattr(mass, part))
+                known = ~values.isnan()
+                legend[subject.state], = axis.plot(
+                    known.nonzero()[:, 0], values[known], color=colour, linestyle=line, marker="o",
+                    markersize=3)
+            axis.set_title(f"{name}, {words}", fontsize=10)
+            axis.locator_params(axis="x", nbins=7, integer=True)
+            axis.tick_params(labelsize=8)
+            axis.grid(alpha=0.3)
+        axis.set_xlabel("block")
+    axis.set(yscale="log", ylim=(None, 1.2))         # of all panels; with room for markers at 1
+    axis.yaxis.set_major_formatter("{x:g}")
+    add_legend(figure, legend)
+    figure.supylabel("share of attention on the head's target", fontsize=10)
+    save(figure, out, f"Attention on the heads' targets by depth, mean over {count} images")
+
+
+def heat_maps(weights: Tensor, grid: Grid, query: tuple[int, int]) -> Tensor:
+    """The attention of the patch token at `query` on every patch token, (h, rows, columns).
+
+    weights: (h, N, N), attention of one image with prefix tokens (class token, registers) first,
+    which are left out, so a map may sum to less than 1. grid: rows and columns of patches. query:
+    row and column, counted from 0. Raises FigureError if `query` is outside the grid.
+    """
+    row, column = query
+    if not (0 <= row < grid[0] and 0 <= column < grid[1]):
+        raise FigureError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of "
+                          "patches")
+    return among_patches(weights, grid)[:, row * grid[1] + column].unflatten(-1, grid)
+
+
+def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
+                   blocks: Sequence[int], heads: Sequence[int],
+                   queries: Sequence[tuple[int, int]]) -> None:
+    """Draw one row per model, block and query: the photograph, then one heat map per head.
+
+    The query patch is framed in each. All maps have one scale, which rises with the square root of
+    attention, since that may spread over all patches or lie on one. queries: (row, column); if
+    empty, the patch in the middle.
+    """
+    rows = []
+    for subject in fitting(subjects, "attention", (*VITS, SwinTransformer)):
+        grids = block_grids(subject.model)
+        blocks = indices("block", blocks, len(grids))
+        image = evaluation_view(decode_image(str(photograph)), subject.recipe)      # (3, H, W)
+        matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe),
+                                   blocks=blocks)
+        for block in blocks:
+            weights, grid = matrices[block][0], grids[block]             # (h, N, N)
+            weights = weights[indices("head", heads, len(weights))]
+            for query in queries or [(grid[0] // 2, grid[1] // 2)]:
+                rows.append((f"{subject.state}\nblock {block}", image, grid, query,
+                             heat_maps(weights, grid, query)))
+
+    plt = pyplot()
+    scale = plt.matplotlib.colors.PowerNorm(0.5, 0.0, max(maps.max().item() for *_, maps in rows))
+    figure, axes = plt.subplots(len(rows), len(heads) + 1, squeeze=False, layout="constrained",
+                                figsize=(1.5 * (len(heads) + 1) + 1.0, 1.55 * len(rows) + .5))
+    for line, (label, image, grid, query, maps) in zip(axes, rows):
+        height, width = image.shape[1:]
+        down, across = height / grid[0], width / grid[1]                 # a patch in pixels
+        line[0].imshow(image.permute(1, 2, 0).numpy(), extent=(0, width, height, 0))
+        line[0].set_ylabel(label, fontsize=9)
+        for axis, heat in zip(line[1:], maps):
+            layer = draw_heat(axis, image, heat, scale)
+        for axis in line:
+            axis.set(xticks=[], yticks=[])
+            corner = (query[1] * across, query[0] * down)
+            for colour, thickness in (("black", 2.0), ("white", 0.9)):   # visible on any background
+                axis.add_patch(plt.Rectangle(corner, across, down, fill=False, edgecolor=colour,
+                                             linewidth=thickness))
+    bar = figure.colorbar(layer, ax=list(axes.flat), label="attention", shrink=0.9, pad=0.01)
+    bar.ax.tick_params(labelsize=7)
+    for axis, title in zip(axes[0], ("photograph", *(f"head {h}" for h in heads))):
+        axis.set_title(title, fontsize=9)
+    save(figure, out, subject.heading("what the framed patch attends to"), few_colours="dithered")

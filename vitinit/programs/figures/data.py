@@ -1,0 +1,80 @@
+"""The figure `data`: a sheet of what a set of images is like."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ...base.files import require_no_input
+from ...base.messages import one_line
+from ...data.datasets import open_split
+from ...data.images import DataError, resize_and_centre_crop
+from ...data.lists import LISTS
+from ...data.sources import ImageFiles, Source
+from ...data.survey import Survey, survey
+from ..shared.plot import BLUE, as_drawn, pyplot, save
+
+EXAMPLES, SIDE = 8, 64          # images per class, spread evenly over it, and their pixels
+LONGEST = 30                    # characters of a class's name
+MOST_CLASSES = 20               # rows; the classes with the most and with the fewest images
+
+
+def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
+    """Draw examples of each class with its number of images, and how large images are; print what a
+    run of `image_size` pixels would say at its start, and every group of files with the same bytes.
+    """
+    listed = any((Path(data_dir) / file).is_file() for file in LISTS)
+    name = "image_list" if listed else "image_folder"
+    source = open_split(name, data_dir, "train", 0)
+    try:
+        val_set = open_split(name, data_dir, "val", len(source.classes))
+    except DataError as error:                       # training then needs data.held_out_per_class
+        print(f"val     {error}")
+        val_set = source.part(np.arange(0))
+    require_no_input(out, [path for part in (source, val_set) if isinstance(part, ImageFiles)
+                           for path in part.paths])  # which a list may name
+    report = survey(source, val_set, image_size, most=len(source))
+    print(report, end="")
+    sheet(out, source, report)
+
+
+def sheet(out: Path, source: Source, report: Survey) -> None:
+    """Draw a row per class: its examples, and a bar as long as its number of images."""
+    counts = np.bincount(source.labels, minlength=len(source.classes))
+    order = np.argsort(-counts, kind="stable")
+    rows = order if len(order) <= MOST_CLASSES else np.concatenate(
+        [order[:MOST_CLASSES // 2], order[-MOST_CLASSES // 2:]])
+    figure, axes = pyplot().subplots(
+        1, 2, figsize=(9.0, 0.5 * len(rows) + 1.0), width_ratios=(3, 2), layout="constrained")
+    strips = [np.hstack([example(source, index) for index in of_class(source, label)])
+              for label in rows]
+    axes[0].imshow(np.vstack([np.pad(strip, ((0, 0), (0, EXAMPLES * SIDE - strip.shape[1]), (0, 0)),
+                                     constant_values=255) for strip in strips]))
+    middles = SIDE * (np.arange(len(rows)) + 0.5)
+    axes[0].set(xticks=[], yticks=middles,
+                yticklabels=[as_drawn(one_line(source.classes[label], LONGEST)) for label in rows])
+    axes[1].barh(middles, counts[rows], height=0.7 * SIDE, color=BLUE)
+    axes[1].set(ylim=axes[0].get_ylim(), yticks=[], xlabel="images to train on")
+    for middle, count in zip(middles, counts[rows]):
+        axes[1].text(count, middle, f" {count:,}", va="center", fontsize=8)
+    axes[1].margins(x=0.15)
+    axes[1].spines[["top", "right"]].set_visible(False)
+    hidden = f"; {len(order) - len(rows)} classes in between" if len(rows) < len(order) else ""
+    files = "".join(line.partition(":")[2] for line in report.lines[1:])
+    save(figure, out, f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}",
+         few_colours="dithered")
+
+
+def of_class(source: Source, label: int) -> np.ndarray:
+    """The numbers of at most EXAMPLES images of a class, spread evenly over it."""
+    numbers = np.flatnonzero(source.labels == label)
+    return numbers[np.linspace(0, len(numbers) - 1, min(EXAMPLES, len(numbers))).astype(int)]
+
+
+def example(source: Source, index: int) -> np.ndarray:
+    """The centre of an image, (SIDE, SIDE, 3) uint8; grey if it cannot be decoded."""
+    try:
+        view = source.image(index, lambda image: resize_and_centre_crop(
+            image, (SIDE, SIDE), 1.0, "bicubic"))
+    except DataError:
+        return np.full((SIDE, SIDE, 3), 200, np.uint8)
+    return view.permute(1, 2, 0).numpy()

@@ -1,0 +1,136 @@
+"""The page `explore`: one HTML file in which one sees what every patch of an image attends to.
+
+It holds the mixing matrices of every head of every block, for a few images and models. explore.html
+is its template (see `write_page`); it is filled with
+
+    meta     names, class probabilities and, for each model, image and block, what `block_view` says
+    weights  all matrices as one byte per weight, in the order model, image, block, head,
+             query (prefix tokens first), key (patches alone)
+
+Of a Mixer, which has no heads, it shows the mean over channels, whose weights have both signs.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...base.messages import one_line
+from ...data.images import decode_image
+from ...init.mass import has_targets, mass_on_images
+from ...mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
+from ...mixing.filters import Grid
+from ...models import ConvMixer, MlpMixer
+from ...runs.data import as_input, evaluation_view
+from ..shared.plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded
+from .page import write_page
+from .subjects import Subject
+
+RADIUS = 3                      # of the mean attention by offset, in patches
+TOP = 5                         # classes shown
+LARGEST = 80_000_000            # weights, each of which takes a byte of the browser's memory
+MOST = 4_700_000                # letters of them in a page, which is then of at most 5 MB
+LEVELS = (254, 62, 14)          # the highest level of a weight: even, so that 0 has a level
+
+
+def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, dict[str, Any]]:
+    """One block on one image: the levels of its weights, and what the page shows beside them.
+
+    weights: (h, P + N, P + N), with the P prefix tokens first. The levels, (h, P + N, N), rise from
+    0 to LEVELS[0] with the square root of a weight, so that small ones keep more of their digits.
+    They begin at 0, or for signed weights at minus the largest of the head.
+    """
+    keys = weights[:, :, -grid[0] * grid[1]:]
+    largest = keys.abs().amax(dim=(1, 2)).clamp(min=1e-12)               # (h,)
+    shares = keys / largest[:, None, None]
+    roots = shares.abs().sqrt() * shares.sign()
+    levels = ((roots + 1) / 2 if signed else roots) * LEVELS[0]
+    patches = among_patches(weights, grid)                               # (h, N, N)
+    kernels = by_offset(patches if signed else shares_of_patches(weights, grid), grid, RADIUS)
+    # How far a head attends, in patches, over all queries and keys: arXiv 2010.11929, figure 7.
+    cells = torch.cartesian_prod(*map(torch.arange, grid)).float()       # (N, 2)
+    far = (patches.abs() * torch.cdist(cells, cells)).sum((1, 2)) / patches.abs().sum((1, 2))
+    # Sharpness: a query's largest weight minus the 1/N of uniform attention; the mean over queries.
+    peaks = patches.abs().amax(2) / (patches.abs().sum(2) if signed else 1.0)        # (h, N)
+    return levels.round().to(torch.uint8).numpy(), {
+        "largest": rounded(largest.tolist()), "kernels": rounded(kernels.flatten(1).tolist()),
+        "distance": rounded(far.tolist()),
+        "sharpness": rounded((peaks.mean(1) - 1 / len(cells)).tolist())}
+
+
+@torch.no_grad()
+def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """A model's levels and `meta` on views (n, 3, H, W) uint8; FigureError for a ConvMixer."""
+    model, recipe = subject.model, subject.recipe
+    if isinstance(model, ConvMixer):
+        raise FigureError(f"recipe {recipe.name} makes a ConvMixer, whose kernels are the same for "
+                          "every patch of every image")
+    signed = isinstance(model, MlpMixer)
+    inputs, grids, levels, images = as_input(views, recipe), block_grids(model), [], []
+    # Over channels: (B, C, N, N) → (B, 1, N, N).
+    summarise = partial(torch.mean, dim=1, keepdim=True) if signed else None
+    for image in inputs.split(1):
+        matrices = mixing_matrices(model, image, summarise=summarise)
+        blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
+        levels += [part for part, _ in blocks]
+        images.append({"blocks": [view for _, view in blocks],
+                       "probabilities": rounded(model(image).softmax(1)[0].tolist())
+                       if model.num_classes else []})
+    masses = None
+    if has_targets(model, recipe.init.name, recipe.init.options):
+        mass = mass_on_images(model, recipe.init.name, recipe.init.options, inputs)
+        masses = [rounded(kinds) for kinds in zip(mass.centre, mass.others, mass.uniform)]
+    tokens = {"class": "cls_token", "distillation": "dist_token"}
+    prefix = [f"{kind} token" for kind, token in tokens.items() if hasattr(model, token)]
+    prefix += [f"register {number}" for number in range(model.num_prefix_tokens - len(prefix))]
+    return levels, {
+        "name": subject.state, "recipe": recipe.name, "signed": signed, "masses": masses,
+        "grids": grids, "prefix": prefix, "images": images,
+        "classes": list(subject.classes or (f"class {n}" for n in range(model.num_classes)))}
+
+
+def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence[Path]) -> None:
+    """Write the page of these models and photographs.
+
+    Raises FigureError for a ConvMixer, for models whose images differ in size, and where the
+    weights would make the page larger than 5 MB even if they are told apart coarsely.
+    """
+    images = [decode_image(str(path)) for path in photographs]
+    levels, models, sizes = [], [], []
+    for subject in subjects:
+        height, width = subject.recipe.data.image_size
+        sizes.append(f"{height}×{width}")
+        if sizes[-1] != sizes[0]:
+            raise FigureError(f"{subject.state}: takes images of {sizes[-1]} pixels, and the model "
+                              f"before it of {sizes[0]}; draw a page each")
+        views = torch.stack([evaluation_view(image, subject.recipe) for image in images])
+        parts, view = model_view(subject, views)
+        levels += parts
+        models.append(view)
+        if sum(part.size for part in levels) > LARGEST:
+            break
+    steps, weights = coarse_enough(levels)
+    names = [one_line(path.name) for path in photographs]
+    if len({*names}) < len(names):                   # then the names of their folders say more
+        names = [one_line("/".join(path.absolute().parts[-2:])) for path in photographs]
+    write_page(out, "explore.html", {
+        "levels": steps, "top": TOP, "radius": RADIUS, "colours": colours(OVERLAY),
+        "signed_colours": colours(DIVERGING), "models": models, "height": height,
+        "width": width, "images": [{"name": name, "source": as_png(view)}
+                                   for name, view in zip(names, views)]}, weights)
+
+
+def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:
+    """The highest of LEVELS whose text of all weights has at most MOST letters, and that text."""
+    count = sum(part.size for part in levels)
+    for steps in LEVELS if count <= LARGEST else ():
+        text = packed(b"".join(np.rint(part * (steps / LEVELS[0])).astype(np.uint8).tobytes()
+                               for part in levels))
+        if len(text) <= MOST:
+            return steps, text
+    raise FigureError(f"{count:,} weights do not fit into a page of 5 MB; show fewer images, fewer "
+                      "models, or a smaller one")

@@ -1,0 +1,255 @@
+"""Classify images with a trained model.
+
+    vitinit predict runs/quickstart-impulse-s0 photo.jpg
+    vitinit predict runs/base photographs/ --json guesses.jsonl --sheet guesses.png
+
+One line is printed per image: its path, then the likeliest classes with their probabilities. Images
+come in the order given, those of a folder sorted by name. If the folder that an image is in has the
+name of a class, that class counts as the truth, and the last line says how many images were
+classified correctly. An image that cannot be read is named and skipped, and the exit status is 1.
+
+--json FILE writes one JSON object per image and line, --csv FILE the path, likeliest class and its
+probability of each image that can be read, which data.name = "image_list" reads again. --sheet
+FILE.png draws a contact sheet of the images with their predictions, marked as right or wrong;
+--attention adds a map of what the model attends to. --sheet needs the extra `figures`.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.files import deliver, require_no_input, written_atomically
+from ..base.messages import ProgressBar, in_brief, one_line, say
+from ..data.images import DataError, dark_in_16_bits
+from ..data.lists import as_list
+from ..data.sources import LooseImages
+from ..mixing import block_grids, mixing_matrices
+from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
+from ..train.device import this_device
+from .shared.command_line import Output, Parser, add_run, integer, run_arguments, run_program
+from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
+
+SHEET = 60                      # most images on a contact sheet, evenly chosen if there are more
+UNKNOWN = "0.35"                # a grey, where the true class is not known
+COLUMNS = 10                    # tiles per row, at most
+SIDE = 1.25                     # width and height of an image in inches
+LONGEST = 22                    # characters shown of a class or file name, at most
+STRONG = 4.0                    # the scale of attention ends, at least, in multiples of uniform
+
+
+class Guess(NamedTuple):
+    path: str
+    truth: str | None           # the name of its folder, if that is a class
+    ranked: list[tuple[str, float]]     # the likeliest classes and their probabilities
+    problem: str = ""           # why it could not be read; `ranked` is then empty
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the likeliest class is the true one; None if the truth is not known."""
+        return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
+
+    def as_json(self) -> str:
+        facts = {"image": self.path, "truth": self.truth, "problem": self.problem,
+                 "classes": [{"class": name, "probability": share} for name, share in self.ranked]}
+        return json.dumps({key: value for key, value in facts.items() if value})
+
+
+class Tile(NamedTuple):
+    guess: Guess
+    view: Tensor                # (3, H, W) uint8, the image as the model sees it
+    heat: Tensor | None         # (rows, columns), the attention on each patch; None: not shown
+
+
+def images_of(arguments: Sequence[str]) -> list[str]:
+    """The paths of all images: files as given, and the images below each folder, sorted."""
+    paths = []
+    for argument in arguments:
+        if not os.path.exists(argument):
+            raise DataError(f"{argument}: no such file or folder")
+        if os.path.isdir(argument):
+            images = LooseImages(argument)
+            if images.left_out:
+                say(f"vitinit predict: {images.left_out}", sys.stderr)
+            paths += images.paths
+        else:
+            paths.append(argument)
+    return paths
+
+
+def classify(trained: Trained, paths: Sequence[str], *, top: int
+             ) -> Iterator[tuple[Guess, Tensor | None]]:
+    """Yield for each file, in order, its prediction and the view it was made from.
+
+    The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
+    """
+    def view_of(path: str) -> tuple[Tensor | None, str]:
+        try:
+            return trained.view(path), ""
+        except DataError as error:
+            return None, str(error)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(paths), BATCH):
+            chunk = paths[start:start + BATCH]
+            views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
+            readable = [view for view, _ in views if view is not None]
+            ranked = iter(trained.ranked(trained.probabilities(trained.inputs(
+                torch.stack(readable))), top) if readable else ())
+            for path, (view, problem) in zip(chunk, views):
+                folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
+                truth = folder if folder in trained.classes else None
+                yield Guess(path, truth, [] if view is None else next(ranked), problem), view
+
+
+def share_right(guesses: Sequence[Guess]) -> str:
+    """How many guesses were right, and how many files could not be read; "" for neither."""
+    judged = [guess.right for guess in guesses if guess.right is not None]
+    broken = sum(bool(guess.problem) for guess in guesses)
+    parts = [f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
+             f"({100 * sum(judged) / len(judged):.2f} %)"] if judged else []
+    parts += [f"{broken:,} of {len(guesses):,} could not be read"] if broken else []
+    return "; ".join(parts)
+
+
+def require_attention(trained: Trained) -> None:
+    if trained.model.family not in ("vit", "simple_vit", "swin"):
+        raise FigureError(f"--attention: a {type(trained.model).__name__} has no attention; "
+                          "expected a ViT, a SimpleViT or a Swin")
+
+
+@torch.no_grad()
+def attended(trained: Trained, view: Tensor) -> Tensor:
+    """The last block's attention on each patch token, (rows, columns), as the mean over heads.
+
+    The query is the class token if the model pools by it; else the mean over all patch tokens as
+    queries is taken. view: (3, H, W) uint8.
+    """
+    model, grids = trained.model, block_grids(trained.model)
+    last, patches = len(grids) - 1, grids[-1][0] * grids[-1][1]
+    weights = mixing_matrices(model, trained.inputs(view[None]), blocks=[last])[last][0]
+    queries = slice(1) if model.family == "vit" and model.pool == "class" else slice(-patches, None)
+    return weights[:, queries, -patches:].mean((0, 1)).view(grids[-1]).cpu()
+
+
+def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
+    """Draw all tiles in rows, each with its file and its guess below the image.
+
+    The guess is blue if right, vermilion if wrong, grey if the truth is unknown. Heat, of all tiles
+    or none, lies over the same image in grey, below the image. Its one scale, in multiples of
+    uniform attention, reaches STRONG at least, so that attention without a preference is dark.
+    Raises FigureError if there are no tiles.
+    """
+    if not tiles:
+        raise FigureError(f"{out}: no image could be read, so there is nothing to draw")
+    plt = pyplot()
+    heats = [tile.heat * tile.heat.numel() for tile in tiles if tile.heat is not None]
+    every = torch.cat([heat.flatten() for heat in heats] or [torch.zeros(1)])
+    top = max(STRONG, every.quantile(0.99).item())   # one bright patch does not darken all others
+    columns, stacked = min(COLUMNS, len(tiles)), 2 if heats else 1       # images of a tile
+    rows = math.ceil(len(tiles) / columns)
+    beside = 1.2 if heats else 0.5                   # inches: the heading, and a colour bar
+    figure, axes = plt.subplots(
+        stacked * rows, columns, squeeze=False, layout="constrained",
+        figsize=(SIDE * columns + 0.3, (stacked * SIDE + 0.47) * rows + beside))
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for number, tile in enumerate(tiles):
+        row, column = divmod(number, columns)
+        upper, lower = axes[stacked * row, column], axes[stacked * (row + 1) - 1, column]
+        upper.imshow(tile.view.permute(1, 2, 0).numpy())
+        if heats:
+            layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
+        (name, share), truth = tile.guess.ranked[0], tile.guess.truth
+        words = f"{in_brief(name, LONGEST)} {100 * share:.0f} %"
+        if truth not in (None, name):
+            words += f"\nis {in_brief(truth, LONGEST)}"
+        colour = {None: UNKNOWN, True: BLUE, False: VERMILION}[tile.guess.right]
+        below = dict(transform=lower.transAxes, ha="center", va="top")
+        file = "/".join(Path(tile.guess.path).absolute().parts[-2:])           # with its folder
+        file = file if len(file) <= LONGEST else "…" + file[1 - LONGEST:]
+        lower.text(0.5, -0.03, file, fontsize=6, color=UNKNOWN, **below)
+        lower.text(0.5, -0.13, words, fontsize=7, color=colour, **below)
+    if heats:
+        bar = figure.colorbar(layer, ax=list(axes.flat), location="bottom", aspect=40, pad=0.01,
+                              shrink=min(1.0, 4 / columns),
+                              extend="max" if every.max() > top else "neither")
+        bar.set_label("attention on a patch,\n1: the same on all", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+    save(figure, out, heading)
+
+
+def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) -> int:
+    """Print the predictions, write the requested files, and return the exit status."""
+    on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
+    guesses: list[Guess] = []
+    tiles: list[Tile] = []
+    with ProgressBar("predict", len(paths), items=classify(trained, paths, top=args.top),
+                     shown=sys.stderr.isatty()) as bar:
+        for guess, view in bar:
+            if view is None:
+                say(f"vitinit predict: {guess.problem}", sys.stderr)
+            else:
+                words = (f"{name} {100 * share:.1f} %" for name, share in guess.ranked)
+                bar.write(one_line("  ".join([guess.path, *words]), longest=2**20))
+                if args.sheet is not None and len(guesses) in on_sheet:
+                    heat = attended(trained, view) if args.attention else None
+                    tiles.append(Tile(guess, view, heat))
+            guesses.append(guess)
+    if last_line := share_right(guesses):
+        print(last_line, flush=True)
+    deliver("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
+    if args.csv is not None:
+        with written_atomically(args.csv) as file:
+            file.write(as_list(((guess.path, *guess.ranked[0]) for guess in guesses
+                                if guess.ranked), args.csv.parent))
+        print(f"wrote {args.csv}")
+    if args.sheet is not None:
+        draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
+                   f"{len(paths):,} images{last_line and ': '}{last_line}")
+        print(f"wrote {args.sheet}")
+    return int(any(guess.problem for guess in guesses))
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="vitinit predict", description=__doc__)
+    add_run(parser, VIEW_KEYS)
+    parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
+    parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
+    parser.add_argument("--json", type=Output(".json", ".jsonl", prints=True), metavar="FILE",
+                        help="write one JSON object per image and line; -: to the terminal")
+    parser.add_argument("--csv", type=Output(".csv"), metavar="FILE.csv",
+                        help="write the likeliest class of each image, as a list")
+    parser.add_argument("--sheet", type=Output(".png"), metavar="FILE.png",
+                        help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
+    parser.add_argument("--attention", action="store_true",
+                        help="add to the sheet what the model attends to")
+    args = parser.parse_args(arguments)
+    if args.attention and args.sheet is None:
+        parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
+    return args
+
+
+def main(arguments: list[str] | None = None, name: str = "vitinit predict") -> int:
+    def program() -> int:
+        args = parse_arguments(arguments)
+        if args.sheet is not None:
+            pyplot()                                 # which may be missing: before all images
+        trained = load(**run_arguments(args), device=this_device())
+        trained.require_classifier()
+        if args.attention:
+            require_attention(trained)
+        paths = images_of(args.images)
+        for out in filter(None, (args.sheet, args.json, args.csv)):
+            require_no_input(out, paths)             # links may lead to it
+        if caution := dark_in_16_bits(paths[:BATCH]):
+            say(f"vitinit predict: warning {caution}", sys.stderr)
+        return predict(trained, paths, args)
+    return run_program(name, program)

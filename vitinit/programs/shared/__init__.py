@@ -1,0 +1,1 @@
+"""What several programs use."""

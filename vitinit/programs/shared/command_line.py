@@ -1,0 +1,194 @@
+"""What all programs share: the parser, types of arguments, one-line errors and exit statuses."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...base.files import STDOUT, FileError, require_no_input, require_replaceable
+from ...base.messages import OneLineError, environment_rank, in_brief, nearest, one_line, say
+from ...base.values import Bounds, accepted_values, convert
+from ...recipe.files import RecipeError
+from ...train.distributed import LostProcess
+from ...train.interruption import Interrupted, raising_signals
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors, and those of its subparsers, are raised as RecipeError."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         **options)
+
+    def error(self, message: str) -> NoReturn:
+        hint = ("; any key of a recipe goes by --set section.key=value"
+                if "unrecognized" in message and "--set" in self.format_usage() else "")
+        raise RecipeError(message + hint)
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        """ArgumentParser's; an error, too, if an `Output` would replace what it may not."""
+        parsed, rest = super().parse_known_args(*arguments, **options)
+        outputs = {action.dest: action.type for action in self._actions
+                   if isinstance(action.type, Output) and getattr(parsed, action.dest, None)}
+        inputs = [path for action in self._actions if action.dest not in outputs
+                  and not action.choices for path in paths_in(getattr(parsed, action.dest, None))]
+        for name, output in outputs.items():
+            if (path := getattr(parsed, name)) == STDOUT and output.prints:
+                continue
+            try:
+                if output.suffixes:
+                    require_replaceable(path, *output.suffixes)
+                require_no_input(path, [place for place in inputs
+                                        if not (output.grows and Path(place) == path)])
+            except FileError as error:
+                self.error(f"argument --{name}: {error}")
+        return parsed, rest
+
+
+def paths_in(value: object) -> Iterator[str]:
+    """What may be paths in an argument's value: all of it, its part after "=", items of a list."""
+    if isinstance(value, (str, Path)):
+        yield from filter(None, (str(value), str(value).partition("=")[2]))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from paths_in(part)
+
+
+def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
+    """A `type` for add_argument: a finite number within bounds: minimum, above, maximum, below."""
+    within = Bounds(**bounds)
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError, TypeError):        # not a number, or NaN or infinity
+            if (number := convert(kind(text), kind)) in within:
+                return number
+        raise argparse.ArgumentTypeError(f"{text}: expected {accepted_values(kind)} {within}")
+    return parse
+
+
+real = partial(number_within, float)
+
+
+def integer(minimum: int, below: int = 2**31) -> Callable[[str], int]:
+    """A `type` for add_argument: an integer with minimum ≤ value < below."""
+    return number_within(int, minimum=minimum, below=below)
+
+
+def one_of(words: Collection[str]) -> Callable[[str], str]:
+    """A `type` for add_argument: one of some words. The error for another suggests a near one."""
+    def parse(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"there is no '{text}'{nearest(text, words)}")
+        return text
+    return parse
+
+
+class Output:
+    """A `type` for add_argument: a path to write to, where `Parser` keeps every other file safe.
+    suffixes: how the file's name may end; without them the program says what may be there. grows:
+    whether the file may replace an input, all of which it then contains. prints: whether it may be
+    STDOUT.
+    """
+
+    def __init__(self, *suffixes: str, grows: bool = False, prints: bool = False) -> None:
+        self.suffixes, self.grows, self.prints = suffixes, grows, prints
+
+    def __call__(self, text: str) -> Path:
+        return Path(text)
+
+
+def parse_sides(text: str) -> int | list[int]:
+    """The argument of --image-size: "288" → 288, "192,256" → [192, 256]."""
+    try:
+        sides = [int(side) for side in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
+                                         "height and width, such as 192,256") from None
+    return sides if len(sides) > 1 else sides[0]
+
+
+def add_run(parser: Parser, changeable: Sequence[str]) -> None:
+    """Add the arguments for one run, and for how to open it. changeable: see `open_saved`."""
+    parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
+    parser.add_argument("--weights", choices=("model", "ema"), default="model")
+    add_options(parser, changeable)
+
+
+def run_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What `vitinit.load` takes, of the arguments that `add_run` has added."""
+    return {"path": args.run, "weights": args.weights, "image_size": args.image_size,
+            "recipe": args.recipe, "overrides": args.set}
+
+
+def add_options(parser: Parser, changeable: Sequence[str]) -> None:
+    """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
+    parser.add_argument("--image-size", type=parse_sides, metavar="N or H,W",
+                        help="in pixels, if it is to differ from the recipe's")
+    parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override any key of the recipe given by --recipe, and of any recipe "
+                             f"{', '.join(changeable)}")
+
+
+def complain(program: str, error: object) -> None:
+    """Print an error as one line on standard error, by the main process or the only one with it.
+
+    Every process also leaves it for torchrun, which ends all processes once one has failed, perhaps
+    before the main one has printed, and whose report then ends with the line.
+    """
+    line = f"{program}: {one_line(error)}"
+    if environment_rank() == 0 or getattr(error, "of_one_process", False):
+        say(line, sys.stderr)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")           # set by torchrun
+    if report and not isinstance(error, LostProcess):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)            # to end with our status, not by it
+        # torchrun takes the earliest failure, by whole seconds, for the cause: earlier by one than
+        # those of the processes that it ends because of this one.
+        failure = {"message": line, "extraInfo": {"timestamp": int(time.time()) - 1}}
+        with suppress(OSError), open(report, "w", encoding="utf-8") as file:
+            json.dump({"message": failure}, file)
+
+
+def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = True) -> int:
+    """Run a program, as whose `name` errors begin, and return its exit status.
+
+    Errors that the user can correct (OneLineError, OSError) and signals end it with one line on
+    standard error. Any other exception is a defect of the program and is passed on.
+    cleans: a signal that would end it at once lets this one clean up first.
+    """
+    try:
+        with raising_signals() if cleans else nullcontext():
+            return program() or 0
+    except (KeyboardInterrupt, Interrupted) as request:
+        number = getattr(request, "number", signal.SIGINT)
+        complain(name, f"stopped by {signal.Signals(number).name}")
+        return 128 + number
+    except OneLineError as error:
+        complain(name, error)
+        return error.status
+    except BrokenPipeError:                          # the reader of our output has closed the pipe
+        return 128 + 13                              # SIGPIPE, which Windows has not
+    except OSError as error:
+        place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        complain(name, f"{place}{error.strerror or in_brief(error)}")
+        return 2
+    finally:
+        drop_unwritten()
+
+
+def drop_unwritten() -> None:
+    """Send to nowhere what standard streams have not taken, or Python would end with an error."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):         # None, or closed
+            pass

@@ -1,0 +1,228 @@
+"""Runs read back from their small text files: from folders, and from archives of many runs.
+
+Only recipe.toml, run.json and metrics.jsonl are read; the checkpoints may have been deleted. A
+record's recipe is a plain table that is not checked, so records of any version can be read.
+
+    runs.tar.xz
+      cifar10_10k-default-s0/metrics.jsonl
+      cifar10_10k-default-s0/recipe.toml
+      cifar10_10k-default-s0/run.json
+      cifar10_10k-default-s1/…
+
+The same runs always give the same bytes: members are sorted, and their times and owners are 0.
+Nothing of an archive is unpacked to the disk, since it may come from elsewhere.
+"""
+
+import io
+import json
+import lzma
+import os
+import re
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from ...base.files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
+from ...base.messages import counted, in_brief, shortened, warn
+from ...base.values import accepted_values, flat
+from ...recipe.files import OPTIONAL
+from ...runs.checkpoints import by_name
+from ...runs.folder import image_digests, parse_lines, parse_starts
+from ...train.checkpoint import CheckpointError
+from ...train.metrics import METRICS
+
+FILES = ("metrics.jsonl", "recipe.toml", "run.json")
+SUFFIX = ".tar.xz"
+LARGEST_ARCHIVE = 2**26         # most bytes, unpacked, of an archive; 1,000 runs have 20 million
+# Keys that all records have and programs read.
+REQUIRED = {"run.seed": int, "schedule.epochs": int, "schedule.cooldown_epochs": int,
+            "init.name": str, "init.checkpoint": str, "model.name": str}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, as the text files in its folder describe it."""
+
+    path: Path                  # of the folder; in an archive, runs.tar.xz/<name>
+    source: str                 # its recipe, as it was asked for: a name or a path
+    keys: dict[str, Any]        # "section.key" → value, every option written out
+    rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
+    starts: list[dict[str, Any]]  # run.json: per start, what was asked for, commit, versions, …
+    files: Mapping[str, bytes]  # the contents of those of FILES that there are
+
+    @property
+    def recipe(self) -> str:
+        return Path(self.source).stem
+
+    @property
+    def seed(self) -> int:
+        return self.keys["run.seed"]
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs that the recipe asks for, cool-down included."""
+        return self.keys["schedule.epochs"] + self.keys["schedule.cooldown_epochs"]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.rows) == self.epochs
+
+    @property
+    def began(self) -> dict[str, Any]:
+        """What run.json says of the first start; {} without run.json."""
+        return self.starts[0] if self.starts else {}
+
+    @property
+    def validated_on(self) -> str:
+        """A digest of the files and labels of the validation images; "" if it is not on record."""
+        return image_digests(self.began.get("data", {}))[1]
+
+    def measured(self, metric: str) -> list[float]:
+        """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
+        return [row[metric] for row in self.rows if row[metric] is not None]
+
+
+def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
+    """The run at `path`, whose FILES have these contents; CheckpointError if damaged or no run."""
+    if "recipe.toml" not in files:
+        raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
+    try:
+        keys = flat(OPTIONAL | parse_toml(files["recipe.toml"]))     # some are from before those
+        for key, kind in REQUIRED.items():
+            if type(keys.get(key)) is not kind:
+                raise ValueError(f"{key} is {in_brief(repr(keys.get(key)))}, expected "
+                                 f"{accepted_values(kind)}")
+    except ValueError as error:                      # neither TOML nor UTF-8, or no recipe
+        raise CheckpointError(f"{path / 'recipe.toml'}: not what a run writes: {in_brief(error)}"
+                              ) from None
+    keys.pop("version", None)
+    starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
+    rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
+    return RunRecord(path, recipe_of(starts[0] if starts else {}), keys,
+                     [dict.fromkeys(METRICS) | row for row in rows], starts, files)
+
+
+def recipe_of(start: Mapping[str, Any]) -> str:
+    """The recipe that a run was started by: a name or a path."""
+    if "arguments" in start:
+        return str(start["arguments"].get("recipe", start.get("recipe")))
+    # A run of before these were recorded has the words of its command alone.
+    words = "\0".join(map(str, start.get("command", [])))
+    source = re.search(r"--recipe[=\0]([^\0]+)", words)
+    return source[1] if source else "recipe"
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read the run in the folder `path`, finished or not. Raises as `parse_run` does."""
+    return parse_run(path, {name: read_bytes(path / name) for name in FILES
+                            if (path / name).is_file()})
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """The runs at these paths, finished or not, in order. A path is one of three:
+
+        a run's folder, or the name of a model in recipes/trained;
+        an archive, which stands for all its runs, sorted by name;
+        an archive and a pattern, as in runs.tar.xz/cifar10_10k-*-s0, for the runs of such names.
+
+    Other files and folders, such as logs, which a pattern of the shell finds beside the runs, are
+    left out with a warning. Raises CheckpointError if nothing else is there, for a pattern that
+    fits no run, and as `read_run` and `read_archive` do.
+    """
+    runs, others, read_once = [], [], cache(read_archive)
+    for path in map(by_name, paths):
+        archive = next((place for place in (path, path.parent)
+                        if place.name.endswith(SUFFIX) and place.is_file()), None)
+        if archive is not None:
+            held = read_once(archive)
+            selected = [run for run in held if archive == path
+                      or fnmatchcase(run.path.name, path.name)]
+            if not selected:
+                raise CheckpointError(f"{path}: none of the {counted(len(held), 'run')} in the "
+                                      "archive has such a name; it holds "
+                                      f"{shortened([run.path.name for run in held])}")
+            runs += selected
+        elif (path / "recipe.toml").exists() or not path.exists():
+            runs.append(read_run(path))
+        else:
+            others.append(str(path))
+    if not runs:
+        raise CheckpointError(f"{others[0]}: neither a run's folder nor an archive of runs")
+    if others:
+        warn(f"left out, no run: {shortened(others)}")
+    return runs
+
+
+def read_archive(path: Path) -> list[RunRecord]:
+    """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none."""
+    files: dict[str, dict[str, bytes]] = {}
+    try:
+        decoder = lzma.LZMADecompressor(memlimit=2 * LARGEST_ARCHIVE)        # of xz -9 the half
+        content = decoder.decompress(read_bytes(path), LARGEST_ARCHIVE)
+        if not decoder.eof:
+            raise EOFError(f"cut short, or of over {LARGEST_ARCHIVE:,} bytes")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:    # nothing packed
+            for member in archive:
+                run, _, title = member.name.partition("/")
+                if not member.isfile() or title not in FILES:
+                    continue
+                file = archive.extractfile(member)
+                if file is None or member.size > LARGEST or member.issparse():   # of holes
+                    raise ValueError(f"{member.name} has {member.size:,} bytes, or holes in it")
+                files.setdefault(run, {})[title] = file.read()
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
+    return [parse_run(path / name, files[name]) for name in sorted(files)]
+
+
+def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
+    """Write the three files of each run into one archive, atomically. A missing file is left out.
+
+    The absolute paths that run.json has, of the data and in the commands, stay out. A run goes by
+    the name of its folder. Raises CheckpointError if two runs have the same name, and FileError if
+    `out` cannot be written.
+    """
+    named: dict[str, RunRecord] = {}
+    for run in runs:
+        name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too
+        if named.setdefault(name, run) is not run:
+            raise CheckpointError(f"{run.path}: called {name} like {named[name].path}; in an "
+                                  "archive each run needs a name of its own")
+    with (written_atomically(out) as file,
+          lzma.open(file, "wb", preset=6 | lzma.PRESET_EXTREME) as packed,
+          tarfile.open(fileobj=packed, mode="w") as archive):
+        for name, run in sorted(named.items()):
+            for title, content in sorted(run.files.items()):
+                content = without_paths(content) if title == "run.json" else content
+                member = tarfile.TarInfo(f"{name}/{title}")      # mode 0644; time and owner are 0
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def without_paths(run_json: bytes) -> bytes:
+    """The contents of run.json without the machine's own paths: of the data and in commands."""
+    starts = parse_json(run_json)
+    for start in starts:
+        if isinstance(start.get("data"), dict):
+            start["data"].pop("root", None)
+        start |= {key: without_folders(start[key]) for key in ("command", "arguments")
+                  if key in start}
+    return (json.dumps(starts, indent=2) + "\n").encode()
+
+
+def without_folders(value: Any) -> Any:
+    """A value of JSON; of absolute paths, also in words of a command, only the last part remains.
+
+    "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
+    """
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(without_folders, value)]
+    # In a string of TOML's, perhaps; and as Windows writes paths.
+    match = re.fullmatch(r"([^/\\]*=)?([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", str(value))
+    return f"{match[1] or ''}{PureWindowsPath(match[3]).name}" if match else value

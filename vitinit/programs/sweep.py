@@ -1,0 +1,290 @@
+"""Train many times: for every init, every variant and every seed.
+
+    vitinit sweep --recipe quickstart --init default,mimetic,impulse --seeds 0-4
+    vitinit sweep --recipe quickstart --init impulse --seeds 0,1,2 \\
+        --variant paper --variant base-values init.options.value_init=base
+    vitinit sweep --recipe cifar10_10k --seeds 0-9 --jobs 2 --threads 1
+
+Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. The same command again skips
+finished runs and resumes interrupted ones. On Ctrl-C or SIGTERM the current runs save their
+checkpoints, and the sweep ends. If a run fails, the others go on, and the end says so.
+
+--jobs N does N runs side by side, on the GPUs in turn, or in T CPU threads each with --threads T;
+each prints to logs/<folder>.log in --out-dir, and the terminal shows its last epoch, also of one
+that fails. On a CPU the number of threads changes the last digits of results, that of runs side by
+side does not: use the same --threads for runs that are to be compared.
+
+--only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..base.files import FileError
+from ..base.messages import ProgressBar, counted, say
+from ..recipe.files import RecipeError, load_recipe, overrides
+from ..runs.folder import RunFolder
+from ..runs.live import require_loggers
+from ..runs.resume import DONE, begun_amp, require_same_recipe, task_in
+from ..train.device import cores, fastest_amp, this_device
+from ..train.interruption import StopRequest
+from .shared.command_line import Parser, integer, run_program
+from .shared.records import read_run, read_runs
+from .shared.results import compare_runs
+
+TRAIN = ["-m", "vitinit", "train"]     # the words that start a run
+LOOK_EVERY = 0.2                # seconds between two looks at the runs and at signals
+# By default torchrun kills processes 30 s after a signal, perhaps too soon for a checkpoint.
+PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+
+
+class PlannedRun(NamedTuple):
+    folder: Path
+    arguments: list[str]        # of the training program
+    state: str                  # how much of it is done already, in words
+    epochs: int                 # in all
+    amp: str                    # engine.amp of its recipe
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Parse seeds and ranges of seeds: "0-2,7" → [0, 1, 2, 7]."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), flags=re.ASCII)
+        span = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
+        if not span:
+            raise argparse.ArgumentTypeError(f"'{part}' is no seed; expected such as 0-4 or 0,2,5")
+        seeds += span
+    return seeds
+
+
+def parse_part(text: str) -> slice:
+    """Parse the argument of --only: "K/N" → the slice of every N-th run from the K-th on."""
+    part = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, flags=re.ASCII)
+    if not part or not 1 <= int(part[1]) <= int(part[2]):
+        raise argparse.ArgumentTypeError(f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
+    return slice(int(part[1]) - 1, None, int(part[2]))
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; --seeds becomes a list of integers, and --only a slice."""
+    parser = Parser(prog="vitinit sweep", description=__doc__)
+    parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .toml file")
+    parser.add_argument("--init", help="names separated by commas; default: the recipe's own")
+    parser.add_argument("--seeds", required=True, type=parse_seeds, help="such as 0-4 or 0,2,5")
+    parser.add_argument("--variant", action="append", nargs="+", metavar=("NAME", "KEY=VALUE"),
+                        help="a name and overrides as for --set; may be repeated")
+    parser.add_argument("--data-dir", help="data.root: folder of the data set")
+    parser.add_argument("--out-dir", type=Path, default="runs", help="folder of the runs' folders")
+    parser.add_argument("--nproc", type=integer(1, 2**15), default=1, help="processes per run")
+    parser.add_argument("--jobs", type=integer(1), default=1, help="runs side by side")
+    parser.add_argument("--threads", type=integer(1, 2**15),
+                        help="CPU threads per process; by default divided among the jobs")
+    parser.add_argument("--only", default="1/1", type=parse_part, metavar="K/N",
+                        help="the K-th of N parts of the plan")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override any key of the recipe in every run; may be repeated")
+    parser.add_argument("--log", nargs="+", action="extend", default=[],
+                        help="show live curves: tensorboard, wandb, or both")
+    parser.add_argument("--trust-teacher", action="store_true",
+                        help="read a teacher that is a program (.pt2), which can execute any code")
+    args = parser.parse_args(arguments)
+    require_loggers(args.log)
+    return args
+
+
+def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
+    """Plan all runs: the first seed for all inits and variants, then the next seed."""
+    for name, *sets in args.variant or []:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise RecipeError(f"--variant {' '.join([name, *sets])}: expected a name of letters, "
+                              "digits, '_', '-' and '.' first, then section.key=value")
+    runs = [plan_run(args, init, seed, name, [*args.set, *sets]) for seed in args.seeds
+            for init in (args.init.split(",") if args.init else [None])
+            for name, *sets in args.variant or [[""]]]
+    folder, count = Counter(run.folder for run in runs).most_common(1)[0]
+    if count > 1:
+        raise RecipeError(f"{count} runs would share the folder {folder}; expected another seed, "
+                          "init or name of a variant for each")
+    # Runs that are compared have one precision: that of those that have begun, which keep theirs.
+    automatic = [run for run in runs if run.amp == "auto"]
+    amp = begun_amp(run.folder for run in automatic)
+    for run in automatic:
+        if not (run.folder / "recipe.toml").exists():
+            run.arguments.extend(["--set", f"engine.amp={amp or fastest_amp(this_device())}"])
+    return runs
+
+
+def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str,
+             sets: Sequence[str]) -> PlannedRun:
+    """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
+    init: None for the recipe's own. variant: a name, or "".
+    """
+    recipe = load_recipe(args.recipe, overrides(init=init, seed=seed, data_dir=args.data_dir,
+                                                sets=sets))
+    folder = args.out_dir / "-".join(filter(None, (recipe.name, recipe.init.name, variant,
+                                                   f"s{recipe.run.seed}")))
+    arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),
+                 "--resume", "auto"]
+    given = [("--init", init), ("--data-dir", args.data_dir), *(("--set", text) for text in sets),
+             *(("--log", name) for name in args.log)]
+    arguments += [word for pair in given if pair[1] is not None for word in pair]
+    if args.trust_teacher:
+        arguments.append("--trust-teacher")
+    epochs, run, state = recipe.schedule.total_epochs, RunFolder(folder), "new"
+    if run.holds_checkpoint():
+        require_same_recipe(folder, read_run(folder).keys, recipe.keys)
+        done = run.load_last(glance=True)["progress"]["epochs"]
+        state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
+    elif task_in(run, recipe) == DONE:    # its checkpoints may be deleted
+        state = "done"
+    return PlannedRun(folder, arguments, state, epochs, recipe.engine.amp)
+
+
+def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, str]]:
+    """Divide the machine among the jobs; return the environment variables of each. Every process
+    has one GPU; only jobs of a single process may share one.
+    """
+    if threads is None and jobs > 1:
+        threads = max(1, cores() // (jobs * nproc))
+    share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    if jobs == 1 or not torch.cuda.is_available():
+        return [share] * jobs
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    if nproc > 1 and jobs * nproc > len(gpus):
+        raise RecipeError(f"--jobs {jobs} runs of --nproc {nproc} processes need {jobs * nproc} "
+                          f"GPUs, and {len(gpus)} are visible")
+    places = [[gpus[(job * nproc + number) % len(gpus)] for number in range(nproc)]
+              for job in range(jobs)]
+    return [share | {"CUDA_VISIBLE_DEVICES": ",".join(place)} for place in places]
+
+
+def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
+          ) -> subprocess.Popen:
+    """Start a run, which prints to the file `log`, or to the terminal if that is None."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    command = [sys.executable, *(torchrun if nproc > 1 else []), *TRAIN, *run.arguments]
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)                  # perhaps a link
+    with open(log, "wb") if log else nullcontext() as output:
+        # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
+        return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True,
+                                env=PATIENCE | os.environ | share)
+
+
+def last_line(log: Path | None, beginning: str) -> str:
+    """The last line of the log that begins so; "" if there is none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
+    return next((line for line in reversed(lines) if line.startswith(beginning)), "")
+
+
+class Job(NamedTuple):
+    """A run that is being done."""
+
+    run: PlannedRun
+    process: subprocess.Popen
+    share: dict[str, str]       # its part of the machine, as environment variables
+    log: Path | None            # what it prints to; None: the terminal
+    bar: ProgressBar            # of its epochs, below that of all runs
+
+    def advance(self) -> None:
+        """Show how many epochs are done."""
+        if not self.bar.disable:
+            with suppress(FileError):                # a line that is being written
+                self.bar.n = len(RunFolder(self.run.folder).metrics.rows())
+            self.bar.refresh()
+
+
+def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, str]]
+            ) -> tuple[dict[Path, str], int]:
+    """Do the runs, as many at a time as there are `shares`; a signal is passed on to all. Returns
+    folder → error of each run that failed by itself, and the signal that stopped all, or 0.
+    """
+    waiting, free, passed_on, several = list(runs), list(shares), False, len(shares) > 1
+    jobs: list[Job] = []
+    failures: dict[Path, str] = {}
+
+    def pass_on(number: int) -> None:                # every version of torchrun handles these two
+        for job in jobs:
+            job.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    with (StopRequest(second=lambda: pass_on(signal.SIGINT)) as stop,
+          ProgressBar("sweep", len(runs), unit="runs", shown=several) as bar):
+        try:
+            while jobs or waiting and not stop.number:
+                while waiting and free and not stop.number:
+                    run, share = waiting.pop(0), free.pop(0)
+                    log = (run.folder.parent / "logs" / f"{run.folder.name}.log" if several else
+                           None)
+                    say(f"\nrun     {run.folder}, {len(waiting)} to follow")
+                    jobs.append(Job(run, start(run, nproc, share, log), share, log, ProgressBar(
+                        run.folder.name, run.epochs, unit="epochs",
+                        shown=several and bar.terminal)))
+                if stop.number and not passed_on:
+                    pass_on(stop.number)
+                    passed_on = True
+                time.sleep(LOOK_EVERY)
+                for job in list(jobs):
+                    job.advance()
+                    if job.process.poll() is not None:
+                        finish(job, failures, stopped=bool(stop.number))
+                        jobs.remove(job)
+                        free.append(job.share)
+                        bar.update()
+        finally:
+            for job in jobs:                         # after an error of this program's own
+                job.process.terminate()
+    return failures, stop.number
+
+
+def finish(job: Job, failures: dict[Path, str], *, stopped: bool) -> None:
+    """Say how a run that has ended went; add to `failures` why, unless it was stopped."""
+    job.bar.close()
+    name, log = job.run.folder.name, job.log
+    if line := last_line(log, "epoch "):
+        say(f"{name}  {line}")
+    if job.process.returncode and not stopped:
+        place = f", see {log}" if log else ""
+        failures[job.run.folder] = last_line(log, "vitinit train: ") or (
+            f"ended with status {job.process.returncode}{place}")
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Print the plan, do its runs, compare them; return the exit status."""
+    shares = share_machine(args.jobs, args.nproc, args.threads)
+    runs = plan_runs(args)[args.only]
+    say(f"plan    {counted(len(runs), 'run')}, {sum(run.state == 'done' for run in runs)} of them "
+        "done" + (f"; {args.jobs} at a time, the first with {shares[0]}" if args.jobs > 1 else ""))
+    for run in runs:
+        say(f"        {run.folder}: {run.state}")
+    if args.dry_run:
+        return 0
+    failures, stopped_by = do_runs([run for run in runs if run.state != "done"], args.nproc, shares)
+    for folder, error in failures.items():
+        say(f"vitinit sweep: {folder} failed: {error}", sys.stderr)
+    if stopped_by:
+        say(f"stopped by signal {stopped_by}; the same command goes on")
+        return 128 + stopped_by
+    if len(failures) < len(runs):
+        done = read_runs([run.folder for run in runs if run.folder not in failures])
+        print(f"\n{compare_runs(done)[1]}", end="", flush=True)
+    return int(bool(failures))
+
+
+def main(arguments: list[str] | None = None, name: str = "vitinit sweep") -> int:
+    return run_program(name, lambda: sweep(parse_arguments(arguments)))
