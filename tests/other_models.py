@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vitinit.init.mass import Report
+from vitinit.interop.in_place.receipt import Report
 from vitinit.mixing import target_mass
 
 DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7                             # patches of 4 × 4 pixels

@@ -30,9 +30,9 @@ COMPARED = {
     ("README.md", '[("cat", 0.76)'): (
         "test_readme.py", "test_the_model_in_the_box_predicts_what_the_readme_shows"),
     ("README.md", "impulse: VisionTransformer"): (
-        "init/test_page.py", "test_the_readme_shows_a_part_of_that_page"),
-    ("vitinit/init/your_own_code.md", "VisionTransformer: 12 blocks"): (
-        "init/test_page.py", "test_the_examples_for_ones_own_code_print_what_the_page_shows"),
+        "interop/test_page.py", "test_the_readme_shows_a_part_of_that_page"),
+    ("vitinit/interop/in_place/your_own_code.md", "VisionTransformer: 12 blocks"): (
+        "interop/test_page.py", "test_the_examples_for_ones_own_code_print_what_the_page_shows"),
     ("vitinit/init/README.md", "(2, 3, 65, 65)"): (
         "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
     ("vitinit/models/README.md", "(2, 10)"): (

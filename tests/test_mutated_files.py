@@ -28,6 +28,7 @@ from vitinit.base.files import parse_json, parse_toml
 from vitinit.base.messages import OneLineError
 from vitinit.base.values import to_toml
 from vitinit.init import INITS
+from vitinit.interop.weights.readers import read_description
 from vitinit.programs import compare, evaluate, export, predict, sweep, train
 from vitinit.programs.bench import program as bench
 from vitinit.programs.figures import program as figures
@@ -36,7 +37,6 @@ from vitinit.programs.shared.records import RunRecord, read_run, read_runs, writ
 from vitinit.recipe.files import RECIPES, from_dict, load_recipe
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import RunFolder
-from vitinit.runs.foreign import read_description
 from vitinit.runs.model import build
 from vitinit.runs.teacher import program
 from vitinit.train.checkpoint import read_checkpoint_file

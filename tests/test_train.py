@@ -15,11 +15,11 @@ from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, fa
 
 import vitinit.run
 from vitinit.data import images, sources
-from vitinit.init.mass import mass_on_images
 from vitinit.programs import export
 from vitinit.recipe.files import load_recipe
 from vitinit.runs import model
 from vitinit.train.metrics import METRICS, StepRow
+from vitinit.watch.mass import mass_on_images
 
 
 def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp_path, capsys):

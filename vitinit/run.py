@@ -25,14 +25,12 @@ from .base.keys import Stream, keyed_generator
 from .base.messages import ProgressBar, counted, in_brief, warn
 from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
-from .data.survey import Survey, survey
 from .models.layers import Classifier, draw_drop_path
 from .models.masked_autoencoder import reconstruction
 from .recipe.files import RecipeError, building, overrides as recipe_changes
 from .runs.checkpoints import fetch, published
 from .runs.data import open_data, read_images
 from .runs.folder import Lines
-from .runs.live import LiveCurves, require_loggers
 from .runs.model import initial_state, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
@@ -42,9 +40,12 @@ from .train.device import describe_device, forget_peak, memory_for, peak_gib
 from .train.engine import (cross_entropy, evaluate, mean_losses, read_losses, set_precision,
                            train_epochs, tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
-from .train.metrics import Diverged, Evaluation, StepRow, epoch_line, metrics_row, training_flops
+from .train.metrics import (Diverged, Evaluation, StepRow, epoch_line, metrics_row, paces_of_all,
+                            training_flops)
 from .train.optim import learning_rate, set_learning_rate
-from .train.slowness import paces_of_all, waits_for
+from .watch.live import LiveCurves, require_loggers
+from .watch.slowness import waits_for
+from .watch.survey import Survey, survey
 
 
 class Run:

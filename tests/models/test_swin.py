@@ -5,7 +5,7 @@ from small_models import assert_same_function, drawn, redraw
 from torchvision.models import SwinTransformer as TorchvisionSwin
 
 import vitinit
-from vitinit.models.convert import native_tensors
+from vitinit.interop.weights.names import native_tensors
 
 
 @pytest.mark.parametrize("image_size, patch, window, depths", [

@@ -6,7 +6,7 @@ from small_models import assert_same_function, drawn, redraw
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
-from vitinit.models.convert import native_tensors
+from vitinit.interop.weights.names import native_tensors
 
 SMALL = dict(num_classes=13, image_size=(12, 20), patch_size=4, embed_dim=12, depth=2, num_heads=3)
 

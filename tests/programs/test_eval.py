@@ -18,10 +18,10 @@ from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
 from vitinit.data.datasets import imagenet_wnids, open_split
 from vitinit.data.images import DataError, resize_and_centre_crop
 from vitinit.data.sources import ImageFiles
+from vitinit.interop.weights.readers import ForeignConfig
 from vitinit.programs.evaluate import EvaluatedSet, columns_of
 from vitinit.programs.figures.report import judge
 from vitinit.recipe.files import overrides
-from vitinit.runs.foreign import ForeignConfig
 from vitinit.runs.saved import open_saved
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)

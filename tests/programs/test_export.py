@@ -17,12 +17,13 @@ from same_run import assert_identical
 import vitinit
 from vitinit.base.values import plain
 from vitinit.data.augment import normalise
-from vitinit.models import MODELS, libraries, model_class
-from vitinit.models.convert import TIMM_EVA, foreign_names
-from vitinit.models.libraries import LIBRARIES, counterpart
+from vitinit.interop.weights import libraries
+from vitinit.interop.weights.libraries import LIBRARIES, counterpart
+from vitinit.interop.weights.names import TIMM_EVA, foreign_names
+from vitinit.interop.weights.readers import read_description
+from vitinit.models import MODELS, model_class
 from vitinit.programs import export
 from vitinit.recipe.files import from_dict, load_recipe, overrides
-from vitinit.runs.foreign import read_description
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"

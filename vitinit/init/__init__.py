@@ -57,7 +57,7 @@ BASES = ("default", "torch", "lecun")
 def __getattr__(name: str) -> Any:
     if name not in __all__:                          # those that are not defined here
         raise AttributeError(f"module 'vitinit.init' has no attribute '{name}'")
-    return getattr(importlib.import_module(".in_place", __name__), name)
+    return getattr(importlib.import_module("..interop.in_place.initialise", __name__), name)
 
 
 def family_of(model: Any) -> str:

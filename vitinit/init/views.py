@@ -114,7 +114,7 @@ def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Attentions(ABC):
-    """The blocks of a transformer, and what a probe (`probe.py`) has seen of it."""
+    """The blocks of a transformer, and what a probe (`interop/in_place/probe.py`) has seen of it."""
 
     model: nn.Module
     blocks: tuple[Block, ...]

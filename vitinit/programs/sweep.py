@@ -36,10 +36,10 @@ from ..base.files import FileError
 from ..base.messages import ProgressBar, counted, say
 from ..recipe.files import RecipeError, load_recipe, overrides
 from ..runs.folder import RunFolder
-from ..runs.live import require_loggers
 from ..runs.resume import DONE, begun_amp, require_same_recipe, task_in
 from ..train.device import cores, fastest_amp, this_device
 from ..train.interruption import StopRequest
+from ..watch.live import require_loggers
 from .shared.command_line import Parser, integer, run_program
 from .shared.records import read_run, read_runs
 from .shared.results import compare_runs

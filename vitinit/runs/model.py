@@ -8,11 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.datasets import DATA_SETS
-from ..data.images import DataError
 from ..data.sources import Source
 from ..init import family_of, init_weights, reads_images
 from ..init.baseline import default
-from ..init.mass import has_targets, mass_on_images
 from ..models import build_model
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
@@ -23,10 +21,10 @@ from ..train.distributed import Processes
 from ..train.metrics import Progress
 from ..train.optim import freeze_below_head, optimizer_for
 from ..train.state import Ema, TrainState
+from ..watch.mass import measure_mass
 from .data import training_views
 
 INIT_IMAGES = 512               # training images that an init may read
-MASS_IMAGES = 64                # on which the mass on the init's targets is measured
 
 
 def build(recipe: Recipe, source: str = "") -> Classifier:
@@ -63,19 +61,6 @@ def for_task(classifier: Classifier, recipe: Recipe) -> Classifier | MaskedAutoe
         return classifier
     with building(f"recipe {recipe.name}", "task"):
         return MaskedAutoencoder(cast(VisionTransformer, classifier), **recipe.task.options)
-
-
-def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """A line on the attention on the init's targets, if it has any, in MASS_IMAGES images."""
-    name, options = recipe.init.name, recipe.init.options
-    if not has_targets(model, name, options):
-        return []
-    try:
-        images = training_views(recipe, train_set, MASS_IMAGES)
-    except DataError:                                # training will say so when it needs the image
-        return []
-    mass = mass_on_images(model, name, options, images)
-    return [f"mass    {mass}, on {len(images)} training images"]
 
 
 def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None = None,

@@ -9,7 +9,8 @@ from torch import Tensor
 from ..base.messages import nearest
 from ..base.values import Size, convert, show
 from ..data.sources import are_names, rows_by_name
-from ..models.convert import native_tensors
+from ..interop.weights import readers
+from ..interop.weights.names import native_tensors
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..recipe.files import Override, RecipeError, building, from_dict, load_recipe
@@ -17,7 +18,6 @@ from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.device import fastest_amp, this_device
 from ..train.transfer import load_exactly, start_from
-from . import foreign
 from .checkpoints import BOXED, published, read_checkpoint
 from .folder import RunFolder
 from .model import build, for_task
@@ -30,7 +30,7 @@ class Saved(NamedTuple):
     state: dict[str, Any]       # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
     size: tuple[int, int]       # (height, width) of the images that the model is to take
-    description: foreign.ForeignConfig | None   # of another project's files beside it
+    description: readers.ForeignConfig | None   # of another project's files beside it
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class Saved(NamedTuple):
         """The weights "model" or "ema" under this package's names; see `model_state`."""
         options = self.recipe.model.options
         if not self.brings_recipe:
-            foreign.require_known(self.path, self.state.get("arch", ""),
+            readers.require_known(self.path, self.state.get("arch", ""),
                                   rotary="rope" in options.get("pos_embed", ""))
         with building(str(self.path), "model"):
             tensors = model_state(self.state, self.path, weights)
@@ -98,7 +98,7 @@ class Saved(NamedTuple):
         """A line on what is assumed of the model of a checkpoint that contains no recipe."""
         prefix, _ = without_prefix(stored_tensors(self.state, self.path, weights))
         without = f"'{prefix}' taken off the names; " if prefix else ""
-        return without + foreign.assumptions(self.recipe, self.description)
+        return without + readers.assumptions(self.recipe, self.description)
 
 
 def without_decoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -115,14 +115,14 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
                  if name in ("head.weight", "head.fc.weight") and value.ndim), 0)
 
 
-def _open(path: Path) -> tuple[Path, dict[str, Any], foreign.ForeignConfig | None]:
+def _open(path: Path) -> tuple[Path, dict[str, Any], readers.ForeignConfig | None]:
     """The file of a checkpoint, its contents, and what files of another project beside it say."""
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(path, mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     if not isinstance(state.get("recipe", {}), Mapping):
         raise CheckpointError(f"{path}: its 'recipe' is {show(state['recipe'])}, expected a table")
-    return path, state, None if "recipe" in state else foreign.read_description(path)
+    return path, state, None if "recipe" in state else readers.read_description(path)
 
 
 def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),
@@ -183,7 +183,7 @@ def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) ->
     path, state, description = _open(Path(recipe.init.checkpoint))
     saved = Saved(path, state, recipe, recipe.data.image_size, description)
     stated = description.values if description else state.get("recipe", {})
-    differences = foreign.differences(stated, recipe, description.file if description else path)
+    differences = readers.differences(stated, recipe, description.file if description else path)
     kind, grid = recipe.init.checkpoint_weights, state.get("grid")
     if description and "data.image_size" in stated:  # in patches as large as the model's
         grid = tuple(side * count // pixels for side, count, pixels in zip(

@@ -14,7 +14,6 @@ from torch.func import functional_call
 from ..base.messages import OneLineError
 from .device import matrix_rate, peak_gib
 from .distributed import Processes
-from .slowness import Pace
 
 # The keys of a line of metrics.jsonl, in order.
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
@@ -22,6 +21,13 @@ METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_to
            "waiting", "tflops_per_device", "share_of_rate", "peak_memory_gib")
 BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
 STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
+
+
+class Pace(NamedTuple):                             # of the steps of one process
+    step: float                 # seconds from one to the next
+    alone: float                # seconds of a step by itself, once its images are loaded
+    waiting: float              # share of the time: for its images and other processes
+    loading: float              # share of the time: for its images
 
 
 class StepRow(NamedTuple):
@@ -207,3 +213,10 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
              "images_per_second": f"{{:.{0 if rate >= 100 else 2}f}} img/s"}
     return "  ".join([f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", *(
         text.format(row[key]) for key, text in texts.items() if row[key] is not None)])
+
+
+def paces_of_all(paces: Sequence[Pace], processes: Processes) -> list[Pace]:
+    """The median of each process's paces."""
+    medians = torch.zeros(processes.world_size, len(Pace._fields))
+    medians[processes.rank] = torch.tensor(paces).median(dim=0).values
+    return [Pace(*pace) for pace in processes.sum(medians).tolist()]

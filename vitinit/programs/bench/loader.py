@@ -17,7 +17,8 @@ from ...data.images import FORMATS
 from ...data.sources import LooseImages
 from ...recipe.sections import Recipe
 from ...runs.data import open_data
-from ...train.slowness import Pace, waits_for
+from ...train.metrics import Pace
+from ...watch.slowness import waits_for
 from .step import synthetic_batch
 from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, set_up,
                        times_as_fast, train_on)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ...train.device import cores
-from ...train.slowness import BOUNDS
+from ...watch.slowness import BOUNDS
 from ..shared.command_line import Output, Parser, integer, one_of, real, run_program
 from .all import bench_all, machine
 from .loader import PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches, loader_rows

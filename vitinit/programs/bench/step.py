@@ -12,9 +12,9 @@ import torchvision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...interop.weights.libraries import counterpart
 from ...models import MODELS
 from ...models.layers import Classifier, draw_drop_path
-from ...models.libraries import counterpart
 from ...models.masked_autoencoder import MaskedAutoencoder, reconstruction
 from ...recipe.files import building
 from ...recipe.sections import Recipe
@@ -24,7 +24,7 @@ from ...train.device import forget_peak, matrix_rate, peak_gib
 from ...train.engine import AMP_DTYPES, autocast, cross_entropy
 from ...train.metrics import training_flops
 from ...train.optim import hidden_matrices
-from ...train.slowness import bound_of
+from ...watch.slowness import bound_of
 from .training import Part, Row, clock_of, given_step, interleave, set_up, times_as_fast, train_on
 
 STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ...data.images import decode_image
-from ...init.mass import Mass, has_targets, mass_on_images
 from ...mixing import among_patches, block_grids, mean_kernel, mixing_matrices
 from ...mixing.filters import Grid
 from ...models.attention import attention_weights
 from ...models.simple_vit import SimpleViT
 from ...models.swin import SwinTransformer
 from ...runs.data import as_input, evaluation_view
+from ...watch.mass import Mass, has_targets, mass_on_images
 from ..shared.plot import FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pyplot, save
 from .subjects import VITS, Subject, Vit, fitting, indices, photographs
 

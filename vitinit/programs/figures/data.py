@@ -10,7 +10,7 @@ from ...data.datasets import open_split
 from ...data.images import DataError, resize_and_centre_crop
 from ...data.lists import LISTS
 from ...data.sources import ImageFiles, Source
-from ...data.survey import Survey, survey
+from ...watch.survey import Survey, survey
 from ..shared.plot import BLUE, as_drawn, pyplot, save
 
 EXAMPLES, SIDE = 8, 64          # images per class, spread evenly over it, and their pixels

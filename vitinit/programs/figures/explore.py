@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ...base.messages import one_line
 from ...data.images import decode_image
-from ...init.mass import has_targets, mass_on_images
 from ...mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
 from ...mixing.filters import Grid
 from ...models import ConvMixer, MlpMixer
 from ...runs.data import as_input, evaluation_view
+from ...watch.mass import has_targets, mass_on_images
 from ..shared.plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded
 from .page import write_page
 from .subjects import Subject

@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from . import FAMILIES, MODELS, model_class
-from .convert import (TIMM_EVA, TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN,
-                      TRANSFORMERS_VIT, WITH_TEACHER, Names)
-from .layers import Sides, hidden_width, to_pair
-from .swin import stage_grids
+from ...models import FAMILIES, MODELS, model_class
+from ...models.layers import Sides, hidden_width, to_pair
+from ...models.swin import stage_grids
+from .names import (TIMM_EVA, TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN,
+                    TRANSFORMERS_VIT, WITH_TEACHER, Names)
 
 Options = Mapping[str, Any]
 # How a library states an option of ours: as its argument of this name; by arguments that follow
@@ -27,7 +27,7 @@ class Counterpart(NamedTuple):
 
     model: str                                      # its name in the library
     stated: Mapping[str, Statement]                 # all of our options that it knows
-    names: Names = {}                               # our names → its own; see convert.py
+    names: Names = {}                               # our names → its own; see names.py
     constants: Options = {}                         # further arguments
 
     def state(self, options: Options, defaults: Options) -> tuple[dict[str, Any], list[str]]:
@@ -102,7 +102,7 @@ TIMM_VIT: dict[str, Statement] = {
     "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {}}
 TIMM_POOL: dict[str, Statement] = {"pool": lambda o: {
     "class_token": o["pool"] == "class", "global_pool": "token" if o["pool"] == "class" else "avg"}}
-# Its attention whose keys have a bias; without one, convert.py takes Eva's to have other pairs.
+# Its attention whose keys have a bias; without one, names.py takes Eva's to have other pairs.
 EVA = Counterpart("eva.Eva", TIMM_VIT | TIMM_POOL | only(distilled=False, norm_eps=1e-6) | {
     "fc_norm": "use_fc_norm", "num_registers": "num_reg_tokens", "rope_base": "rope_temperature",
     "mlp": lambda o: {"swiglu_mlp": True} if o["mlp"] == "swiglu" else {}, "pos_embed": rotation,

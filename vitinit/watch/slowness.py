@@ -3,32 +3,17 @@
 import math
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from .device import cores
-from .distributed import Processes
+from ..train.device import cores
+from ..train.metrics import Pace
 
 NOTEWORTHY = 0.1                # share of the time
 # What a step may be bound by, and what helps then.
 BOUNDS = {"launches": "engine.compile=true, or more images per step, helps",
           "matrix products": "engine.amp, or a smaller model, helps",
           "memory": "engine.compile=true, which joins what reads and writes it, helps"}
-
-
-class Pace(NamedTuple):                             # of the steps of one process
-    step: float                 # seconds from one to the next
-    alone: float                # seconds of a step by itself, once its images are loaded
-    waiting: float              # share of the time: for its images and other processes
-    loading: float              # share of the time: for its images
-
-
-def paces_of_all(paces: Sequence[Pace], processes: Processes) -> list[Pace]:
-    """The median of each process's paces."""
-    medians = torch.zeros(processes.world_size, len(Pace._fields))
-    medians[processes.rank] = torch.tensor(paces).median(dim=0).values
-    return [Pace(*pace) for pace in processes.sum(medians).tolist()]
 
 
 def waits_for(paces: Sequence[Pace], device: torch.device, *, images: int, workers: int) -> str:

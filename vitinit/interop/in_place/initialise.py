@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from ..base.messages import in_brief, one_line
-from . import BASES, ROTARY, apply, family_of, init_function
-from .baseline import EMBED_STD
-from .deep_impulse import NOISE_IMAGES
-from .layout import layout_of
-from .mass import Description, Report, measured, patterns, with_defaults
+from ...base.messages import in_brief, one_line
+from ...init import BASES, ROTARY, apply, family_of, init_function
+from ...init.baseline import EMBED_STD
+from ...init.deep_impulse import NOISE_IMAGES
+from ...init.layout import layout_of
+from ...init.stream import noise_images
+from ...init.views import Attentions, Layout, SwinLayout
+from ...watch.mass import with_defaults
 from .probe import probe
-from .stream import noise_images
-from .views import Attentions, Layout, SwinLayout
+from .receipt import Description, Report, measured, patterns
 
 Describing = Callable[[nn.Module], Attentions]
 

@@ -8,8 +8,8 @@ from small_models import SMALL, redraw
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
-from vitinit.models.convert import (EVA_APART, TIMM_EVA, TRANSFORMERS_DINOV3, foreign_names,
-                                    native_tensors)
+from vitinit.interop.weights.names import (EVA_APART, TIMM_EVA, TRANSFORMERS_DINOV3, foreign_names,
+                                           native_tensors)
 
 
 def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from written_vit import CLASSES, DEPTH, HEADS, PATCH, REGISTERS, WIDTH, drawn_tensors, written_out
 
 import vitinit
-from vitinit.models.convert import native_tensors
+from vitinit.interop.weights.names import native_tensors
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.transfer import load_exactly, start_from
 

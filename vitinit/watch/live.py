@@ -14,7 +14,7 @@ from typing import Any
 
 from ..base.messages import in_brief, warn
 from ..recipe.files import RecipeError
-from .folder import Lines, RunFolder
+from ..runs.folder import Lines, RunFolder
 
 LAST_SECONDS = 10.0             # that a logger has, once the run has ended, for those that wait
 Rows = Iterator[tuple[int, dict[str, float]]]        # moment, tag → value

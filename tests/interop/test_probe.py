@@ -14,9 +14,9 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTran
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_
-from vitinit.init.formula import turned_blocks
 from vitinit.init.layout import layout_of
-from vitinit.init.probe import probe
+from vitinit.interop.in_place.formula import turned_blocks
+from vitinit.interop.in_place.probe import probe
 from vitinit.mixing import target_mass
 
 IMAGES = torch.randn(5, 3, 20, 28, generator=seeded(1))

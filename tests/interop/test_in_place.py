@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_, init_weights, mimetic_
-from vitinit.init.in_place import write_back
 from vitinit.init.layout import Layout, block_of, layout_of
-from vitinit.init.mass import Mass
+from vitinit.interop.in_place.initialise import write_back
 from vitinit.mixing import target_mass
+from vitinit.watch.mass import Mass
 
 
 def photographs(count: int = 11, *size: int) -> Tensor:

@@ -17,8 +17,8 @@ from PIL import Image
 
 from ..base.files import read_bytes
 from ..base.messages import counted, one_line, shortened, without_warnings
-from .images import FORMATS, LARGEST_FILE, heif_formats
-from .sources import ImageFiles, Source
+from ..data.images import FORMATS, LARGEST_FILE, heif_formats
+from ..data.sources import ImageFiles, Source
 
 MOST_SURVEYED = 50_000          # images of a run whose files are compared at its start
 LOOKED_AT = 2_000               # files whose headers are read, spread evenly over the set

@@ -14,8 +14,8 @@ from pages import read_page
 from same_run import TIMES, assert_same_run, rows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vitinit.runs import live
 from vitinit.train import engine
+from vitinit.watch import live
 
 PAGE = read_page(Path(live.__file__).with_name("README.md"))
 

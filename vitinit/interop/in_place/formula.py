@@ -13,11 +13,11 @@ from einops import rearrange
 from torch import Generator, Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..base.messages import in_brief
-from ..mixing import run
-from ..mixing.filters import Grid
-from ..models.rotary import Rotary
-from .views import Attentions, Block, Layout, Rotation, WindowBlock, projected
+from ...base.messages import in_brief
+from ...init.views import Attentions, Block, Layout, Rotation, WindowBlock, projected
+from ...mixing import run
+from ...mixing.filters import Grid
+from ...models.rotary import Rotary
 
 TOLERANCE = 1e-3        # by which what is computed may differ from what is expected, relatively
 PRODUCTS = {F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__}

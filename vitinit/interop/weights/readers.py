@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Resampling
 
-from ..base.files import FileError, parse_json, read_bytes
-from ..base.messages import in_brief
-from ..base.values import Count, Size, convert, flat, plain, to_toml
-from ..models.layers import hidden_width
-from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
-from ..recipe.sections import Recipe
-from ..train.checkpoint import CheckpointError
-from .checkpoints import FOREIGN_WEIGHTS
+from ...base.files import FileError, parse_json, read_bytes
+from ...base.messages import in_brief
+from ...base.values import Count, Size, convert, flat, plain, to_toml
+from ...models.layers import hidden_width
+from ...recipe.sections import Recipe
+from ...runs.checkpoints import FOREIGN_WEIGHTS
+from ...train.checkpoint import CheckpointError
+from .libraries import SWIN_OPTIONS, VIT_OPTIONS
 
 # Whole words of a model's name whose models have our tensors, but compute something else.
 ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")

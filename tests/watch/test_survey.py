@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit.data import survey as module
 from vitinit.data.datasets import open_split
 from vitinit.data.sources import LooseImages, oriented
-from vitinit.data.survey import survey
+from vitinit.watch import survey as module
+from vitinit.watch.survey import survey
 
 SIDE = 11
 

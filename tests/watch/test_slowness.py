@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from vitinit.data import loader
-from vitinit.train import engine, slowness
-from vitinit.train.slowness import Pace, bound_of, waits_for
+from vitinit.train import engine
+from vitinit.train.metrics import Pace
+from vitinit.watch import slowness
+from vitinit.watch.slowness import bound_of, waits_for
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """What forward passes show of a model of another library, before an init is believed to fit it.
 
-A layout (`layout.py`) is what attributes seem to say. Whether an init does what it promises depends
+A layout (`init/layout.py`) is what attributes seem to say. Whether an init does what it promises depends
 on more, which `probe` sees in forward passes of a copy of the model, which is then as it was: the
 order of tokens, positions, and the formula of attention (`formula.py`), as the page
 your_own_code.md explains.
@@ -13,10 +13,10 @@ from itertools import product
 import torch
 from torch import Generator, Tensor, nn
 
-from ..mixing.filters import Grid
+from ...init.stream import image_shape_of, noise_images, stream_of
+from ...init.views import Attentions, Layout
+from ...mixing.filters import Grid
 from .formula import TOLERANCE, Reached, close, passed, require_formula, turned_blocks
-from .stream import image_shape_of, noise_images, stream_of
-from .views import Attentions, Layout
 
 FEW = 2                 # images on which the formula is checked
 MOST_PREFIX_TOKENS = 32

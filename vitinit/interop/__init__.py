@@ -1,0 +1,1 @@
+"""vitinit.interop: placeholder, say what it is."""

@@ -1,0 +1,1 @@
+"""vitinit.interop.in_place: placeholder, say what it is."""

@@ -1,0 +1,105 @@
+"""vitinit.interop.in_place.receipt: placeholder, say what it is."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...init.views import Attentions, Layout, SwinLayout
+from ...mixing import mean_shares
+from ...mixing.filters import Grid
+from ...watch.mass import Masses, Targets, decimal, has_targets, masses_on, targets_of
+
+
+@torch.no_grad()
+def measured(vit: Attentions, name: str, options: Mapping[str, Any],
+             images: Tensor | None) -> tuple[Targets, Masses, Masses]:
+    """The targets of a model of any library, and the masses on them; empty where there are none.
+
+    options: all options of the init. The first masses are on positions alone, for a Swin on its
+    relative bias alone; the second, of a ViT, in a forward pass of images, if there are any. The
+    targets of offsets that were drawn at random are as in `mass_on_images`, on positions alone.
+    """
+    if not has_targets(vit, name, options):
+        return (), (), ()
+    aimed = targets_of(name, options, [len(block.q) for block in vit.blocks])
+    if isinstance(vit, SwinLayout):
+        maps = [block.bias.softmax(-1) for block in vit.blocks]
+        return *masses_on(aimed, maps, vit.grids), ()
+    assert isinstance(vit, Layout)
+    y = vit.entry(vit.positions[None])
+    targets, masses = masses_on(
+        aimed, [block.mixing_weights(block.norm(y))[0] for block in vit.blocks], vit.grids)
+    if images is None:
+        return targets, masses, ()
+    readers = [(block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
+               for block in vit.blocks]
+    shares = mean_shares(vit.model, images.detach().to(vit.blocks[0].q), readers, vit.grids)
+    aimed = [[[offset] for offset in of_block] for of_block in targets]
+    return targets, masses, masses_on(aimed, shares, vit.grids)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What has been recognised of a model; `describe` returns it."""
+
+    model: str                  # the model's class
+    reason: str = ""            # why nothing was recognised
+    blocks: int = 0
+    heads: int = 0              # in the first block
+    head_dim: int = 0
+    grid: Grid = (0, 0)               # patch tokens down and across; of a Swin's window
+    in_windows: bool = False    # whether the model is a Swin
+    prefix_tokens: int = 0
+    checked: str = ""           # what was seen in forward passes, and on which images
+    fits: tuple[tuple[str, str], ...] = ()       # (init, why not, or "")
+
+    @property
+    def sizes(self) -> str:
+        prefix = f" + {self.prefix_tokens}" if self.prefix_tokens else ""
+        return (f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, "
+                f"{'windows of ' * self.in_windows}{self.grid[0]}×{self.grid[1]} tokens{prefix}")
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.model}: not recognised: {self.reason}"
+        return "\n".join([f"{self.model}: {self.sizes}", f"  {self.checked}", *(
+            f"  {init}_: {why or 'fits'}" for init, why in self.fits)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Description):
+    """What `init_` has done to a model. `str` of it is the receipt."""
+
+    init: str
+    written: tuple[str, ...]    # names of the tensors that changed
+    kept: int                   # how many others there are
+    notes: tuple[str, ...]      # about frozen, tied and rounded weights
+    targets: Targets            # may be empty
+    mass: Masses                # share of each head's attention on its target, on positions alone
+    mass_on_images: Masses      # in a forward pass of images, or deep_impulse's noise; may be empty
+    images: int
+    uniform: float              # the mass under uniform attention
+
+    def __str__(self) -> str:
+        lines = [f"{self.init}: {self.model}, {self.sizes}", self.checked,
+                 f"wrote {len(self.written)} tensors: {patterns(self.written) or 'none'}; "
+                 f"kept {self.kept} others"]
+        alone = "the relative bias alone" if self.in_windows else "positions alone"
+        on_images = f"{self.images} images" if self.images else "white noise"
+        for masses, where in ((self.mass, alone), (self.mass_on_images, on_images)):
+            if masses:
+                blocks = {0: "first", len(masses) // 2: "middle", len(masses) - 1: "last"}
+                shown = "; ".join(f"{word} block {' '.join(map(decimal, masses[block]))}"
+                                  for block, word in sorted(blocks.items()))
+                lines.append(f"mass on the target, on {where}: {shown} "
+                             f"(uniform {decimal(self.uniform)})")
+        return "\n".join([*lines, *self.notes])
+
+
+def patterns(names: Iterable[str]) -> str:
+    """Names with * for the numbers of blocks, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"(?<![a-z])\d+", "*", name) for name in names))

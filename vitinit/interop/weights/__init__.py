@@ -1,0 +1,1 @@
+"""vitinit.interop.weights: placeholder, say what it is."""

@@ -1,0 +1,1 @@
+"""vitinit.watch: placeholder, say what it is."""
