@@ -12,22 +12,24 @@ it by one of the methods in `vitinit.init`, a `Run` trains one as a recipe descr
 does, and `load` reads what was trained, as a `Trained`.
 """
 
-import importlib
 from typing import Any
+
+from .base.table import find
 
 __version__ = "0.1.0"
 __all__ = ["Run", "Trained", "build_model", "init_weights", "load"]
 
 # Where each name is from. They are imported when they are first asked for: `import vitinit.init`
 # in another project's trainer then needs neither torchvision nor the data pipeline.
-HOMES = {"Run": ".run", "Trained": ".runs.trained", "build_model": ".models",
-         "init_weights": ".init", "load": ".runs.trained"}
+HOMES = {"Run": ".run:Run", "Trained": ".runs.trained:Trained",
+         "build_model": ".models:build_model", "init_weights": ".init:init_weights",
+         "load": ".runs.trained:load"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module 'vitinit' has no attribute '{name}'")
-    globals()[name] = value = getattr(importlib.import_module(HOMES[name], __name__), name)
+    globals()[name] = value = find(HOMES[name])
     return value
 
 

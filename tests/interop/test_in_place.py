@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_, init_weights, mimetic_
-from vitinit.init.layout import Layout, block_of, layout_of
+from vitinit.init.views import Layout
+from vitinit.interop.in_place.foreign_layouts import block_of, layout_of
 from vitinit.interop.in_place.initialise import write_back
 from vitinit.mixing import target_mass
 from vitinit.watch.mass import Mass

@@ -11,8 +11,8 @@ import vitinit
 from vitinit.init import INITS
 from vitinit.train.optim import decays, hidden_matrices, set_learning_rate
 
-HERE, PAGE = (read_page(Path(vitinit.__file__).parent / "init" / name)
-              for name in ("your_own_code.md", "README.md"))
+HERE, PAGE = (read_page(Path(vitinit.__file__).parent / name)
+              for name in ("interop/in_place/your_own_code.md", "init/README.md"))
 
 
 def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(monkeypatch):

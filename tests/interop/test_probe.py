@@ -14,7 +14,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTran
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_
-from vitinit.init.layout import layout_of
+from vitinit.interop.in_place.foreign_layouts import layout_of
 from vitinit.interop.in_place.formula import turned_blocks
 from vitinit.interop.in_place.probe import probe
 from vitinit.mixing import target_mass

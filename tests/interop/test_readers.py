@@ -22,7 +22,7 @@ from vitinit.runs.model import build
 from vitinit.runs.saved import fine_tune
 from vitinit.train.checkpoint import CheckpointError
 
-RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes
+RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"   # ours, of three classes
 HIDDEN, PATCH, SIDE = 29, 5, 15
 EPS = 1e-3                                           # large, so that another one is seen
 

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from vitinit.train import engine
 from vitinit.watch import live
 
-PAGE = read_page(Path(live.__file__).with_name("README.md"))
+PAGE = read_page(Path(live.__file__).parents[1] / "runs" / "README.md")
 
 
 class WeightsAndBiases:

@@ -12,7 +12,6 @@ that cancel in the product. Models that must start equal should therefore share 
 seed; in train.py the first process sends its weights to all others.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_origin
@@ -21,6 +20,7 @@ import torch
 from torch import Generator, nn
 
 from ..base.messages import in_brief, nearest
+from ..base.table import find
 from ..base.values import convert
 from ..models import FAMILIES, MODELS
 
@@ -30,34 +30,43 @@ __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "
 GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
 ROTARY = "rotary_vit"                 # a ViT with rotary attention, in the table below
 
-# By init and family, a function, or "module.function" of this package, imported when it is used.
+# By init and family, a function, or where it is: see base/table.py.
 INITS: dict[str, dict[str, str | Callable[..., None]]] = {
-    "default": {"vit": "baseline.default", ROTARY: "baseline.default", "swin": "baseline.default",
-                "mlp_mixer": "baseline.mixer_default", "conv_mixer": "baseline.torch_default",
-                "simple_vit": "baseline.torch_default"},
-    "torch": dict.fromkeys((*FAMILIES, ROTARY), "baseline.torch_default"),
-    "lecun": dict.fromkeys((*FAMILIES, ROTARY), "baseline.lecun"),
-    "mimetic": {"vit": "mimetic.mimetic", "swin": "mimetic.mimetic",
-                "simple_vit": "mimetic.mimetic_simple_vit"},
-    "impulse": {"vit": "impulse.impulse", "swin": "impulse.impulse_swin",
-                "mlp_mixer": "mixers.impulse_mixer", "conv_mixer": "mixers.impulse_conv_mixer",
-                "simple_vit": "impulse_simple_vit.impulse_simple_vit",
-                ROTARY: "impulse_rotary.impulse_rotary"},
-    "deep_impulse": {"vit": "deep_impulse.deep_impulse",
-                     ROTARY: "impulse_rotary.deep_impulse_rotary"},
+    "default": {
+        "vit": ".init.baseline:default", ROTARY: ".init.baseline:default",
+        "swin": ".init.baseline:default", "mlp_mixer": ".init.baseline:mixer_default",
+        "conv_mixer": ".init.baseline:torch_default",
+        "simple_vit": ".init.baseline:torch_default"},
+    "torch": dict.fromkeys((*FAMILIES, ROTARY), ".init.baseline:torch_default"),
+    "lecun": dict.fromkeys((*FAMILIES, ROTARY), ".init.baseline:lecun"),
+    "mimetic": {
+        "vit": ".init.mimetic:mimetic", "swin": ".init.mimetic:mimetic",
+        "simple_vit": ".init.mimetic:mimetic_simple_vit"},
+    "impulse": {
+        "vit": ".init.impulse:impulse", ROTARY: ".init.impulse_rotary:impulse_rotary",
+        "swin": ".init.impulse:impulse_swin", "mlp_mixer": ".init.mixers:impulse_mixer",
+        "conv_mixer": ".init.mixers:impulse_conv_mixer",
+        "simple_vit": ".init.impulse_simple_vit:impulse_simple_vit"},
+    "deep_impulse": {
+        "vit": ".init.deep_impulse:deep_impulse",
+        ROTARY: ".init.impulse_rotary:deep_impulse_rotary"},
     "whitened": dict.fromkeys(("vit", ROTARY, "swin", "mlp_mixer", "conv_mixer"),
-                              "baseline.whitened"),
-    "norm_matched": {"vit": "impulse.norm_matched"},
-    "filters": {"conv_mixer": "mixers.filters_conv_mixer"},
-    "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},
+                              ".init.baseline:whitened"),
+    "norm_matched": {"vit": ".init.impulse:norm_matched"},
+    "filters": {"conv_mixer": ".init.mixers:filters_conv_mixer"},
+    "impulse_gd": {
+        "vit": ".init.impulse_gd:impulse_gd", "simple_vit": ".init.impulse_gd:impulse_gd"},
 }
+# For models of any library, in place; for Python they are names of this module.
+IN_PLACE = {name: f".interop.in_place.initialise:{name}" for name in (
+    "deep_impulse_", "describe", "impulse_", "init_", "mimetic_")}
 BASES = ("default", "torch", "lecun")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:                          # those that are not defined here
+    if name not in IN_PLACE:
         raise AttributeError(f"module 'vitinit.init' has no attribute '{name}'")
-    return getattr(importlib.import_module("..interop.in_place.initialise", __name__), name)
+    return find(IN_PLACE[name])
 
 
 def family_of(model: Any) -> str:
@@ -84,11 +93,7 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         raise ValueError(f"init '{name}' is not defined for a {words}; " + (
             f"it has: {', '.join(others)}" if others else
             "models of other libraries are initialised by vitinit.init.init_"))
-    function = INITS[name][family]
-    if isinstance(function, str):
-        module, _, function = function.partition(".")
-        function = getattr(importlib.import_module(f".{module}", __name__), function)
-    return function
+    return find(INITS[name][family])
 
 
 def reads_images(name: str, family: str) -> bool:

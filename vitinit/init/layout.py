@@ -1,196 +1,66 @@
-"""Where a model keeps the tensors of its attention, as its attributes say: `layout_of`.
+"""Where the ViT and the Swin of this package keep the tensors of their attention: `layout_of`.
 
-It knows models of this package and of other libraries, of which it imports none:
-
-| library                    | layers of one attention                          | norm             |
-|----------------------------|--------------------------------------------------|------------------|
-| vitinit, timm, DeiT, Swin  | qkv, proj; in timm also q_proj, k_proj, v_proj   | norm1            |
-| transformers 5             | q_proj, k_proj, v_proj, o_proj; SigLIP: out_proj | layernorm_before,|
-| transformers 4             | attention.query, .key, .value, output.dense      |   norm1, …       |
-| torchvision, torch.nn      | nn.MultiheadAttention                            | ln_1, norm1      |
-| vit-pytorch                | to_qkv, to_out[0]                                | norm in, around  |
-| Swin of timm, torchvision  | qkv, proj, relative_position_bias_table          | norm1            |
-
-Any other model is described by hand: a function of the model that returns a `Layout`, whose blocks
-`block_of` makes of an attention with one of these layouts, or `Block` of views.
+Inits write to such a layout. Those of other libraries' models are found by their attributes, in
+interop/in_place/foreign_layouts.py.
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
-from types import NoneType
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..mixing.filters import Grid
+from ..models.attention import Attention
 from ..models.layers import PREFIX_TOKENS
 from ..models.rotary import Rotary
-from .baseline import SAME
+from ..models.swin import SwinBlock, SwinTransformer
+from ..models.vit import VisionTransformer, VitBlock
 from .views import Attentions, Block, Layout, Rotation, SwinLayout, WindowBlock
-
-LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
-    ("qkv", "proj"),
-    ("q_proj", "k_proj", "v_proj", "proj"),
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "out_proj"),
-    ("attention.query", "attention.key", "attention.value", "output.dense"),
-    ("to_qkv", "to_out.0"))
-HEADS = ("num_heads", "num_attention_heads", "heads")
-NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
 
 
 def layout_of(model: nn.Module | Attentions) -> Attentions:
-    """The attentions and positions of a model of this package or of another library, by attributes.
+    """The attentions and positions of a ViT or a Swin of this package; a layout, as it is.
 
-    A layout is returned as it is. Raises ValueError without blocks of one attention each, and for
-    several position embeddings.
+    Raises ValueError for another model, and if queries and keys are normalised.
     """
     if isinstance(model, Attentions):
         return model
-    modules, paths = dict(model.named_modules()), block_paths(model)
-    blocks = [block_of(modules[attention], norm_before(attention, block, modules))
-              for attention, block in paths.items()]
-    windows = tuple(block for block in blocks if isinstance(block, WindowBlock))
-    if len(windows) == len(blocks):
-        return SwinLayout(model, windows)
-
-    lists = {block.rpartition(".")[0] for block in paths.values()}
-    if len(lists) > 1:
-        raise ValueError(f"the model has {len(lists)} lists of blocks: several grids of tokens, "
-                         "parallel blocks, or an encoder and a decoder")
-    dim = blocks[0].proj.shape[0]
-    positions, tokens = [], []
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        name = path.removesuffix(".weight").rpartition(".")[2]           # .weight: nn.Embedding
-        kind = SAME.get(name, name) if tensor.shape[-1:] == (dim,) else ""
-        if kind == "pos_embed" and tensor.ndim > 1:
-            positions.append(tensor)
-        elif kind in PREFIX_TOKENS:
-            tokens.append(tensor.detach())
-    if len(positions) > 1:
-        raise ValueError(f"the model has {len(positions)} learned position embeddings, expected "
-                         "one, by which heads find their target")
-    if not positions:                                # rotary alone, as a probe will see
-        return Layout(model, tuple(blocks), blocks[0].proj.new_empty(0, dim),
-                      _grid(modules.values()), tokens=tuple(tokens))
-    rows = positions[0].detach().flatten(0, -2)
-    # All rows but those of 0 may be sines and cosines, whose squares add up to 1 by pairs.
-    squares = rows.square().sum(1)
-    waves = torch.isclose(squares[squares > 0], squares.new_tensor(dim / 2), rtol=1e-3).all()
-    learned = isinstance(positions[0], nn.Parameter) and (positions[0].requires_grad or not waves)
-    return Layout(model, tuple(blocks), rows, _grid(modules.values(), len(rows)), bool(learned),
-                  tuple(tokens))
+    if isinstance(model, SwinTransformer):
+        return SwinLayout(model, tuple(window_block_of(block) for block in model.modules()
+                                       if isinstance(block, SwinBlock)))
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"a {type(model).__name__} is no ViT or Swin of this package; models of "
+                         "other libraries are initialised by vitinit.init.init_")
+    blocks = tuple(block_of(block) for block in model.blocks)
+    patches = model.patch_embed.proj
+    rows = patches.weight.new_empty(0, patches.out_channels)         # of rotary positions alone
+    if model.pos_embed is not None:
+        rows = model.pos_embed.detach().flatten(0, 1)                    # (P + N, D)
+    tokens = tuple(getattr(model, name).detach() for name in PREFIX_TOKENS if hasattr(model, name))
+    (down, across), (height, width) = model.grid, patches.kernel_size
+    return Layout(model, blocks, rows, model.grid, model.learns_positions, tokens,
+                  image_shape=(patches.in_channels, down * height, across * width))
 
 
-def norm_before(attention: str, block: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The norm before an attention: its own (vit-pytorch), else the innermost up to the block."""
-    norm = getattr(modules[attention], "norm", None)
-    if hasattr(modules[attention], "to_qkv") and isinstance(norm, nn.LayerNorm):
-        return norm
-    norm, owner = None, attention
-    while norm is None and len(owner) > len(block):
-        owner = owner.rpartition(".")[0]
-        for name in NORMS:
-            norm = getattr(modules[owner], name, norm)
-    return norm
+def block_of(block: VitBlock | SwinBlock) -> Block:
+    """The views of a block's attention. Raises ValueError for one with norms of Q and K."""
+    attention = block.attn
+    assert isinstance(attention, Attention)
+    if isinstance(attention.q_norm, nn.LayerNorm):
+        raise ValueError(f"{type(attention).__name__} normalises queries and keys, which would "
+                         "undo what is written")
+    q, k, v = attention.by_head(attention.qkv.weight.detach())           # (h, d, D) each
+    q_bias = k_bias = v_bias = None
+    if attention.qkv.bias is not None:
+        q_bias, k_bias, v_bias = attention.by_head(attention.qkv.bias.detach())
+    return Block(q, k, v, attention.proj_weight.detach(), q_bias, k_bias, v_bias,
+                 attention.proj.bias.detach(), block.norm1, attention, rotation_of(attention),
+                 around=block)
 
 
-def block_paths(model: nn.Module) -> dict[str, str]:
-    """The path of each attention in the model, and of the block around it.
-
-    A block is the largest module that holds one attention alone and lies in an nn.ModuleList or
-    nn.Sequential. Attentions outside, such as those that pool, are left out. Raises ValueError if
-    there are no others, or if their list holds blocks without one.
-    """
-    modules = dict(model.named_modules())
-    around: dict[str, list[str]] = {}                # of each attention, what holds it, inwards
-    held: Counter[str] = Counter()                   # attentions, by the path of what holds them
-    for path, module in modules.items():
-        if isinstance(module, nn.MultiheadAttention) or _layers(module):
-            around[path] = list(accumulate(path.split("."), "{}.{}".format))
-            held.update(around[path])
-    blocks = {path: owner for path, owners in around.items() for owner in reversed(owners)
-              if held[owner] == 1 and isinstance(modules[owner.rpartition(".")[0]],
-                                                 (nn.ModuleList, nn.Sequential))}    # outermost
-    if not blocks:
-        raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, "
-                         "of a layout known here")
-    for owner in {path.rpartition(".")[0] for path in blocks.values()}:
-        children = {f"{owner}.{name}".lstrip("."): child
-                    for name, child in modules[owner].named_children()}
-        kinds = {type(children[path]) for path in blocks.values() if path in children}
-        below = False                                # whether a block came before
-        for path, child in children.items():
-            below |= held[path] > 0
-            alike = (isinstance(modules[owner], nn.ModuleList) or type(child) in kinds
-                     or below and _is_branch(child))
-            if alike and not held[path] and any(True for _ in child.parameters()):
-                raise ValueError(f"{path}, a {type(child).__name__}, has no attention of a layout "
-                                 "known here, as others of its list have")
-    return blocks
-
-
-def _is_branch(module: nn.Module) -> bool:
-    """Whether a module may be a block: it holds a LayerNorm, and a layer of as many outputs."""
-    widths = {norm.normalized_shape for norm in module.modules() if isinstance(norm, nn.LayerNorm)}
-    return any(isinstance(layer, nn.Linear) and (layer.out_features,) in widths
-               for layer in module.modules())
-
-
-def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
-    """The views of one attention with one of the layouts above; norm: the LayerNorm before it.
-
-    Raises ValueError for another layout or norm, and for layers that are not nn.Linear.
-    """
-    if not isinstance(norm, nn.LayerNorm):
-        raise ValueError("a block has no LayerNorm before its attention (post-norm, or another "
-                         "norm)")
-    kind = type(attention).__name__
-    if any(not isinstance(getattr(attention, name, None), (nn.Identity, NoneType))
-           for name in ("q_norm", "k_norm")):
-        raise ValueError(f"{kind} normalises queries and keys, which would undo what is written")
-    if isinstance(attention, nn.MultiheadAttention):
-        if attention.in_proj_weight is None or attention.bias_k is not None:
-            raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not "
-                             "covered")
-        proj: nn.Module = attention.out_proj
-        weights: list[Tensor] = [attention.in_proj_weight]
-        biases: list[Tensor | None] = [attention.in_proj_bias]
-    else:
-        *layers, proj = _layers(attention) or [attention]
-        linear = [as_linear(layer, kind) for layer in layers]
-        weights, biases = [layer.weight for layer in linear], [layer.bias for layer in linear]
-    proj = as_linear(proj, kind)
-    owners = (attention, getattr(attention, "attention", None))      # the second: transformers 4
-    heads = next((getattr(owner, name) for owner in owners for name in HEADS
-                  if hasattr(owner, name)), None)
-    if heads is None:
-        raise ValueError(f"{kind} does not say how many heads it has, by {' or '.join(HEADS)}")
-    rows, inner = sum(map(len, weights)), proj.weight.shape[1]
-    if rows != 3 * inner or inner % heads:           # shared keys, or keys and values alone
-        raise ValueError(f"{kind} has {rows} rows of Q, K and V for {heads} heads of {inner} "
-                         f"channels, expected {3 * inner}")
-    if len(weights) == 1:                            # Q, K and V in one
-        weights = list(weights[0].chunk(3))
-        apart = [getattr(attention, name, None) for name in ("q_bias", "v_bias")]    # EVA
-        biases = [apart[0], None, apart[1]] if biases[0] is None else list(biases[0].chunk(3))
-    q, k, v = (weight.detach().unflatten(0, (heads, -1)) for weight in weights)
-    q_bias, k_bias, v_bias = (None if bias is None else bias.detach().unflatten(0, (heads, -1))
-                              for bias in biases)
-    block = Block(q, k, v, proj.weight.detach().unflatten(1, (heads, -1)), q_bias, k_bias, v_bias,
-                  None if proj.bias is None else proj.bias.detach(), norm, attention,
-                  rotation_of(attention))
-    table = getattr(attention, "relative_position_bias_table", None)
-    window = stated(attention, "window_size", "window")
-    index = getattr(attention, "relative_position_index", None)
-    if not isinstance(table, nn.Parameter) or index is None or window is None or (
-            index.numel() != (window[0] * window[1])**2      # BEiT's has the class token, too
-            or len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)):
-        return block
-    return WindowBlock(**vars(block), window=window, bias_table=table.detach(),
-                       bias_rows=index.view(window[0] * window[1], -1))
+def window_block_of(block: SwinBlock) -> WindowBlock:
+    """The same of a Swin's block, with its relative position bias."""
+    attention = block.attn
+    return WindowBlock(**vars(block_of(block)), window=attention.window,
+                       bias_table=attention.relative_position_bias_table.detach(),
+                       bias_rows=attention.relative_position_index)
 
 
 def rotation_of(attention: nn.Module) -> Rotation | None:
@@ -200,44 +70,3 @@ def rotation_of(attention: nn.Module) -> Rotation | None:
         return None
     turns = rotary.turns().detach()                                      # (T, h, d / 2, 2)
     return Rotation(torch.arange(2 * turns.shape[2]).view(-1, 2), turns)
-
-
-def as_linear(layer: nn.Module, attention: str) -> nn.Linear:
-    """The layer itself; raises ValueError for one of LoRA, or a quantised one."""
-    if not isinstance(layer, nn.Linear):
-        library = type(layer).__module__.partition(".")[0]
-        raise ValueError(f"{attention} has a {type(layer).__name__}"
-                         f"{f' of {library}' * (library != 'torch')} where nn.Linear is expected "
-                         "for Q, K, V or proj")
-    return layer
-
-
-def _layers(attention: nn.Module) -> list[nn.Module]:
-    """The layers of Q, K, V, and proj last; empty if the module has no known layout."""
-    for names in LAYERS:
-        try:
-            return list(map(attention.get_submodule, names))
-        except AttributeError:
-            continue
-    return []
-
-
-def _grid(modules: Iterable[nn.Module], rows: float = math.inf) -> Grid:
-    """The grid that a model states, for so many rows of the position embedding; else (0, 0)."""
-    for module in modules:
-        grid = stated(module, "grid_size", "grid")
-        image, patch = stated(module, "image_size"), stated(module, "patch_size")
-        if grid is None and image and patch:
-            grid = image[0] // patch[0], image[1] // patch[1]
-        if grid is not None:
-            return grid if grid[0] * grid[1] <= rows else (0, 0)
-    return 0, 0
-
-
-def stated(module: object, *names: str) -> Grid | None:
-    """Down and across, the first attribute of these names that is one number for both, or two."""
-    for value in (getattr(module, name, None) for name in names):
-        sides = (value, value) if isinstance(value, int) else value
-        if isinstance(sides, (tuple, list)) and list(map(type, sides)) == [int, int]:
-            return sides[0], sides[1]
-    return None

@@ -66,6 +66,7 @@ class Block:
     norm: nn.LayerNorm          # before the attention
     attention: nn.Module | None = None           # the whole, by which the formula can be checked
     rotation: Rotation | None = None             # of Q and K; None: they are not turned
+    around: nn.Module | None = None              # the block, with its MLP
 
     @property
     def bias(self) -> Tensor | None:
@@ -114,7 +115,7 @@ def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Attentions(ABC):
-    """The blocks of a transformer, and what a probe (`interop/in_place/probe.py`) has seen of it."""
+    """The blocks of a transformer, and what a probe (interop/in_place/probe.py) has seen of it."""
 
     model: nn.Module
     blocks: tuple[Block, ...]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
+
+from ..base.table import find
 
 if TYPE_CHECKING:
     from .layers import Classifier
@@ -55,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_class(family: str) -> type[Classifier]:
     """The class of a family, one of FAMILIES."""
-    return getattr(importlib.import_module(f".{family}", __name__), FAMILIES[family])
+    return find(f".models.{family}:{FAMILIES[family]}")
 
 
 def __getattr__(name: str) -> Any:                   # from vitinit.models import VisionTransformer

@@ -19,10 +19,10 @@ from ...base.messages import in_brief, one_line
 from ...init import BASES, ROTARY, apply, family_of, init_function
 from ...init.baseline import EMBED_STD
 from ...init.deep_impulse import NOISE_IMAGES
-from ...init.layout import layout_of
 from ...init.stream import noise_images
 from ...init.views import Attentions, Layout, SwinLayout
 from ...watch.mass import with_defaults
+from .foreign_layouts import block_paths, layout_of
 from .probe import probe
 from .receipt import Description, Report, measured, patterns
 
@@ -121,11 +121,27 @@ def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> Atten
         work = copied(model)
         stated = layout(work)
         require_views(stated, work)
+        if layout is not layout_of:
+            stated = with_blocks(stated)
         return probe(stated, images, by_hand=layout is not layout_of)
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else (
             f"a {type(model).__name__} is of no layout known here: {type(error).__name__}: ")
         raise ValueError(one_line(kind + str(error))) from error
+
+
+def with_blocks(layout: Attentions) -> Attentions:
+    """A layout that the user has written, with the blocks around its attentions, if they are seen.
+    """
+    modules = dict(layout.model.named_modules())
+    try:
+        around = {modules[path]: modules[block]
+                  for path, block in block_paths(layout.model).items()}
+    except ValueError:
+        return layout
+    return replace(layout, blocks=tuple(
+        replace(block, around=block.around or (block.attention and around.get(block.attention)))
+        for block in layout.blocks))
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,8 @@
 """What forward passes show of a model of another library, before an init is believed to fit it.
 
-A layout (`init/layout.py`) is what attributes seem to say. Whether an init does what it promises depends
-on more, which `probe` sees in forward passes of a copy of the model, which is then as it was: the
-order of tokens, positions, and the formula of attention (`formula.py`), as the page
+A layout (`foreign_layouts.py`) is what attributes seem to say. Whether an init does what it
+promises depends on more, which `probe` sees in forward passes of a copy of the model, which is then
+as it was: the order of tokens, positions, and the formula of attention (`formula.py`), as the page
 your_own_code.md explains.
 """
 
@@ -13,9 +13,10 @@ from itertools import product
 import torch
 from torch import Generator, Tensor, nn
 
-from ...init.stream import image_shape_of, noise_images, stream_of
+from ...init.stream import noise_images, stream_of
 from ...init.views import Attentions, Layout
 from ...mixing.filters import Grid
+from .foreign_layouts import image_shape_of
 from .formula import TOLERANCE, Reached, close, passed, require_formula, turned_blocks
 
 FEW = 2                 # images on which the formula is checked
@@ -40,7 +41,7 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
         return replace(layout, prefix=max(0, len(layout.pos_embed) - len(layout.positions)),
                        checked="nothing was checked, as the Layout states no image_shape")
     else:
-        images = noise_images(layout, FEW, rng)
+        images = noise_images(replace(layout, image_shape=image_shape_of(layout)), FEW, rng)
     images = images[:FEW].detach().to(layout.blocks[0].q)
     x = entering(layout, images)[layout.blocks[0].norm]      # (n, T, D), (T, n, D) or a Swin's map
     count = by_image(x, len(images)).shape[1]
