@@ -6,7 +6,7 @@ of a row is twice that; plus 1 for an epoch, which follows its last step.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from queue import SimpleQueue
 from threading import Thread
@@ -15,6 +15,7 @@ from typing import Any
 from ..base.messages import in_brief, warn
 from ..recipe.files import RecipeError
 from ..runs.folder import Lines, RunFolder
+from ..runs.watching import LOGGERS_NEED, Watcher
 
 LAST_SECONDS = 10.0             # that a logger has, once the run has ended, for those that wait
 Rows = Iterator[tuple[int, dict[str, float]]]        # moment, tag → value
@@ -58,14 +59,6 @@ def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
 LOGGERS = {"tensorboard": tensorboard, "wandb": wandb}
 
 
-def require_loggers(names: Iterable[str]) -> None:
-    """Raise RecipeError unless all of these are names of `LOGGERS` that are installed."""
-    for name in names:
-        if name not in LOGGERS or not find_spec(name):
-            raise RecipeError(f"--log {name}: expected tensorboard or wandb, which pip install "
-                              "'vitinit[tensorboard,wandb]' installs")
-
-
 class LiveCurves(Thread):
     """Sends the rows of a run, which is at `step`, to a logger, and can neither hold nor end it."""
 
@@ -103,3 +96,32 @@ class LiveCurves(Thread):
         if self.is_alive():
             self.left = True
             warn(f"log: {self.name} has not taken all rows within {seconds:g} s")
+
+
+class LiveWatcher(Watcher):
+    """Live curves of a run by the logger of this name. Raises RecipeError without the logger."""
+
+    def __init__(self, name: str) -> None:
+        if not find_spec(name):
+            raise RecipeError(f"--log {name}: expected it to be installed; {LOGGERS_NEED}")
+        self.name = name
+        self.curves: LiveCurves | None = None        # from the start of the run on
+
+    def started(self, folder: RunFolder, step: int, steps_per_epoch: int) -> None:
+        self.curves = LiveCurves(self.name, folder, step=step, steps_per_epoch=steps_per_epoch)
+
+    def row(self, lines: Lines, row: Mapping[str, Any]) -> None:
+        if self.curves is not None:
+            self.curves.send(lines, row)
+
+    def ended(self) -> None:
+        if self.curves is not None:
+            self.curves.close()
+
+
+def tensorboard_watcher() -> LiveWatcher:
+    return LiveWatcher("tensorboard")
+
+
+def wandb_watcher() -> LiveWatcher:
+    return LiveWatcher("wandb")

@@ -132,14 +132,16 @@ def decimal(value: float) -> str:
     return text.removeprefix("0") if float(text) else "0"
 
 
-def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """A line on the attention on the init's targets, if it has any, in MASS_IMAGES images."""
-    name, options = recipe.init.name, recipe.init.options
-    if not has_targets(model, name, options):
-        return []
-    try:
-        images = training_views(recipe, train_set, MASS_IMAGES)
-    except DataError:                                # training will say so when it needs the image
-        return []
-    mass = mass_on_images(model, name, options, images)
-    return [f"mass    {mass}, on {len(images)} training images"]
+class MassWatcher(Watcher):
+    """Says how much attention is on the init's targets, if it has any, in MASS_IMAGES images."""
+
+    def initialised(self, model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
+        name, options = recipe.init.name, recipe.init.options
+        if not has_targets(model, name, options):
+            return []
+        try:
+            images = training_views(recipe, train_set, MASS_IMAGES)
+        except DataError:                            # training will say so when it needs the image
+            return []
+        mass = mass_on_images(model, name, options, images)
+        return [f"mass    {mass}, on {len(images)} training images"]

@@ -44,3 +44,12 @@ def bound_of(*, launches: float, products: float) -> str:
     takes, whatever the number of images; products: that of matrix products at their best rate.
     """
     return "launches" if launches > 0.5 else "matrix products" if products > 0.5 else "memory"
+
+
+class WaitingWatcher(Watcher):
+    """Says once what a run waits for, if it waits for long."""
+
+    def paced(self, paces: Sequence[Pace], recipe: Recipe, processes: Processes) -> list[str]:
+        line = waits_for(paces, processes.device, workers=recipe.data.workers,
+                         images=recipe.optim.global_batch // processes.world_size)
+        return [line] if line else []

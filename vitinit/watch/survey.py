@@ -15,10 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from ..base.files import read_bytes
+from ..base.files import read_bytes, write_text_atomically
 from ..base.messages import counted, one_line, shortened, without_warnings
 from ..data.images import FORMATS, LARGEST_FILE, heif_formats
+from ..data.pipeline import Data
 from ..data.sources import ImageFiles, Source
+from ..recipe.sections import Recipe
+from ..runs.folder import RunFolder
+from ..runs.watching import Watcher
 
 MOST_SURVEYED = 50_000          # images of a run whose files are compared at its start
 LOOKED_AT = 2_000               # files whose headers are read, spread evenly over the set
@@ -176,3 +180,18 @@ def is_transparent(path: str, formats: tuple[str, ...]) -> bool:
     with suppress(Exception), without_warnings(), Image.open(path, formats=formats) as image:
         return bool(np.asarray(image.convert("RGBA"))[..., 3].min() < 255)
     return False
+
+
+class ImageWatcher(Watcher):
+    """Says what the images of a new run are like, and writes it to images.txt in its folder."""
+
+    def __init__(self) -> None:
+        self.survey: Survey | None = None            # of a new run
+
+    def opened(self, data: Data, recipe: Recipe) -> list[str]:
+        self.survey = survey(data.train_set, data.val_set, min(recipe.data.image_size))
+        return [*self.survey.lines, *(f"warning {line}" for line in self.survey.cautions)]
+
+    def started(self, folder: RunFolder, step: int, steps_per_epoch: int) -> None:
+        if self.survey is not None:
+            write_text_atomically(str(self.survey), folder.images)
