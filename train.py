@@ -15,7 +15,7 @@ The parts of a run, in order. In vitinit/run.py `main` calls the first, and `Run
     optimiser   vitinit/train/optim.py        optimizer_for        AdamW, or Muon with AdamW
     summary     vitinit/runs/summary.py       summary              all of this, printed
     folder      vitinit/runs/folder.py        record_start         recipe.toml, run.json, last.pt, …
-    engine      vitinit/train/engine.py       train_epochs         from a batch to the checkpoint
+    engine      vitinit/train/loop.py         train_epochs         from a batch to the checkpoint
 
 In Python the same is `vitinit.Run("deit_base", init="impulse", data_dir="/data/imagenet").train()`,
 and an installed package has this program as `vitinit train`.

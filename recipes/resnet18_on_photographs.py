@@ -20,9 +20,10 @@ import torchvision
 
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import open_data
+from vitinit.tasks.labels import evaluate
 from vitinit.train.distributed import joined
-from vitinit.train.engine import autocast, evaluate
 from vitinit.train.interruption import StopRequest
+from vitinit.train.loop import autocast
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("data_dir")

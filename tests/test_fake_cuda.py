@@ -31,10 +31,11 @@ from vitinit.data.sources import ImagesInMemory
 from vitinit.models.layers import draw_drop_path
 from vitinit.programs.bench.training import GivenSteps, given_step
 from vitinit.recipe.files import RECIPES, load_recipe
-from vitinit.train import engine
+from vitinit.tasks.labels import evaluate
+from vitinit.train import loop
 from vitinit.train.distributed import Processes
-from vitinit.train.engine import evaluate, train_epochs
 from vitinit.train.interruption import StopRequest
+from vitinit.train.loop import train_epochs
 from vitinit.train.optim import hidden_matrices
 from vitinit.train.state import Ema, TrainState
 
@@ -99,7 +100,7 @@ def training_steps() -> Iterator:
 def read(monkeypatch) -> list[tuple[int, int]]:
     """`read_losses`, which waits for the device, replaced by counts of losses and of skip flags."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(engine, "read_losses", lambda state, processes: found.append(
+    monkeypatch.setattr(loop, "read_losses", lambda state, processes: found.append(
         (len(state.progress.losses), len(state.progress.skipped))))
     return found
 

@@ -21,7 +21,7 @@ import vitinit.run
 from vitinit.data import augment, sources
 from vitinit.programs import train
 from vitinit.runs import data as opening
-from vitinit.train import checkpoint, engine
+from vitinit.train import checkpoint, loop
 from vitinit.train.interruption import STOP_SIGNALS
 
 
@@ -57,13 +57,13 @@ def closing_terminal(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 PHASES = {
     "before the first step": (vitinit.run, "train_epochs", 1, 0),
     "decode": (sources.ImageFiles, "image", 22, 2),      # once for both views
-    "step": (engine, "update", 1, 3),
-    "last step of an epoch": (engine, "update", 1, 4),
+    "step": (loop, "update", 1, 3),
+    "last step of an epoch": (loop, "update", 1, 4),
     "validation": (augment.ToDevice, "__call__", 3, 4),
     "last batch of validation": (augment.ToDevice, "__call__", 6, 4),
     "between epochs": (vitinit.run, "epoch_line", 1, 4),
     "save": (checkpoint.torch, "save", 1, 5),
-    "second epoch": (engine, "update", 2, 7),
+    "second epoch": (loop, "update", 2, 7),
     "last validation": (augment.ToDevice, "__call__", 3, 8),     # no step is left
 }
 
@@ -134,7 +134,7 @@ def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, 
     for place, name, key, error in (
             (vitinit.run, "evaluate", "eval.batch_size", torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")),
-            (engine, "update", "optim.max_batch_per_process", RuntimeError(
+            (loop, "update", "optim.max_batch_per_process", RuntimeError(
                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))):
         monkeypatch.setattr(place, name, Mock(side_effect=error))
         assert train_program.main(small_run(tmp_path / name)) == 2

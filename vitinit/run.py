@@ -1,10 +1,9 @@
-"""A run: from a recipe to its last checkpoint, in Python and as a program.
+"""A run: from a recipe to its last checkpoint. programs/train.py starts one from a command line.
 
     run = vitinit.Run("quickstart", init="impulse", out_dir="runs/mine").train()
     run.rows[-1]["val_top1"]; run.state.model; run.folder.path
 
-`Run.train` names the parts in order: recipe → data → model, init and optimiser → folder → engine.
-`main` is the program that train.py and `vitinit train` start.
+`Run.train` names the parts in order: recipe → data → model, init and optimiser → folder → loop.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .base.files import write_text_atomically
 from .base.keys import Stream, keyed_generator
@@ -26,26 +25,23 @@ from .base.messages import ProgressBar, counted, in_brief, warn
 from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
 from .models.layers import Classifier, draw_drop_path
-from .models.masked_autoencoder import reconstruction
 from .recipe.files import RecipeError, building, overrides as recipe_changes
 from .runs.checkpoints import fetch, published
 from .runs.data import open_data, read_images
 from .runs.folder import Lines
-from .runs.model import initial_state, wrap_models
+from .runs.model import task_of, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
+from .runs.start import initial_state
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
+from .runs.watching import BY_DEFAULT, Watchers
 from .train import distributed
 from .train.checkpoint import CheckpointError
 from .train.device import describe_device, forget_peak, memory_for, peak_gib
-from .train.engine import (cross_entropy, evaluate, mean_losses, read_losses, set_precision,
-                           train_epochs, tune_convolutions)
 from .train.interruption import Interrupted, StopRequest
+from .train.loop import read_losses, set_precision, train_epochs, tune_convolutions
 from .train.metrics import (Diverged, Evaluation, StepRow, epoch_line, metrics_row, paces_of_all,
                             training_flops)
 from .train.optim import learning_rate, set_learning_rate
-from .watch.live import LiveCurves, require_loggers
-from .watch.slowness import waits_for
-from .watch.survey import Survey, survey
 
 
 class Run:
@@ -83,11 +79,9 @@ class Run:
                                  data_dir=None if data_dir is None else os.fspath(data_dir))
         self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
         self.verbose, self.trust_teacher = verbose, trust_teacher
-        self.log = [log] if isinstance(log, str) else [*dict.fromkeys(log)]
-        require_loggers(self.log)
+        self.watchers = Watchers([*BY_DEFAULT, *([log] if isinstance(log, str) else log)])
         self.command: list[str] | None = None        # that started it, if one did
-        self.objective: Callable[..., Tensor] = cross_entropy
-        self.teacher: Any = None                     # a LearnFromTeacher, then the objective
+        self.objective: Callable[..., Tensor] | None = None      # in place of the task's, if any
 
     def train(self) -> Run:
         """Do the run, or what is left of it; return it. Raises a OneLineError, such as RecipeError,
@@ -105,10 +99,10 @@ class Run:
             del choice                               # frees the second copy of its tensors
             with StopRequest() as stop, ExitStack() as ending:   # there is something to save
                 self._set_up_folder(facts)
-                self.curves = [ending.enter_context(closing(LiveCurves(
-                    name, self.folder, step=self.state.progress.step,
-                    steps_per_epoch=self.steps_per_epoch)))
-                    for name in self.log if self.processes.is_main]
+                if self.processes.is_main:
+                    ending.callback(self.watchers.tell, "ended")
+                    self.watchers.tell("started", self.folder, self.state.progress.step,
+                                       self.steps_per_epoch)
                 self._train(stop)
         return self
 
@@ -124,7 +118,7 @@ class Run:
                 return False
             self._start_state(choice)
             self._say_start("by --verbose")
-            self.processes.say(rehearsal(self.recipe, self.data, self.state, self.teacher))
+            self.processes.say(rehearsal(self.recipe, self.data, self.state, self.task))
         return True
 
     @property
@@ -150,28 +144,27 @@ class Run:
             self.data = data = open_data(recipe, processes, dry_run=dry_run,
                                          strided=choice.strided)
         self.classes = classes = ([*map(str, data.whole_set.classes)]
-                                  if recipe.task.name == "classify" else [])
-        if recipe.task.name == "reconstruct" and self.objective is cross_entropy:
-            self.objective = reconstruction
+                                  if recipe.task.kind.learns_classes else [])
         self.recipe = recipe = recipe.with_data(num_classes=len(classes))
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
         self.steps_per_epoch = data.train_batches.steps_per_epoch
         self.learning_rate = partial(learning_rate, schedule=recipe.schedule,
                                      peak=recipe.optim.peak_lr,
                                      steps_per_epoch=self.steps_per_epoch)
+        self.task = task_of(recipe, classes)
         if recipe.distill.teacher:
-            if self.objective not in (cross_entropy, self.teacher):
+            if self.objective is not None:
                 raise RecipeError("distill.teacher is given, and another objective, which would "
                                   "not ask it: leave one of them out")
             from .runs.teacher import learn_from_teacher  # here, as only some runs need it
             with processes.together():
-                self.objective = self.teacher = learn_from_teacher(
-                    recipe, classes, processes.device, trusted=self.trust_teacher)
+                self.task = learn_from_teacher(recipe, classes, processes.device,
+                                               trusted=self.trust_teacher)
         root = recipe.data.root
         facts = {"training images": len(data.train_set), "validation images": len(data.val_set),
                  "files and labels": "".join(fingerprint(images, root)
                                              for images in (data.train_set, data.val_set)),
-                 "teacher": self.teacher.teacher.digest if self.teacher else "none"}
+                 "teacher": self.task.digest}
         if recipe.model.name.startswith("convmixer"):    # whose BatchNorm sees a micro-batch
             facts["images per micro-batch"] = data.plan.micro_batch_size
         facts["strided pairs"] = data.plan.strided
@@ -187,8 +180,8 @@ class Run:
     def _start_state(self, choice: Choice) -> None:
         """Build the model, from its init or from what is saved, and its optimiser."""
         recipe, data = self.recipe, self.data
-        self.state, notes = initial_state(recipe, self.processes, data.train_set, choice.saved,
-                                          self.folder.read_from)
+        self.state, notes = initial_state(recipe, self.processes, self.task, data.train_set,
+                                          choice.saved, self.folder.read_from, self.watchers)
         self.state.about = {"recipe": recipe.with_data(root=choice.written_root).as_dict(),
                             "classes": self.classes}
         progress = self.state.progress
@@ -199,17 +192,17 @@ class Run:
             set_learning_rate(self.state.optimizer, self.learning_rate(step - 1))
         set_precision(recipe.engine.tf32)
         tune_convolutions(self.state.model)
-        notes += [f"teacher {self.teacher}"] if self.teacher else []
-        self.start = summary(recipe, data, self.state.model, notes, self.state.optimizer,
-                             self.learning_rate, self.processes)
-        self.images = Survey([], [], [])
-        with self.processes.together():
-            if choice.saved is None and self.processes.is_main:
-                self.images = survey(data.train_set, data.val_set, min(recipe.data.image_size))
-        self.start += [*self.images.lines, f"run     {self.folder.path}" + (
-            f", resumed at step {step:,}" if choice.saved else "")]
-        self.start += [f"warning {line}" for line in [*self.images.cautions, *cautions(
-            recipe, data, cast(Classifier, self.state.model).grid, self.processes.device)]]
+        self.start = summary(recipe, data, self.state.model, [*notes, *self.task.notes()],
+                             self.state.optimizer, self.learning_rate, self.processes)
+        seen: list[str] = []
+        if choice.saved is None and self.processes.is_main:
+            seen = self.watchers.tell("opened", data, recipe)
+        warned = [line for line in seen if line.startswith("warning ")]
+        self.start += [line for line in seen if line not in warned]
+        self.start.append(f"run     {self.folder.path}" + (
+            f", resumed at step {step:,}" if choice.saved else ""))
+        self.start += [*warned, *(f"warning {line}" for line in cautions(
+            recipe, data, cast(Classifier, self.state.model).grid, self.processes.device))]
 
     def _say_start(self, elsewhere: str) -> None:
         """Print what a terminal shows of the start. elsewhere: where all of it is."""
@@ -231,7 +224,6 @@ class Run:
                 else:
                     folder.require_unused(starts_again=self.request.resume is not None)
                     write_text_atomically(self.recipe.as_toml(), folder.recipe)
-                    write_text_atomically(str(self.images), folder.images)
                     folder.save(self.state.state_dict(), folder.last)    # which a restart finds
                 if progress.step == 0 and 0 in self.recipe.checkpoint.keep_epochs:
                     folder.save(self.state.weights(), folder.kept(0))
@@ -265,7 +257,7 @@ class Run:
             processes.say(f"{why} go on with --resume {self.folder.path}")
             raise
         except Diverged as diverged:
-            fault = self.teacher.fault(processes) if self.teacher else ""
+            fault = self.task.fault(processes)
             advice = (f"; {self.folder.last} is from before, but would go the same way again: "
                       "start anew with a lower optim.base_lr, say, or optim.clip_norm")
             raise Diverged(f"{diverged}{fault or advice}") from None
@@ -273,12 +265,10 @@ class Run:
             del self.forward, self.measured          # which hold the group of the processes
         best = "none" if progress.best is None else f"{progress.best:.2f}"
         path = shlex.quote(str(self.folder.path))
-        use = (f"vitinit predict {path} photo.jpg" if self.classes else
-               f"--set init.checkpoint={path} starts a classifier from it")
         processes.say(f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
                       f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
                       f"next    vitinit figures report {path} --out report.html\n"
-                      f"        {use}")
+                      f"        {self.task.next_step(path)}")
 
     def drop_path(self, step: int) -> Tensor | None:
         """The drop-path scales (branches, global batch) of a step; None without drop path, and
@@ -289,6 +279,11 @@ class Run:
             return None
         return draw_drop_path(rates, self.recipe.optim.global_batch,
                               keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step))
+
+    def loss(self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor],
+             targets: Tensor) -> Tensor:
+        """The loss of a micro-batch: the task's, or the user's own."""
+        return (self.objective or self.task.loss)(forward, images, scales, targets)
 
     def record(self, row: StepRow) -> None:
         with self.processes.together():
@@ -302,16 +297,15 @@ class Run:
         if progress.paces is None or len(progress.paces) < rows:
             return
         paces, progress.paces = paces_of_all(progress.paces, processes), None
-        if line := waits_for(paces, processes.device, workers=self.recipe.data.workers,
-                             images=self.global_batch // processes.world_size):
-            warn(line)
+        if processes.is_main:
+            for line in self.watchers.tell("paced", paces, self.recipe, processes):
+                warn(line)
 
     def _append(self, lines: Lines, row: Mapping[str, Any]) -> None:
         """Append a row to a file of the folder, and send it on."""
         self.lock.keep()
         lines.append(row)
-        for curves in self.curves:
-            curves.send(lines, row)
+        self.watchers.tell("row", lines, row)
 
     def save(self) -> None:
         """Write last.pt; all processes wait until the main one has written it."""
@@ -336,10 +330,8 @@ class Run:
             with (ProgressBar("validate", len(batches), items=batches, shown=processes.is_main,
                               scale=batches.batch_size * processes.world_size) as bar,
                   memory_for("eval.batch_size", batches.batch_size)):
-                measure = (partial(evaluate, num_classes=len(self.classes)) if self.classes else
-                           partial(mean_losses, objective=self.objective))
-                evaluations = measure(self.measured, bar, amp=self.amp, processes=processes,
-                                      stop=self.stop)
+                evaluations = self.task.measure(self.measured, bar, loss=self.loss, amp=self.amp,
+                                                processes=processes, stop=self.stop)
         row = metrics_row(progress, evaluations, lr=self.learning_rate(progress.step - 1),
                           flops=self.flops, global_batch=self.global_batch, processes=processes)
         progress.finish_epoch()

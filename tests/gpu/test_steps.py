@@ -18,8 +18,9 @@ from vitinit.models.attention import attend, attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
 from vitinit.programs.bench.step import saved_bytes
 from vitinit.programs.bench.training import alone, clock_of, given_step, train_on
-from vitinit.train.engine import AMP_DTYPES, autocast, evaluate, set_precision
+from vitinit.tasks.labels import evaluate
 from vitinit.train.interruption import StopRequest
+from vitinit.train.loop import AMP_DTYPES, autocast, set_precision
 from vitinit.train.state import Ema
 
 CLASSES = 7

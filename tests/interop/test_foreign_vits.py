@@ -14,8 +14,8 @@ from written_vit import CLASSES, DEPTH, HEADS, PATCH, REGISTERS, WIDTH, drawn_te
 
 import vitinit
 from vitinit.interop.weights.names import native_tensors
+from vitinit.runs.transfer import load_exactly, start_from
 from vitinit.train.checkpoint import CheckpointError
-from vitinit.train.transfer import load_exactly, start_from
 
 PATH = Path("theirs.pth")
 

@@ -19,7 +19,7 @@ from vitinit.programs import export
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import as_input
 from vitinit.runs.model import build
-from vitinit.runs.saved import fine_tune
+from vitinit.runs.start import fine_tune
 from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"   # ours, of three classes

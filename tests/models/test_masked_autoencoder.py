@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import vitinit
-from vitinit.models.masked_autoencoder import MaskedAutoencoder, reconstruction
+from vitinit.models.masked_autoencoder import MaskedAutoencoder
+from vitinit.tasks.reconstruction import reconstruction
 
 GRID, PATCH, SIZE = (3, 5), (2, 3), (6, 15)              # 15 patches of 6 pixels, 11 of them hidden
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import vitinit
 from vitinit.models.attention import Attention
 from vitinit.models.rotary import Rotary, frequencies_of
-from vitinit.train.transfer import start_from
+from vitinit.runs.transfer import start_from
 
 GRID, PREFIX, HEADS, DIM = (3, 5), 2, 3, 12
 TOKENS, N = PREFIX + 15, DIM // 4                   # N: frequencies for each axis

@@ -22,7 +22,7 @@ from vitinit.interop.weights.readers import ForeignConfig
 from vitinit.programs.evaluate import EvaluatedSet, columns_of
 from vitinit.programs.figures.report import judge
 from vitinit.recipe.files import overrides
-from vitinit.runs.saved import open_saved
+from vitinit.runs.load import open_saved
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
@@ -115,7 +115,7 @@ def test_auto_is_decided_where_another_projects_checkpoint_is_evaluated(
     taken, evaluate = [], eval_program.evaluate
     monkeypatch.setattr(eval_program, "evaluate", lambda *given, amp, **more: (
         taken.append(amp), evaluate(*given, amp=amp, **more))[1])
-    monkeypatch.setattr("vitinit.runs.saved.fastest_amp", lambda device: "bf16")
+    monkeypatch.setattr("vitinit.runs.load.fastest_amp", lambda device: "bf16")
     torch.save(tiny_vit(3).state_dict(), tmp_path / "theirs.pth")
     sizes = ["model.options.pool=class" if word == "engine.amp=off" else word
              for word in as_recipe(3)[2:]]
@@ -253,7 +253,7 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
 
 def test_another_resolution_and_crop_and_class_names_of_a_checkpoint_in_another_order(
         eval_program, image_tree, tmp_path, capsys):
-    """tests/train/test_transfer.py says how position embeddings are resized."""
+    """tests/runs/test_transfer.py says how position embeddings are resized."""
     torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
     result, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
                       f"image_folder={image_tree}", "--image-size", "12,20", *as_recipe(3), "--set",

@@ -8,7 +8,7 @@ from vitinit.programs.shared.records import RunRecord, read_archive, read_run
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.checkpoints import BOXED
 from vitinit.runs.model import build
-from vitinit.runs.saved import fine_tune
+from vitinit.runs.start import fine_tune
 
 BOX = BOXED / "cifar10_small"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -74,7 +74,7 @@ def test_a_plain_run_imports_only_what_the_pages_say(repository, tmp_path):
         runpy.run_path(str(repository / "train.py"))
         return {*sys.modules}
     loaded = Fork(imported, tmp_path / "fork").ended().result
-    assert "vitinit.train.engine" in loaded
+    assert "vitinit.train.loop" in loaded
     assert not {*(f"vitinit.train.{name}" for name in ("muon", "distill", "transfer")),
                 *(f"vitinit.runs.{name}" for name in ("records", "groups", "saved", "foreign",
                                                       "fine_tune", "teacher", "report"))

@@ -13,10 +13,12 @@ from small_models import written
 import vitinit
 from vitinit.data.augment import smooth_one_hot
 from vitinit.programs.bench.training import GivenSteps, given_step
-from vitinit.train import engine, metrics
+from vitinit.tasks import labels as labels_module, reconstruction
+from vitinit.tasks.labels import evaluate
+from vitinit.train import metrics
 from vitinit.train.distributed import Processes
-from vitinit.train.engine import evaluate, read_losses, train_epochs
 from vitinit.train.interruption import StopRequest
+from vitinit.train.loop import read_losses, train_epochs
 from vitinit.train.metrics import Diverged, Progress
 from vitinit.train.state import Ema, TrainState
 
@@ -124,7 +126,7 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_o
     model.no_sync = no_sync
     model.head.bias.register_hook(lambda gradient: order.append("trained"))
     train(fresh(model), batches(), size=4, change=told, drop_path=drawn.__getitem__, amp="bf16",
-          objective=lambda forward, images, scales, targets: (seen.extend(scales), order.append(
+          loss=lambda forward, images, scales, targets: (seen.extend(scales), order.append(
               forward(images).dtype), F.cross_entropy(forward(images), targets))[2])
     assert order == (["prepared", "local", torch.bfloat16, "trained"] * 2
                      + ["prepared", torch.bfloat16, "trained"]) * STEPS
@@ -227,16 +229,16 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
     assert result.class_images == [labels.tolist().count(label) for label in range(len(chosen))]
     assert result.confusion.tolist() == confusion.tolist()
     assert result.class_guesses == confusion.sum(0).tolist()
-    mean, = engine.mean_losses(                      # by hand it was counted in float64
+    mean, = reconstruction.mean_losses(              # by hand it was counted in float64
         [other.train()], zip(images.double().split(size), labels.split(size)), amp="off",
-        objective=engine.cross_entropy, processes=ALONE, stop=StopRequest())
+        objective=labels_module.cross_entropy, processes=ALONE, stop=StopRequest())
     assert isinstance(chosen, list) or not other.training and mean.loss == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("most", [CLASSES, CLASSES - 1])
 def test_processes_add_their_counts_and_a_matrix_has_a_bound(most, monkeypatch):
     """As if a second process had the same images."""
-    monkeypatch.setattr(engine, "MOST_PAIRED", most)
+    monkeypatch.setattr(labels_module, "MOST_PAIRED", most)
     images, labels = torch.randn(31, 3, 8, 8), torch.randint(CLASSES, (31,))
     confusion = counted_by_hand(small_model(), images, labels.tolist(), range(CLASSES))[-1]
     monkeypatch.setattr(Processes, "sum", lambda self, values: values.mul_(2))

@@ -14,7 +14,7 @@ from pages import read_page
 from same_run import TIMES, assert_same_run, rows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vitinit.train import engine
+from vitinit.train import loop as engine
 from vitinit.watch import live
 
 PAGE = read_page(Path(live.__file__).parents[1] / "runs" / "README.md")

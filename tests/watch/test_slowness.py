@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vitinit.data import loader
-from vitinit.train import engine
+from vitinit.train import loop
 from vitinit.train.metrics import Pace
 from vitinit.watch import slowness
 from vitinit.watch.slowness import bound_of, waits_for
@@ -68,7 +68,7 @@ def test_a_run_says_once_what_it_waits_for(train_program, small_run, tmp_path, m
         return taking_seconds
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(engine, "update", taking(0.5, engine.update))
+    monkeypatch.setattr(loop, "update", taking(0.5, loop.update))
     monkeypatch.setattr(loader.TrainViews, "__getitem__",
                         taking(1.5, loader.TrainViews.__getitem__))
     machine(9)

@@ -8,7 +8,6 @@ is small, and thrown away. The shape legend is in attention.py; n of N patches a
 tokens, such as the class token, stand before them.
 """
 
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -138,9 +137,3 @@ class MaskedAutoencoder(nn.Module):
         hidden, predicted = self.reconstruct(images, visible, drop_path)
         targets = take(self.targets(images), hidden)
         return (predicted.to(targets.dtype) - targets).square().mean(dim=(1, 2))
-
-
-def reconstruction(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-                   visible: Tensor) -> Tensor:
-    """The objective, a scalar: the mean loss of a micro-batch. scales: as of `cross_entropy`."""
-    return forward(images, *scales, visible=visible).mean()

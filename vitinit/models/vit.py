@@ -70,7 +70,7 @@ class VisionTransformer(Classifier):
     mlp: "gelu", or "swiglu", whose hidden layer has mlp_ratio · embed_dim channels, too.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
         mean of both heads' logits (arXiv 2012.12877, §4). `forward(…, apart=True)` returns
-        them apart, for training with a teacher (train/distill.py).
+        them apart, for training with a teacher (tasks/distillation.py).
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first.

@@ -31,13 +31,14 @@ from ..data.pipeline import EvaluationBatches
 from ..data.sources import ImageFiles, Source, class_indices
 from ..recipe.files import RecipeError, overrides
 from ..runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
+from ..runs.load import Saved, open_saved
 from ..runs.model import compiled
-from ..runs.saved import Saved, open_saved
+from ..tasks.labels import evaluate
 from ..train import distributed
 from ..train.device import memory_for
 from ..train.distributed import Processes
-from ..train.engine import evaluate, set_precision
 from ..train.interruption import StopRequest
+from ..train.loop import set_precision
 from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.results import Finding, print_results
 

@@ -37,9 +37,9 @@ from ..base.messages import ProgressBar, counted, say
 from ..recipe.files import RecipeError, load_recipe, overrides
 from ..runs.folder import RunFolder
 from ..runs.resume import DONE, begun_amp, require_same_recipe, task_in
+from ..runs.watching import Watchers
 from ..train.device import cores, fastest_amp, this_device
 from ..train.interruption import StopRequest
-from ..watch.live import require_loggers
 from .shared.command_line import Parser, integer, run_program
 from .shared.records import read_run, read_runs
 from .shared.results import compare_runs
@@ -102,7 +102,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trust-teacher", action="store_true",
                         help="read a teacher that is a program (.pt2), which can execute any code")
     args = parser.parse_args(arguments)
-    require_loggers(args.log)
+    Watchers(args.log)                               # or an error, before any run
     return args
 
 

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..base.files import parse_toml, read_bytes
 from ..base.messages import OneLineError, in_brief, nearest, ran_out_of_memory
+from ..base.table import find
 from ..base.values import ReadOnly, accepted_values, convert, plain, show, to_toml
 from ..init import GIVEN, init_function, stated_family
 from ..models import MODELS, model_class
+from ..tasks import TASKS
 from ..train.optim import NO_TEACHER
-from .sections import SECTIONS, TASKS, VERSION, Recipe, contradictions
+from .sections import SECTIONS, VERSION, Recipe, contradictions
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -145,7 +147,8 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
     model["options"] = _options("model", model["name"], model_class(family).__init__,
                                 sizes | model["options"], origin)
     task = sections["task"]
-    task["options"] = _options("task", task["name"], TASKS[task["name"]], task["options"], origin)
+    task["options"] = _options("task", task["name"], find(TASKS[task["name"]]).takes,
+                               task["options"], origin)
     if checks_init:
         try:
             function = init_function(init["name"], stated_family(model["name"], model["options"]))

@@ -4,22 +4,20 @@ Sections that a module takes as they are stand in that module, such as `Optim` i
 """
 
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
+from ..base.table import find
 from ..base.values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction,
                            NonNegative, Proportion, Size, flat, plain, to_toml)
 from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
-from ..models.masked_autoencoder import MaskedAutoencoder
+from ..tasks import TASKS, Task
 from ..train.optim import Distill, Optim, Schedule
 
-# What is learned → the function whose keyword-only arguments are its options.
-TASKS: dict[str, Callable[..., Any]] = {"classify": lambda: None,
-                                        "reconstruct": MaskedAutoencoder.__init__}
 VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one
 Seed = Annotated[int, Bounds(minimum=0, below=2**63)]
 Deviation = Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
@@ -80,10 +78,15 @@ class InitSection:
 
 @dataclass(frozen=True)
 class TaskSection:
-    """What is learned: the images' classes, or to reconstruct patches of them that are hidden."""
+    """What is learned, by its name in `vitinit.tasks.TASKS`."""
 
     name: Annotated[str, Literal[tuple(TASKS)]]
-    options: Mapping[str, Any]                      # keyword arguments of the task's module
+    options: Mapping[str, Any]                      # keyword arguments of what the task takes
+
+    @property
+    def kind(self) -> type[Task]:
+        """The task's class; a teacher makes another one of it, see runs/model.py."""
+        return find(TASKS[self.name])
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,6 @@ MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.c
 def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
     """Yield values that contradict each other: their keys, and what is expected of the first."""
     data, schedule, ema, peak = recipe.data, recipe.schedule, recipe.ema, recipe.optim.peak_lr
-    learns_classes = recipe.task.name == "classify"
     of_peak = "optim.base_lr optim.lr_scaling optim.global_batch"
     no_more, no_average = f"at most the learning rate's peak, {peak:g}", "no moving average is kept"
     for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
@@ -192,16 +194,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
             (schedule.min_lr > peak, f"schedule.min_lr {of_peak}", no_more),
             (recipe.distill.weights and not recipe.distill.teacher,
              "distill.weights distill.teacher", "none, as there is no teacher"),
-            (learns_classes and data.name == "images", "data.name task.name",
-             "another one, such as image_folder: these have no classes"),
-            (not learns_classes and MODELS[recipe.model.name][0] != "vit", "model.name task.name",
-             "a ViT, which need not see all patches"),
-            (not learns_classes and recipe.mix.mixes, "mix.probability task.name", "0.0"),
-            (not learns_classes and recipe.distill.teacher, "distill.teacher task.name",
-             "none, as there are no classes"),
-            (not learns_classes and recipe.optim.train == "head", "optim.train task.name", "all"),
-            (not learns_classes and recipe.checkpoint.best_by != "val_loss",
-             "checkpoint.best_by task.name", "val_loss"),
             (recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"),
              "optim.train model.name", "all, as the BatchNorm below would go on changing"),
             (ema.warmup and not ema.decay, "ema.warmup ema.decay", f"false, as {no_average}"),
@@ -212,3 +204,5 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
              "none after the last epoch")]:
         if wrong:
             yield keys.split(), expected
+    for keys, expected in recipe.task.kind.contradictions(recipe):
+        yield keys.split(), expected

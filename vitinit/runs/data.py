@@ -19,11 +19,11 @@ from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
 from ..models.layers import patch_grid, to_pair
-from ..models.masked_autoencoder import visible_patches
 from ..recipe.files import building
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import Processes
 from .folder import RunFolder, image_digests
+from .model import task_of
 
 
 def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]:
@@ -103,12 +103,12 @@ def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
 
 def masks_of(recipe: Recipe) -> Masks | None:
     """How the patches of images are masked by [task]; None if a model sees all of them."""
-    if recipe.task.name == "classify":
+    if not recipe.task.kind.hides_patches:
         return None
     with building(f"recipe {recipe.name}", "task"):
         grid = patch_grid(recipe.data.image_size, to_pair(recipe.model.options["patch_size"]))
         patches = grid[0] * grid[1]
-        return Masks(patches, visible_patches(patches, recipe.task.options["mask_ratio"]))
+        return Masks(patches, task_of(recipe).visible(patches))
 
 
 def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,

@@ -1,30 +1,20 @@
-"""The model of a run: built, initialised or read from a checkpoint, and wrapped to be trained."""
+"""The model of a run: built, for its task, and wrapped to be trained."""
 
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.datasets import DATA_SETS
-from ..data.sources import Source
-from ..init import family_of, init_weights, reads_images
-from ..init.baseline import default
 from ..models import build_model
 from ..models.layers import Classifier
-from ..models.masked_autoencoder import MaskedAutoencoder
-from ..models.vit import VisionTransformer
 from ..recipe.files import building
 from ..recipe.sections import Recipe
+from ..tasks import Task
 from ..train.distributed import Processes
-from ..train.metrics import Progress
-from ..train.optim import freeze_below_head, optimizer_for
-from ..train.state import Ema, TrainState
-from ..watch.mass import measure_mass
-from .data import training_views
-
-INIT_IMAGES = 512               # training images that an init may read
+from ..train.state import TrainState
 
 
 def build(recipe: Recipe, source: str = "") -> Classifier:
@@ -40,67 +30,15 @@ def without_data(recipe: Recipe) -> Recipe:
                      or DATA_SETS[recipe.data.name].num_classes or 2)
 
 
-def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torch.Generator:
-    """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed, which
-    is returned. source: the training images, of which some inits read INIT_IMAGES; None: there are
-    none. Raises RecipeError, and DataError for an image that cannot be read.
-    """
-    init = recipe.init
-    with building(f"recipe {recipe.name}", "init"):
-        images = (training_views(recipe, source, INIT_IMAGES)
-                  if source is not None and not init.checkpoint    # which replaces what they show
-                  and reads_images(init.name, family_of(model)) else None)
-        generator = torch.Generator().manual_seed(recipe.run.seed)
-        init_weights(model, init.name, **init.options, images=images, generator=generator)
-    return generator
+def task_of(recipe: Recipe, classes: Sequence[str] = ()) -> Task:
+    """What the recipe learns, but for a teacher. classes: the names of those in the data."""
+    return recipe.task.kind(classes, recipe.task.options)
 
 
-def for_task(classifier: Classifier, recipe: Recipe) -> Classifier | MaskedAutoencoder:
-    """What the recipe trains: the classifier, or what reconstructs images, with its decoder."""
-    if recipe.task.name == "classify":
-        return classifier
+def trained_model(task: Task, classifier: Classifier, recipe: Recipe) -> nn.Module:
+    """What is trained: the classifier, or what holds it, such as one that reconstructs images."""
     with building(f"recipe {recipe.name}", "task"):
-        return MaskedAutoencoder(cast(VisionTransformer, classifier), **recipe.task.options)
-
-
-def initial_state(recipe: Recipe, processes: Processes, train_set: Source | None = None,
-                  saved: dict[str, Any] | None = None, path: Path = Path()
-                  ) -> tuple[TrainState, list[str]]:
-    """The state that training starts from, and lines for the terminal about it.
-
-    In a new run the weights are those of the init, or of the checkpoint that the recipe names. All
-    processes take the main one's, before the moving average copies them.
-
-    train_set: the training images, which some inits read, if they are there.
-    saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
-    """
-    classifier, notes = build(recipe), []
-    model = for_task(classifier, recipe)
-    if saved is None:
-        with processes.together():
-            generator = initialise(classifier, recipe, train_set)
-            if isinstance(model, MaskedAutoencoder):
-                default(model.decoder, generator=generator)
-            if recipe.init.checkpoint:
-                from .saved import fine_tune
-                notes = fine_tune(classifier, recipe, [*map(str, train_set.classes)]
-                                  if train_set and model is classifier else [])
-            elif processes.is_main and train_set is not None:
-                notes = measure_mass(classifier, recipe, train_set)
-    model.to(processes.device).to(memory_format=(
-        torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
-    if saved is None:
-        processes.share(model)
-    if recipe.optim.train == "head":
-        freeze_below_head(model)
-    with building(f"recipe {recipe.name}", "optim"):
-        optimizer = optimizer_for(model, recipe.optim)
-    scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
-    ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
-    state = TrainState(model, optimizer, scaler, ema, Progress())
-    if saved is not None:
-        state.load_state_dict(saved, path)
-    return state, notes
+        return task.model(classifier)
 
 
 def wrap_models(state: TrainState, recipe: Recipe, processes: Processes

@@ -26,7 +26,7 @@ from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..train.checkpoint import CheckpointError
 from ..train.device import fastest_amp
 from ..train.distributed import Processes
-from ..train.engine import AMP_DTYPES
+from ..train.loop import AMP_DTYPES
 from .folder import RunFolder
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest

@@ -3,7 +3,6 @@
 import math
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from ..data.pipeline import Data
 from ..data.sources import ImageFiles
 from ..recipe.files import building
 from ..recipe.sections import Recipe
+from ..tasks import Task
 from ..train.device import describe_device, fastest_amp
 from ..train.distributed import Processes
 from ..train.state import TrainState
@@ -128,15 +128,13 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
     return lines + faster_amp(recipe.engine.amp, device)
 
 
-def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
-    """What a dry run says of a forward pass, and of what a `LearnFromTeacher`'s adds, if any."""
+def rehearsal(recipe: Recipe, data: Data, state: TrainState, task: Task) -> str:
+    """What a dry run says of a forward pass, and of what the task costs beside it."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         views = data.val_batches if len(data.val_set) else [
             micro_batch.prepare() for micro_batch in next(data.train_batches.steps(0))[1][:1]]
         images, targets = (part[:REHEARSED_IMAGES] for part in next(iter(views)))
-        masked = {} if recipe.task.name == "classify" else {"visible": targets}
-        output = state.model.eval()(images, **masked)                    # (B, K), or (B,)
-        cost = f"{teacher.cost(images)}\n" if teacher else ""
-    name = "losses of hidden patches" if masked else "logits"
+        name, output = task.rehearsed(state.model.eval(), images, targets)
+        cost = task.cost(images)
     return (f"{cost}dry run: images {tuple(images.shape)} → {name} {tuple(output.shape)}; nothing "
             "was written; --read-images decodes all images, and lists those that cannot be read")

@@ -20,11 +20,11 @@ from ..data.datasets import imagenet_wnids
 from ..data.images import DataError
 from ..data.sources import are_names, class_indices
 from ..recipe.sections import Recipe
+from ..tasks.distillation import Distillation, Teacher
 from ..train.checkpoint import model_state
-from ..train.distill import LearnFromTeacher, Teacher
-from ..train.transfer import load_exactly
 from .checkpoints import read_checkpoint
 from .trained import Weights, load
+from .transfer import load_exactly
 
 TORCHVISION = "torchvision:"
 
@@ -92,12 +92,12 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *
 
 
 def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *,
-                       trusted: bool = False) -> LearnFromTeacher:
-    """A micro-batch's loss with the recipe's teacher; arguments and errors as of `open_teacher`."""
+                       trusted: bool = False) -> Distillation:
+    """The task of a recipe with a teacher; arguments and errors as of `open_teacher`."""
     data = recipe.data
-    return LearnFromTeacher(
-        open_teacher(recipe, classes, device, trusted=trusted), recipe.distill, mean=data.mean,
-        std=data.std, size=data.image_size, device=device,
+    return Distillation(
+        classes, open_teacher(recipe, classes, device, trusted=trusted), recipe.distill,
+        mean=data.mean, std=data.std, size=data.image_size, device=device,
         two_heads=recipe.model.options.get("distilled", False), compile=recipe.engine.compile)
 
 

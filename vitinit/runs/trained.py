@@ -20,7 +20,7 @@ from ..recipe.files import overrides as recipe_changes
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError
 from .data import as_input, evaluation_view
-from .saved import open_saved
+from .load import open_saved
 
 VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a run's own recipe, `load` can change
 BATCH = 64                                           # images per forward pass in `predict_batch`

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..recipe.sections import Recipe
+from ..runs.watching import Watcher
 from ..train.device import cores
+from ..train.distributed import Processes
 from ..train.metrics import Pace
 
 NOTEWORTHY = 0.1                # share of the time

@@ -8,7 +8,7 @@ norms, or how images are prepared. Some projects write this into files beside th
 
 `read_description` reads them into changes of a recipe; `preprocessor_config` writes the second.
 What no file states is assumed from the recipe, and `assumptions` says what that is. Fine-tuning
-keeps to its own recipe; `differences` compares it with them, or with the checkpoint's recipe.
+keeps to its own recipe, which runs/start.py compares with them.
 """
 
 import re
@@ -17,25 +17,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL.Image import Resampling
+from torch import Tensor
 
 from ...base.files import FileError, parse_json, read_bytes
 from ...base.messages import in_brief
-from ...base.values import Count, Size, convert, flat, plain, to_toml
+from ...base.values import Count, Size, convert, to_toml
 from ...models.layers import hidden_width
 from ...recipe.sections import Recipe
 from ...runs.checkpoints import FOREIGN_WEIGHTS
+from ...runs.start import FUNCTION, PREPARATION
 from ...train.checkpoint import CheckpointError
 from .libraries import SWIN_OPTIONS, VIT_OPTIONS
+from .names import native_tensors
 
 # Whole words of a model's name whose models have our tensors, but compute something else.
 ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")
 TRAPS = ROTARY | {"rpn": "norms after attention and MLP in place of before them"}
 RESAMPLE: dict[object, str] = {way.value: way.name.lower() for way in Resampling}
-# Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
-FUNCTION = tuple(f"model.options.{key}" for key in (
-    "num_heads", "norm_eps", "activation", "alpha", "reads", "input_pos_embed", "logit_scale",
-    "rope_frequencies", "rope_base", "rope_coordinates"))
-PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
+# Keys of a recipe that no tensor shows.
 UNSEEN = (*FUNCTION, *(f"model.options.{key}" for key in ("pool", "pos_embed", "window_size")),
           "data.image_size", *PREPARATION)
 # The architectures of transformers that load: model_type → names of classes.
@@ -64,6 +63,32 @@ class ForeignConfig(NamedTuple):
     recipe: str                 # for all that they do not say; "": they do not say the model
     values: Mapping[str, Any]   # for keys of that recipe
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
+
+
+class Reader:
+    """How a checkpoint is read for models of this package: see `READERS` in runs/load.py.
+
+    `config` is what files of another project beside it say, or None. Raises CheckpointError as
+    `read_description`.
+    """
+
+    def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
+        self.path, self.state, self.is_ours = path, state, "recipe" in state
+        self.config = None if self.is_ours else read_description(path)
+
+    def native(self, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
+               ) -> dict[str, Tensor]:
+        """Its tensors under this package's names, as a model with these options has them."""
+        if not self.is_ours:
+            require_known(self.path, self.state.get("arch", ""),
+                          rotary="rope" in options.get("pos_embed", ""))
+        return native_tensors(tensors, options)
+
+    def assumptions(self, recipe: Recipe, *, files: bool = True) -> str:
+        """A line on what is assumed of a model that has this recipe. files: those beside the
+        checkpoint were read into it.
+        """
+        return assumptions(recipe, self.config if files else None)
 
 
 def read_description(path: Path) -> ForeignConfig | None:
@@ -216,31 +241,6 @@ def assumptions(recipe: Recipe, description: ForeignConfig | None) -> str:
     source = f"recipe {recipe.name}" + (f" and {description.file.name}" if description else "")
     return (f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no other "
             f"activation is named ({source})")
-
-
-def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list[str]:
-    """A line for the summary if images were prepared for a checkpoint otherwise than by the recipe.
-    stated: what `source`, of the checkpoint, says of it by keys of a recipe. Raises CheckpointError
-    if it computes another function than the recipe's model, which no tensor shows.
-    """
-    stated = {key: plain(value) for key, value in flat(stated).items()}
-    place = "model.options.pos_embed"
-    # Positions may be replaced in fine-tuning, but no tensor shows if queries and keys are turned.
-    turned = {"rope" in str(keys[place]) for keys in (stated, recipe.keys) if place in keys}
-    compared = (*FUNCTION, *([place] if len(turned) > 1 else []), *PREPARATION)
-    equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}" for key in compared
-             if isinstance(stated.get(key), (int, float, str, list))
-             and recipe.keys.get(key, stated[key]) != stated[key]}
-    for key in (*FUNCTION, place):
-        if key in equal:
-            raise CheckpointError(f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
-                                  f"recipe {recipe.keys[key]}, and no tensor would show it; "
-                                  f"expected {equal[key]}")
-    way = stated.get("eval.interpolation")
-    if way in RESAMPLE.values() and way not in ("bilinear", "bicubic"):
-        equal["eval.interpolation"] = f"(eval.interpolation has no {way})"
-    return [f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
-            f"{' '.join(equal.values())}"] if equal else []
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...interop.weights.libraries import counterpart
 from ...models import MODELS
 from ...models.layers import Classifier, draw_drop_path
-from ...models.masked_autoencoder import MaskedAutoencoder, reconstruction
+from ...models.masked_autoencoder import MaskedAutoencoder
 from ...recipe.files import building
 from ...recipe.sections import Recipe
-from ...runs.model import build, compiled, for_task, without_data
+from ...runs.model import build, compiled, task_of, trained_model, without_data
 from ...runs.teacher import learn_from_teacher
+from ...tasks.labels import cross_entropy
+from ...tasks.reconstruction import reconstruction
 from ...train.device import forget_peak, matrix_rate, peak_gib
-from ...train.engine import AMP_DTYPES, autocast, cross_entropy
+from ...train.loop import AMP_DTYPES, autocast
 from ...train.metrics import training_flops
 from ...train.optim import hidden_matrices
 from ...watch.slowness import bound_of
@@ -63,18 +65,19 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     assert isinstance(model, (Classifier, MaskedAutoencoder))        # the recipe's
     labelled, rates = synthetic_batch(recipe, batch, device), model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
-    classes = [*map(str, range(recipe.data.num_classes))]
-    objective: Callable[..., Tensor] = (
-        learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else cross_entropy)
+    task = task_of(recipe)
+    if recipe.distill.teacher:
+        classes = [*map(str, range(recipe.data.num_classes))]
+        task = learn_from_teacher(recipe, classes, device)
     part = labelled
     if isinstance(model, MaskedAutoencoder):
-        objective, part = reconstruction, (labelled[0], first_patches(model, labelled[0]))
+        part = labelled[0], first_patches(model, labelled[0])
 
-    def engine(objective: Callable[..., Tensor] = objective, images: int = batch) -> None:
+    def engine(loss: Callable[..., Tensor] = task.loss, images: int = batch) -> None:
         some = part[0][:images], part[1][:images]
         train_on(state, [given_step(number, [some]) for number in range(count)], forward=forward,
                  drop_path=drop_path, amp=amp, clip_norm=recipe.optim.clip_norm,
-                 objective=objective)
+                 loss=loss)
     engine()
     if device.type == "cuda":
         forget_peak(device)
@@ -100,7 +103,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     if not recipe.engine.compile:                    # would compile again, for another size
         loops["few"] = lambda: engine(images=few)
     if recipe.distill.teacher:
-        loops["alone"] = lambda: engine(objective=cross_entropy)
+        loops["alone"] = lambda: engine(loss=cross_entropy)
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
     flops = batch * training_flops(model, batch, recipe.data.image_size) / second
@@ -194,7 +197,9 @@ def memory_row(recipe: Recipe, card_gib: float) -> Row:
     by the operations that PyTorch uses on a CPU.
     """
     with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
-        model = for_task(build(without_data(recipe)), recipe).train()
+        recipe = without_data(recipe)
+        model = trained_model(task_of(recipe), build(recipe), recipe).train()
+        assert isinstance(model, (Classifier, MaskedAutoencoder))
         # In bf16 `attend` calls no fused kernel on a CPU; fp16 has as many bytes.
         amp = recipe.engine.amp.replace("bf16", "fp16")
         two, four = (saved_bytes(model, torch.zeros(count, 3, *recipe.data.image_size), amp)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from ...data.pipeline import MicroBatch
 from ...recipe.files import load_recipe, overrides
 from ...recipe.sections import Recipe
-from ...runs.model import initial_state, wrap_models
+from ...runs.model import wrap_models
+from ...runs.start import initial_state
+from ...tasks.labels import cross_entropy
 from ...train.device import fastest_amp, keep_freed_memory
 from ...train.distributed import Processes
-from ...train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ...train.interruption import StopRequest
+from ...train.loop import set_precision, train_epochs, tune_convolutions
 from ...train.metrics import StepRow
 from ...train.state import TrainState
 from ..shared.results import table
@@ -119,7 +121,7 @@ class GivenSteps:
     state: TrainState
     forward: nn.Module
     given: Iterable[tuple[int, Sequence[Any]]]
-    objective: Callable[..., Tensor] = cross_entropy
+    loss: Callable[..., Tensor] = cross_entropy
     learning_rate: Callable[[int], float] = lambda step: 1e-4
     drop_path: Callable[[int], Tensor | None] = lambda step: None
     amp: str = "off"

@@ -14,7 +14,7 @@ from ...models.layers import patches_of
 from ...models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, take
 from ...recipe.sections import DataSection
 from ...runs.data import evaluation_view, masks_of
-from ...runs.saved import open_saved
+from ...runs.load import open_saved
 from ..shared.plot import FigureError, pyplot, save
 
 COLUMNS = ("photograph", "what the encoder sees", "reconstruction")

@@ -16,10 +16,10 @@ from ...data.images import DataError
 from ...data.sources import ImageFiles
 from ...recipe.files import load_recipe
 from ...runs.data import evaluation_batches, own_set, require_same_images
-from ...runs.saved import open_saved
+from ...runs.load import open_saved
 from ...train.checkpoint import CheckpointError
 from ...train.device import this_device
-from ...train.engine import autocast
+from ...train.loop import autocast
 from ...train.metrics import balanced_accuracy
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step
 from ..shared.groups import CAME_OR_WENT, Group, group_runs
@@ -150,7 +150,7 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: P
     if not path.is_dir():
         raise CheckpointError(f"{path}: an archive holds no weights")
     saved = open_saved(path)
-    if saved.recipe.task.name != "classify":
+    if not saved.recipe.task.kind.learns_classes:
         raise CheckpointError(f"{path}: learned no classes")
     recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
     data_set = own_set(recipe.data)

@@ -17,8 +17,9 @@ from ...recipe.files import RecipeError, load_recipe, overrides
 from ...recipe.sections import Recipe
 from ...runs.data import as_input, evaluation_view, open_training_set
 from ...runs.folder import RunFolder
-from ...runs.model import build, initialise, without_data
-from ...runs.saved import open_saved
+from ...runs.load import open_saved
+from ...runs.model import build, without_data
+from ...runs.start import initialise
 from ...train.checkpoint import CheckpointError
 from ..shared.plot import FigureError
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 import vitinit
-from vitinit.train.distill import LearnFromTeacher, Teacher
+from vitinit.tasks.distillation import Distillation, Teacher
 from vitinit.train.distributed import Processes
 from vitinit.train.optim import Distill
 
@@ -48,10 +48,10 @@ class Linear(nn.Module):
 
 
 def learning(distill: Distill, *, two_heads: bool = False, mean=MEAN, std=STD,
-             size: tuple[int, int] | None = (8, 12)) -> LearnFromTeacher:
+             size: tuple[int, int] | None = (8, 12)) -> Distillation:
     teacher = Teacher(Linear(int(np.prod(size or (8, 12)))), mean, std, size, "digest", "given")
-    return LearnFromTeacher(teacher, distill, mean=MEAN, std=STD, size=(8, 12), two_heads=two_heads,
-                            device=CPU)
+    return Distillation((), teacher, distill, mean=MEAN, std=STD, size=(8, 12),
+                        two_heads=two_heads, device=CPU)
 
 
 @pytest.mark.parametrize("two_heads", [False, True])
@@ -64,7 +64,7 @@ def test_losses_are_deits_and_each_head_of_a_distilled_student_has_its_own_teach
     objective, images = learning(settings(kind), two_heads=two_heads), seeded(7, 3, 8, 12).double()
     objective.teacher.model.double()
     targets = seeded(7, 5, seed=3).double().softmax(1)
-    loss = objective(student, images, (), targets)
+    loss = objective.loss(student, images, (), targets)
     heads = student(images, apart=True).unbind(1) if two_heads else [student(images)] * 2
     of_labels, of_teacher = (head.detach().numpy() for head in heads)
     base = -(targets.numpy() * log_softmax(of_labels)).sum(1).mean()
@@ -91,11 +91,11 @@ def test_logits_that_are_not_finite_end_training_and_are_named():
     objective, images = learning(settings("hard")), seeded(7, 3, 8, 12)
     student = nn.Sequential(nn.Flatten(), nn.Linear(3 * 96, 5))
     targets = torch.eye(5)[torch.arange(7) % 5]
-    assert objective(student, images, (), targets).isfinite()
+    assert objective.loss(student, images, (), targets).isfinite()
     assert objective.fault(ALONE) == ""
     broken = images.clone()
     broken[4, 0, 0, 0] = torch.inf
     objective.teacher.model.forward = lambda seen: seen.flatten(1)[:, :5]
-    assert objective(lambda seen: torch.zeros(7, 5), broken, (), targets).isnan()
-    assert objective(lambda seen: torch.zeros(7, 5), images, (), targets).isfinite()
+    assert objective.loss(lambda seen: torch.zeros(7, 5), broken, (), targets).isnan()
+    assert objective.loss(lambda seen: torch.zeros(7, 5), images, (), targets).isfinite()
     assert "the teacher's logits are infinite or NaN" in objective.fault(ALONE)  # once is enough

@@ -7,20 +7,21 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from ..base.messages import nearest
+from ..base.table import find
 from ..base.values import Size, convert, show
-from ..data.sources import are_names, rows_by_name
-from ..interop.weights import readers
-from ..interop.weights.names import native_tensors
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..recipe.files import Override, RecipeError, building, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.device import fastest_amp, this_device
-from ..train.transfer import load_exactly, start_from
-from .checkpoints import BOXED, published, read_checkpoint
+from .checkpoints import BOXED, read_checkpoint
 from .folder import RunFolder
-from .model import build, for_task
+from .model import build, task_of
+from .transfer import load_exactly, start_from
+
+# Who knows the names and files of other projects, by what a checkpoint holds.
+READERS = {"tensors": ".interop.weights.readers:Reader"}
 
 
 class Saved(NamedTuple):
@@ -30,7 +31,7 @@ class Saved(NamedTuple):
     state: dict[str, Any]       # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
     size: tuple[int, int]       # (height, width) of the images that the model is to take
-    description: readers.ForeignConfig | None   # of another project's files beside it
+    reader: Any                 # of its tensors, and of another project's files beside it
 
     @property
     def name(self) -> str:
@@ -45,7 +46,8 @@ class Saved(NamedTuple):
     @property
     def classes(self) -> Sequence[str] | None:
         """The class of each logit, in order; None if neither checkpoint nor files name them."""
-        return self.state.get("classes") or (self.description and self.description.classes)
+        config = self.reader.config
+        return self.state.get("classes") or (config and config.classes)
 
     @property
     def weights(self) -> list[str]:
@@ -75,30 +77,29 @@ class Saved(NamedTuple):
 
     def autoencoder(self) -> MaskedAutoencoder:
         """The whole model of a run that reconstructs images, with its decoder; see `model`."""
-        model = cast(MaskedAutoencoder, for_task(build(self.recipe), self.recipe))
+        model = cast(MaskedAutoencoder, task_of(self.recipe).model(build(self.recipe)))
         load_exactly(model, model_state(self.state, self.path), self.path)
         return model
 
     def tensors(self, weights: str) -> dict[str, Tensor]:
         """The weights "model" or "ema" under this package's names; see `model_state`."""
-        options = self.recipe.model.options
-        if not self.brings_recipe:
-            readers.require_known(self.path, self.state.get("arch", ""),
-                                  rotary="rope" in options.get("pos_embed", ""))
         with building(str(self.path), "model"):
             tensors = model_state(self.state, self.path, weights)
-            tensors = native_tensors(without_decoder(tensors) if self.brings_recipe else tensors,
-                                     options)
+            if self.brings_recipe:
+                tensors = without_decoder(tensors)
+            tensors = self.reader.native(tensors, self.recipe.model.options)
         if self.classes and rows_of(tensors) not in (0, len(self.classes)):
             raise CheckpointError(f"{self.path}: names {len(self.classes)} classes, and its "
                                   f"classifier has {rows_of(tensors)} rows")
         return tensors
 
-    def assumptions(self, weights: str = "model") -> str:
-        """A line on what is assumed of the model of a checkpoint that contains no recipe."""
+    def assumptions(self, weights: str = "model", *, files: bool = True) -> str:
+        """A line on what is assumed of the model of a checkpoint that contains no recipe. files:
+        those beside it were read into the recipe.
+        """
         prefix, _ = without_prefix(stored_tensors(self.state, self.path, weights))
         without = f"'{prefix}' taken off the names; " if prefix else ""
-        return without + readers.assumptions(self.recipe, self.description)
+        return without + self.reader.assumptions(self.recipe, files=files)
 
 
 def without_decoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -115,14 +116,14 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
                  if name in ("head.weight", "head.fc.weight") and value.ndim), 0)
 
 
-def _open(path: Path) -> tuple[Path, dict[str, Any], readers.ForeignConfig | None]:
-    """The file of a checkpoint, its contents, and what files of another project beside it say."""
+def open_file(path: Path) -> tuple[Path, dict[str, Any], Any]:
+    """The file of a checkpoint, its contents, and its reader."""
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(path, mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     if not isinstance(state.get("recipe", {}), Mapping):
         raise CheckpointError(f"{path}: its 'recipe' is {show(state['recipe'])}, expected a table")
-    return path, state, None if "recipe" in state else readers.read_description(path)
+    return path, state, find(READERS["tensors"])(path, state)
 
 
 def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),
@@ -137,7 +138,8 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe, or two
     of them, or a value is invalid.
     """
-    path, state, description = _open(path)
+    path, state, reader = open_file(path)
+    description = reader.config
     if "recipe" in state:
         if recipe is not None:
             raise RecipeError(f"{path}: brings its own recipe; the recipe {recipe} that was given "
@@ -158,7 +160,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         stated = [Override(key, value, str(description.file))
                   for key, value in description.values.items()] if description else []
         resolved = load_recipe(recipe, [*stated, *changes])
-    if not resolved.data.num_classes and resolved.task.name == "classify":
+    if not resolved.data.num_classes and resolved.task.kind.learns_classes:
         raise RecipeError(f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
     if resolved.engine.amp == "auto":                # which a run's recipe never states
@@ -167,58 +169,4 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         size = convert(resolved.data.image_size if image_size is None else image_size, Size)
     except TypeError as error:
         raise RecipeError(f"the image size is {error}") from None
-    return Saved(path, state, resolved, size, description)
-
-
-def fine_tune(model: Classifier, recipe: Recipe, classes: Sequence[str] = ()) -> list[str]:
-    """Start a run from the weights of init.checkpoint: load them into `model`, as initialised.
-    classes: the names of the run's classes, if it has any. Returns lines for the summary. Raises
-    CheckpointError if the checkpoint does not fit, or computes another function.
-    """
-    weights = published(recipe.init.checkpoint)
-    if weights and weights.model != recipe.model.name:
-        raise CheckpointError(f"init.checkpoint = {recipe.init.checkpoint}, of a {weights.model}, "
-                              f"with model.name = {recipe.model.name}; expected --set "
-                              f"model.name={weights.model}")
-    path, state, description = _open(Path(recipe.init.checkpoint))
-    saved = Saved(path, state, recipe, recipe.data.image_size, description)
-    stated = description.values if description else state.get("recipe", {})
-    differences = readers.differences(stated, recipe, description.file if description else path)
-    kind, grid = recipe.init.checkpoint_weights, state.get("grid")
-    if description and "data.image_size" in stated:  # in patches as large as the model's
-        grid = tuple(side * count // pixels for side, count, pixels in zip(
-            stated["data.image_size"], model.grid, saved.size))
-    tensors = saved.tensors(kind)
-    rows, words = _classifier_rows(saved, tensors, classes or [*map(str, range(model.num_classes))])
-    transfer = start_from(model, tensors, path, grid, rows)
-    notes = [f"start   {recipe.init.checkpoint}: {transfer}", f"head    {words}"]
-    if recipe.task.name == "reconstruct":
-        notes[1] = "decoder as drawn: none is read from a checkpoint"
-    if not saved.brings_recipe:                      # all is assumed from the run's
-        notes.append(f"note    {saved._replace(description=None).assumptions(kind)}")
-    return notes + differences
-
-
-def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Sequence[str]
-                     ) -> tuple[list[int | None], str]:
-    """For each class of a run the row of the classifiers that it starts from, or None for the
-    init's; and in words. saved: with the run's recipe.
-    """
-    choice, known = saved.recipe.init.checkpoint_head, saved.classes
-    wanted, count = len(classes), rows_of(tensors)
-    if not count:
-        why = "the checkpoint has none"
-    elif choice == "drop":
-        why = "init.checkpoint_head is drop"
-    elif choice == "match" and are_names(known) and are_names(classes):
-        rows = list(map(rows_by_name(known).get, classes))
-        lost = rows.count(None)
-        return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
-    elif count != wanted:
-        why = f"the checkpoint's has {count} rows, and {wanted} are expected"
-    elif choice == "match" and saved.recipe.data.name != "imagenet":
-        why = ("not all classes have names; if they are the same, init.checkpoint_head=keep takes "
-               f"its {count} rows")
-    else:
-        return [*range(count)], f"all {count} rows, taken for the same classes"
-    return [None] * wanted, f"as drawn: {why}"
+    return Saved(path, state, resolved, size, reader)

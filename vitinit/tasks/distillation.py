@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .distributed import Processes
-from .optim import Distill
+from ..train.distributed import Processes
+from ..train.optim import Distill
+from .labels import Labels
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, distill: Distill) -> Ten
     return total * distill.tau**2 / student.numel()
 
 
-class LearnFromTeacher:
+class Distillation(Labels):
     """The objective (1 − α) · cross-entropy with the targets + α · `distillation_loss`.
 
     The teacher reads the student's views: normalised anew for another mean and std, and resized,
@@ -46,10 +47,12 @@ class LearnFromTeacher:
     logits are infinite or NaN the loss becomes NaN, which ends training, and `fault` says why.
     """
 
-    def __init__(self, teacher: Teacher, distill: Distill, *, mean: Sequence[float],
-                 std: Sequence[float], size: tuple[int, int], two_heads: bool,
-                 device: torch.device, compile: bool = False) -> None:
+    def __init__(self, classes: Sequence[str], teacher: Teacher, distill: Distill, *,
+                 mean: Sequence[float], std: Sequence[float], size: tuple[int, int],
+                 two_heads: bool, device: torch.device, compile: bool = False) -> None:
         """mean, std, size: of the student's images. two_heads: it is called with apart=True."""
+        super().__init__(classes)
+        self.digest = teacher.digest
         self.forward = torch.compile(teacher.model) if compile else teacher.model
         self.teacher, self.distill, self.two_heads = teacher, distill, two_heads
         self.size = None if teacher.size in (None, size) else teacher.size
@@ -73,9 +76,8 @@ class LearnFromTeacher:
         """The teacher's logits (B, K) float32 for the student's images (B, 3, H, W)."""
         return self.forward(self.inputs(images)).float()
 
-    def __call__(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-                 targets: Tensor) -> Tensor:
-        """The loss of one micro-batch, a scalar; see `engine.cross_entropy`."""
+    def loss(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
+             targets: Tensor) -> Tensor:
         teaching = self.logits(images)                                   # (B, K)
         if self.two_heads:
             of_labels, of_teacher = forward(images, *scales, apart=True).float().unbind(1)
@@ -88,20 +90,19 @@ class LearnFromTeacher:
                 + alpha * distillation_loss(of_teacher, teaching, self.distill))
         return torch.where(bad, torch.nan, loss)                     # argmax would hide it
 
-    def __str__(self) -> str:
-        """What is learned from whom, for the summary of a run."""
+    def notes(self) -> list[str]:
         weights = sum(value.numel() for value in self.teacher.model.state_dict().values())
         changes = "" if self.normalised_alike else "; views normalised by its own mean and std"
         changes += f"; views resized to {self.size[0]}×{self.size[1]}" if self.size else ""
         kind = ("decisions" if self.distill.kind == "hard" else
                 f"probabilities at temperature {self.distill.tau:g}")
-        return (f"{self.teacher.name}, {weights:,} weights ({self.teacher.digest}){changes}; "
+        return [f"teacher {self.teacher.name}, {weights:,} weights ({self.digest}){changes}; "
                 f"{'the second' if self.two_heads else 'the one'} head learns its {kind}, alpha "
-                f"{self.distill.alpha:g}")
+                f"{self.distill.alpha:g}"]
 
     @torch.no_grad()
     def cost(self, images: Tensor) -> str:
-        """A line on what the teacher's pass over the student's images (B, 3, H, W) costs."""
+        """See `Task.cost`: of the teacher's pass over the student's images (B, 3, H, W)."""
         with FlopCounterMode(display=False) as counter:
             self.teacher.model(self.inputs(images))
         self.logits(images)                          # compiles and warms up
@@ -111,7 +112,7 @@ class LearnFromTeacher:
         weights = sum(value.nbytes for value in self.teacher.model.state_dict().values())
         return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} "
                 f"GFLOP and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
-                "weights")
+                "weights\n")
 
     def fault(self, processes: Processes) -> str:
         """Words for bad logits of the teacher, the same on all processes; "" for none."""

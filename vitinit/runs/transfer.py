@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..base.messages import shortened
-from .checkpoint import CheckpointError
+from ..train.checkpoint import CheckpointError
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 

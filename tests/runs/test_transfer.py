@@ -15,10 +15,10 @@ import vitinit
 from vitinit.models.layers import sincos_position_embedding
 from vitinit.recipe.files import RECIPES, load_recipe, overrides
 from vitinit.runs.folder import save_atomically
-from vitinit.runs.saved import fine_tune
+from vitinit.runs.start import fine_tune
+from vitinit.runs.transfer import start_from
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.state import Ema
-from vitinit.train.transfer import start_from
 
 PATH = Path("runs/a/last.pt")
 WIDTH = 11

@@ -10,24 +10,22 @@ kernels: nothing within a step waits for a value from the device. Only every ten
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.messages import ProgressBar
 from .device import copy_to
 from .distributed import Processes, agreed
 from .interruption import StopRequest
-from .metrics import STEPS_PER_ROW, Diverged, Evaluation, Progress, StepRow
+from .metrics import STEPS_PER_ROW, Diverged, Progress, StepRow
 from .optim import set_learning_rate
 from .state import TrainState
 
 T = TypeVar("T")
-MOST_PAIRED = 1_000             # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -53,15 +51,6 @@ def autocast(device: torch.device, amp: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
 
 
-def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-                  targets: Tensor) -> Tensor:
-    """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
-
-    images: (B, 3, H, W); targets: (B, K), probabilities; scales: drop-path's (branches, B), or none
-    """
-    return F.cross_entropy(forward(images, *scales).float(), targets)
-
-
 class Training(Protocol):
     """What `train_epochs` trains, what it is told, and what it calls on the way: a `Run`, say."""
 
@@ -82,9 +71,9 @@ class Training(Protocol):
         images (B, 3, H, W) and targets (B, K), class probabilities, on the device.
         """
 
-    def objective(self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor],
-                  targets: Tensor, /) -> Tensor:
-        """The loss of a micro-batch, within autocast; see `cross_entropy`."""
+    def loss(self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor],
+             targets: Tensor, /) -> Tensor:
+        """The loss of a micro-batch, within autocast; see `Task.loss` in tasks/__init__.py."""
 
     def learning_rate(self, step: int, /) -> float: ...
     def drop_path(self, step: int, /) -> Tensor | None: ...      # scales (branches, global batch)
@@ -133,7 +122,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                     last = number == len(micro_batches)
                     with nullcontext() if last else keep_local():
                         with autocast(device, run.amp):
-                            loss = run.objective(run.forward, images, scales, targets)
+                            loss = run.loss(run.forward, images, scales, targets)
                         loss = loss / len(micro_batches)
                         state.scaler.scale(loss).backward()
                     step_loss += loss.detach()
@@ -207,79 +196,3 @@ def read_losses(state: TrainState, processes: Processes) -> None:
     norms = torch._foreach_norm(list(state.model.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Diverged(f"the weights after step {state.progress.step} are not finite")
-
-
-@torch.no_grad()
-def mean_losses(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-                objective: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
-                ) -> list[Evaluation]:
-    """As `evaluate`, of a run that learns no classes: the mean of its objective over images."""
-    totals = torch.zeros(len(models) + 1, dtype=torch.float64, device=processes.device)
-    for model in models:
-        model.eval()
-    for batch in agreed(batches, processes, stop):
-        if batch is not None:                        # else only other processes have images left
-            images, targets = batch
-            for index, model in enumerate(models):
-                with autocast(processes.device, amp):
-                    totals[index] += objective(model, images, (), targets) * len(images)
-            totals[-1] += len(images)
-    *losses, count = processes.sum(totals).tolist()
-    return [Evaluation(loss / count, None, None, int(count), [], [], [], None) for loss in losses]
-
-
-@torch.no_grad()
-def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-             num_classes: int, amp: str, processes: Processes, stop: StopRequest,
-             columns: Tensor | None = None) -> list[Evaluation]:
-    """Compute the exact loss and accuracy of each model in one pass over the images.
-
-    Each process counts its own images once; then the counts are summed over the processes. These
-    may have different numbers of batches, so a forward pass of `models` must not communicate, as
-    DistributedDataParallel does. All models are put into evaluation mode. Returns one Evaluation
-    per model, the same on all processes; ends as `agreed` does.
-
-    models: each maps images (B, 3, H, W) to logits (B, classes of the model).
-    batches: images (B, 3, H, W) and labels (B,) int64 in 0 … K − 1, on the device of `processes`.
-    num_classes: K; over MOST_PAIRED there is no confusion matrix. amp: "off", "bf16" or "fp16".
-    columns: the indices (K,) int64 of the logits that belong to classes 0 … K − 1; the others take
-        no part in ranking and softmax. None: the models have these classes, in this order.
-    """
-    device = processes.device
-    totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
-    hits, guessed = torch.zeros(2, len(models), num_classes, dtype=torch.int64, device=device)
-    counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
-    confusion = [torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
-                 for _ in models if num_classes <= MOST_PAIRED]
-    columns = None if columns is None else columns.to(device)
-    for model in models:
-        model.eval()
-    for batch in agreed(batches, processes, stop):
-        if batch is None:                            # only other processes have images left
-            continue
-        images, labels = batch
-        ones = torch.ones_like(labels)
-        for index, model in enumerate(models):
-            with autocast(device, amp):
-                logits = model(images)                               # (B, classes of the model)
-            if columns is not None:
-                logits = logits[:, columns]                          # (B, K)
-            logits = logits.float()
-            best = logits.topk(min(5, num_classes)).indices          # (B, 5)
-            ranked, guesses = best == labels[:, None], best[:, 0]
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            totals[index] += torch.stack([loss, ranked.sum()]).double()
-            hits[index].index_add_(0, labels, ranked[:, 0].long())
-            guessed[index].index_add_(0, guesses, ones)
-            if confusion:
-                confusion[index].view(-1).index_add_(0, labels * num_classes + guesses, ones)
-        counts.index_add_(0, labels, ones)
-    for numbers in (totals, hits, guessed, counts, *confusion):
-        processes.sum(numbers)
-    total = int(counts.sum())
-    matrices: list[Tensor | None] = [matrix.cpu() for matrix in confusion] or [None] * len(models)
-    return [Evaluation(loss / total, 100.0 * sum(right) / total,
-                       100.0 * top5 / total if num_classes > 5 else None, total, right,
-                       counts.tolist(), taken, matrix)
-            for (loss, top5), right, taken, matrix
-            in zip(totals.tolist(), hits.tolist(), guessed.tolist(), matrices)]

@@ -1,0 +1,167 @@
+"""What a run starts from: its init, or the weights of another run or project."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.values import flat, plain, to_toml
+from ..data.sources import Source, are_names, rows_by_name
+from ..init import family_of, init_weights, reads_images
+from ..models.layers import Classifier
+from ..recipe.files import building
+from ..recipe.sections import Recipe
+from ..tasks import Task
+from ..train.checkpoint import CheckpointError
+from ..train.distributed import Processes
+from ..train.metrics import Progress
+from ..train.optim import freeze_below_head, optimizer_for
+from ..train.state import Ema, TrainState
+from .checkpoints import published
+from .data import training_views
+from .load import Saved, open_file, rows_of
+from .model import build, task_of, trained_model
+from .transfer import start_from
+from .watching import Watchers
+
+# Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
+FUNCTION = tuple(f"model.options.{key}" for key in (
+    "num_heads", "norm_eps", "activation", "alpha", "reads", "input_pos_embed", "logit_scale",
+    "rope_frequencies", "rope_base", "rope_coordinates"))
+PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
+INIT_IMAGES = 512               # training images that an init may read
+
+
+def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torch.Generator:
+    """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed, which
+    is returned. source: the training images, of which some inits read INIT_IMAGES; None: there are
+    none. Raises RecipeError, and DataError for an image that cannot be read.
+    """
+    init = recipe.init
+    with building(f"recipe {recipe.name}", "init"):
+        images = (training_views(recipe, source, INIT_IMAGES)
+                  if source is not None and not init.checkpoint    # which replaces what they show
+                  and reads_images(init.name, family_of(model)) else None)
+        generator = torch.Generator().manual_seed(recipe.run.seed)
+        init_weights(model, init.name, **init.options, images=images, generator=generator)
+    return generator
+
+
+def initial_state(recipe: Recipe, processes: Processes, task: Task | None = None,
+                  train_set: Source | None = None, saved: dict[str, Any] | None = None,
+                  path: Path = Path(), watchers: Watchers | None = None
+                  ) -> tuple[TrainState, list[str]]:
+    """The state that training starts from, and lines for the terminal about it.
+
+    In a new run the weights are those of the init, or of the checkpoint that the recipe names. All
+    processes take the main one's, before the moving average copies them.
+
+    task: by default the recipe's. train_set: the training images, which some inits read, if they
+    are there. watchers: which see the init.
+    saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
+    """
+    task = task or task_of(recipe)
+    classifier, notes = build(recipe), []
+    model = trained_model(task, classifier, recipe)
+    if saved is None:
+        with processes.together():
+            generator = initialise(classifier, recipe, train_set)
+            task.initialise(model, generator)
+            if recipe.init.checkpoint:
+                notes = fine_tune(classifier, recipe, task)
+            elif processes.is_main and watchers is not None:
+                notes = watchers.tell("initialised", classifier, recipe, train_set)
+    model.to(processes.device).to(memory_format=(
+        torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
+    if saved is None:
+        processes.share(model)
+    if recipe.optim.train == "head":
+        freeze_below_head(model)
+    with building(f"recipe {recipe.name}", "optim"):
+        optimizer = optimizer_for(model, recipe.optim)
+    scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
+    ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
+    state = TrainState(model, optimizer, scaler, ema, Progress())
+    if saved is not None:
+        state.load_state_dict(saved, path)
+    return state, notes
+
+
+def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:
+    """Start a run from the weights of init.checkpoint: load them into `model`, as initialised.
+    Returns lines for the summary. Raises CheckpointError if the checkpoint does not fit, or
+    computes another function.
+    """
+    weights = published(recipe.init.checkpoint)
+    if weights and weights.model != recipe.model.name:
+        raise CheckpointError(f"init.checkpoint = {recipe.init.checkpoint}, of a {weights.model}, "
+                              f"with model.name = {recipe.model.name}; expected --set "
+                              f"model.name={weights.model}")
+    path, state, reader = open_file(Path(recipe.init.checkpoint))
+    saved, description = Saved(path, state, recipe, recipe.data.image_size, reader), reader.config
+    stated = description.values if description else state.get("recipe", {})
+    warnings = differences(stated, recipe, description.file if description else path)
+    kind, grid = recipe.init.checkpoint_weights, state.get("grid")
+    if description and "data.image_size" in stated:  # in patches as large as the model's
+        grid = tuple(side * count // pixels for side, count, pixels in zip(
+            stated["data.image_size"], model.grid, saved.size))
+    tensors = saved.tensors(kind)
+    classes = task.classes or [*map(str, range(model.num_classes))]
+    rows, words = _classifier_rows(saved, tensors, classes)
+    transfer = start_from(model, tensors, path, grid, rows)
+    notes = [f"start   {recipe.init.checkpoint}: {transfer}", task.head_note or f"head    {words}"]
+    if not saved.brings_recipe:                      # all is assumed from the run's
+        notes.append(f"note    {saved.assumptions(kind, files=False)}")
+    return notes + warnings
+
+
+def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Sequence[str]
+                     ) -> tuple[list[int | None], str]:
+    """For each class of a run the row of the classifiers that it starts from, or None for the
+    init's; and in words. saved: with the run's recipe.
+    """
+    choice, known = saved.recipe.init.checkpoint_head, saved.classes
+    wanted, count = len(classes), rows_of(tensors)
+    if not count:
+        why = "the checkpoint has none"
+    elif choice == "drop":
+        why = "init.checkpoint_head is drop"
+    elif choice == "match" and are_names(known) and are_names(classes):
+        rows = list(map(rows_by_name(known).get, classes))
+        lost = rows.count(None)
+        return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
+    elif count != wanted:
+        why = f"the checkpoint's has {count} rows, and {wanted} are expected"
+    elif choice == "match" and saved.recipe.data.name != "imagenet":
+        why = ("not all classes have names; if they are the same, init.checkpoint_head=keep takes "
+               f"its {count} rows")
+    else:
+        return [*range(count)], f"all {count} rows, taken for the same classes"
+    return [None] * wanted, f"as drawn: {why}"
+
+
+def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list[str]:
+    """A line for the summary if images were prepared for a checkpoint otherwise than by the recipe.
+    stated: what `source`, of the checkpoint, says of it by keys of a recipe. Raises CheckpointError
+    if it computes another function than the recipe's model, which no tensor shows.
+    """
+    stated = {key: plain(value) for key, value in flat(stated).items()}
+    place = "model.options.pos_embed"
+    # Positions may be replaced in fine-tuning, but no tensor shows if queries and keys are turned.
+    turned = {"rope" in str(keys[place]) for keys in (stated, recipe.keys) if place in keys}
+    compared = (*FUNCTION, *([place] if len(turned) > 1 else []), *PREPARATION)
+    equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}" for key in compared
+             if isinstance(stated.get(key), (int, float, str, list))
+             and recipe.keys.get(key, stated[key]) != stated[key]}
+    for key in (*FUNCTION, place):
+        if key in equal:
+            raise CheckpointError(f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
+                                  f"recipe {recipe.keys[key]}, and no tensor would show it; "
+                                  f"expected {equal[key]}")
+    way = stated.get("eval.interpolation")
+    if "eval.interpolation" in equal and way not in ("bilinear", "bicubic"):
+        equal["eval.interpolation"] = f"(eval.interpolation has no {way})"
+    return [f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
+            f"{' '.join(equal.values())}"] if equal else []

@@ -1,0 +1,84 @@
+"""What a model may learn: a task is one file here, and one row in `TASKS`.
+
+A task has its objective and its measures, and says what a run's start, folder and report show of
+it. To add one: a class like these, here or elsewhere, a row, and a recipe whose [task] names it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Generator, Tensor, nn
+
+from ..models.layers import Classifier
+from ..train.distributed import Processes
+from ..train.interruption import StopRequest
+from ..train.metrics import Evaluation
+
+# By the names that [task] takes. A teacher, which [distill] names, is one more: distillation.py.
+TASKS: dict[str, Any] = {"classify": ".tasks.labels:Labels",
+                         "reconstruct": ".tasks.reconstruction:Reconstruction"}
+
+
+class Task:
+    """What all tasks have; the answers here are those of one that needs nothing more."""
+
+    takes: Callable[..., Any] = staticmethod(lambda: None)   # its options are the keyword-only
+                                # arguments of this function
+    learns_classes = False
+    hides_patches = False       # whether a model sees some of the patches, `visible(patches)`
+    head_note = ""              # what the start says of the classifier in place of how rows matched
+    digest = "none"             # of a teacher, which a resumed run needs again
+
+    @staticmethod
+    def contradictions(recipe: Any) -> Iterator[tuple[str, str]]:
+        """Yield keys of a recipe whose values go with no such task, and what is expected."""
+        yield from ()
+
+    def __init__(self, classes: Sequence[str] = (), options: Mapping[str, Any] = {}) -> None:
+        self.classes, self.options = [*classes], options
+
+    def model(self, classifier: Classifier) -> nn.Module:
+        """What is trained: the classifier, or what holds it."""
+        return classifier
+
+    def initialise(self, model: nn.Module, generator: Generator) -> None:
+        """Draw the weights of what is beside the classifier."""
+
+    def visible(self, patches: int) -> int:
+        """How many of an image's patches a model sees, where some are hidden."""
+        return patches
+
+    def loss(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
+             targets: Tensor) -> Tensor:
+        """The objective: the mean loss of a micro-batch, within autocast, a scalar.
+
+        images: (B, 3, H, W). targets: (B, K), class probabilities, or visible patches (B, n).
+        scales: drop-path's (branches, B), or none. forward(images, *scales): the model.
+        """
+        raise NotImplementedError
+
+    def measure(self, models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
+                loss: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
+                ) -> list[Evaluation]:
+        """Evaluate each model on all images once. loss: the run's objective."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """Lines about the task, for the start of a run."""
+        return []
+
+    def rehearsed(self, model: nn.Module, images: Tensor, targets: Tensor) -> tuple[str, Tensor]:
+        """What a dry run shows: what the model's output is called, and the output."""
+        return "logits", model(images)
+
+    def cost(self, images: Tensor) -> str:
+        """A line on what a step costs beside the model, for a dry run."""
+        return ""
+
+    def fault(self, processes: Processes) -> str:
+        """Why a loss is not finite, if the task knows; the same on all processes."""
+        return ""
+
+    def next_step(self, run: str) -> str:
+        """What a finished run is good for: a command, or a part of one."""
+        return f"--set init.checkpoint={run} starts a classifier from it"

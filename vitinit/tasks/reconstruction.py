@@ -1,0 +1,86 @@
+"""Learning without labels: a masked autoencoder says what hidden patches look like."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Generator, Tensor, nn
+
+from ..init.baseline import default
+from ..models import MODELS
+from ..models.layers import Classifier
+from ..models.masked_autoencoder import MaskedAutoencoder, visible_patches
+from ..models.vit import VisionTransformer
+from ..train.distributed import Processes, agreed
+from ..train.interruption import StopRequest
+from ..train.loop import autocast
+from ..train.metrics import Evaluation
+from . import Task
+
+
+@torch.no_grad()
+def mean_losses(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
+                objective: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
+                ) -> list[Evaluation]:
+    """As `evaluate`, of a run that learns no classes: the mean of its objective over images."""
+    totals = torch.zeros(len(models) + 1, dtype=torch.float64, device=processes.device)
+    for model in models:
+        model.eval()
+    for batch in agreed(batches, processes, stop):
+        if batch is not None:                        # else only other processes have images left
+            images, targets = batch
+            for index, model in enumerate(models):
+                with autocast(processes.device, amp):
+                    totals[index] += objective(model, images, (), targets) * len(images)
+            totals[-1] += len(images)
+    *losses, count = processes.sum(totals).tolist()
+    return [Evaluation(loss / count, None, None, int(count), [], [], [], None) for loss in losses]
+
+
+def reconstruction(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
+                   visible: Tensor) -> Tensor:
+    """The objective, a scalar: the mean loss of a micro-batch. scales: as of `cross_entropy`."""
+    return forward(images, *scales, visible=visible).mean()
+
+
+class Reconstruction(Task):
+    """The pixels of hidden patches (He et al., arXiv 2111.06377); models/masked_autoencoder.py."""
+
+    hides_patches = True
+    head_note = "decoder as drawn: none is read from a checkpoint"
+    takes = staticmethod(MaskedAutoencoder.__init__)
+
+    @staticmethod
+    def contradictions(recipe: Any) -> Iterator[tuple[str, str]]:
+        if MODELS[recipe.model.name][0] != "vit":
+            yield "model.name task.name", "a ViT, which need not see all patches"
+        if recipe.mix.mixes:
+            yield "mix.probability task.name", "0.0"
+        if recipe.distill.teacher:
+            yield "distill.teacher task.name", "none, as there are no classes"
+        if recipe.optim.train == "head":
+            yield "optim.train task.name", "all"
+        if recipe.checkpoint.best_by != "val_loss":
+            yield "checkpoint.best_by task.name", "val_loss"
+
+    def model(self, classifier: Classifier) -> MaskedAutoencoder:
+        return MaskedAutoencoder(cast(VisionTransformer, classifier), **self.options)
+
+    def initialise(self, model: nn.Module, generator: Generator) -> None:
+        default(cast(MaskedAutoencoder, model).decoder, generator=generator)
+
+    def visible(self, patches: int) -> int:
+        return visible_patches(patches, self.options["mask_ratio"])
+
+    def loss(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
+             targets: Tensor) -> Tensor:
+        return reconstruction(forward, images, scales, targets)
+
+    def measure(self, models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
+                loss: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
+                ) -> list[Evaluation]:
+        return mean_losses(models, batches, objective=loss, amp=amp, processes=processes,
+                           stop=stop)
+
+    def rehearsed(self, model: nn.Module, images: Tensor, targets: Tensor) -> tuple[str, Tensor]:
+        return "losses of hidden patches", model(images, visible=targets)
