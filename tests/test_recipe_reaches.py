@@ -11,7 +11,8 @@ from vitinit.base.values import plain, to_toml
 from vitinit.recipe import sections
 from vitinit.runs import data, model
 from vitinit.runs.folder import RunFolder
-from vitinit.train.loop import Evaluation, set_precision, tune_convolutions
+from vitinit.train.loop import set_precision, tune_convolutions
+from vitinit.train.metrics import Evaluation
 
 # All values of one type are different, and none is the default of the function that takes it.
 WRITTEN = {

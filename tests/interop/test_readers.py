@@ -14,12 +14,12 @@ from written_vit import CLASSES, HEADS, REGISTERS, WIDTH, drawn_tensors, written
 import vitinit
 from vitinit.base.values import plain
 from vitinit.interop.weights.names import TRANSFORMERS_SWIN, foreign_names, native_names
-from vitinit.interop.weights.readers import differences, read_description, require_known
+from vitinit.interop.weights.readers import read_description, require_known
 from vitinit.programs import export
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import as_input
 from vitinit.runs.model import build
-from vitinit.runs.start import fine_tune
+from vitinit.runs.start import differences, fine_tune
 from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"   # ours, of three classes

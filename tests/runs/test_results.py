@@ -10,8 +10,7 @@ from pytest import approx
 from vitinit.base.files import STDOUT, write_text_atomically
 from vitinit.programs.shared.results import Finding, class_scores, print_results
 from vitinit.runs.data import EvaluatedSet
-from vitinit.train.loop import Evaluation
-from vitinit.train.metrics import balanced_accuracy
+from vitinit.train.metrics import Evaluation, balanced_accuracy
 
 MODEL = Evaluation(loss=1.25, top1=50.0, top5=75.0, images=1004, class_hits=[2, 0, 500],
                    class_images=[4, 1, 999], class_guesses=[2, 501, 501],
