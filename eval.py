@@ -5,13 +5,13 @@
 
 The parts of an evaluation, in order; `python eval.py --help` has all options:
 
-    arguments    vitinit/programs/evaluate.py  parse_arguments      the command line
-    checkpoints  vitinit/runs/load.py     open_saved           contents, recipe, image size
-    data sets    vitinit/programs/evaluate.py  open_set             files and labels
-    classes      vitinit/programs/evaluate.py  columns_of           which logits are theirs
-    models       vitinit/programs/evaluate.py  models_of            the model and its moving average
-    batches      vitinit/runs/data.py     evaluation_batches   resized, centre-cropped
-    engine       vitinit/train/loop.py    evaluate             one exact pass for all weights
+    arguments    vitinit/programs/evaluate.py        parse_arguments      the command line
+    checkpoints  vitinit/runs/load.py                open_saved           contents, recipe, size
+    data sets    vitinit/programs/evaluate.py        open_set             files and labels
+    classes      vitinit/programs/evaluate.py        columns_of           which logits are theirs
+    models       vitinit/programs/evaluate.py        models_of            and their moving averages
+    batches      vitinit/runs/data.py                evaluation_batches   resized, centre-cropped
+    measures     vitinit/tasks/labels.py             evaluate             one exact pass for all
     results      vitinit/programs/shared/results.py  print_results        lines or a table, and JSON
 """
 

@@ -1,7 +1,9 @@
 """Imports have one direction: the rooms of the house, in the order in which one can build them."""
 
 import ast
-from collections.abc import Iterable
+import importlib
+import re
+from collections.abc import Iterable, Iterator
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from forks import Fork
 
 import vitinit
+from vitinit.base.table import find
 
 PACKAGE = Path(vitinit.__file__).parent
 # Room → the rooms that it may import, all of which stand above it. A room is a folder of the
@@ -23,12 +26,19 @@ BELOW = {
     "init": "base mixing models",                    # but not data, train or recipe
     "data": "base",                                  # but not models
     "train": "base",                                 # but not models, data or init
-    "recipe": "base data init models train",         # puts the sections together
-    "runs": "base data init mixing models recipe train",
-    "run": "base data init models recipe runs train",
+    "tasks": "base init models train",
+    "recipe": "base data init models tasks train",   # puts the sections together
+    "runs": "base data init mixing models recipe tasks train",
+    "run": "base data init models recipe runs tasks train",
 }
 CORE = " ".join(BELOW)
-BELOW |= {"programs": CORE}     # what surrounds the core, and what nothing in it imports
+BELOW["watch"] = CORE           # what surrounds the core, and what nothing in it imports
+BELOW["interop"] = f"{CORE} watch"
+BELOW["programs"] = f"{CORE} watch interop"
+# Where a string may name a module: tables of what is chosen by name, see base/table.py.
+TABLES = {"vitinit": "HOMES", "vitinit.__main__": "PROGRAMS", "vitinit.init": "INITS IN_PLACE",
+          "vitinit.models": "FAMILIES", "vitinit.runs.load": "READERS",
+          "vitinit.runs.watching": "WATCHERS", "vitinit.tasks": "TASKS"}
 
 
 def named(path: Path) -> str:
@@ -107,10 +117,43 @@ def test_a_plain_start_imports_only_what_it_needs(tmp_path):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """Not counted is what a function imports when it is called, such as what only some runs need.
-    """
-    first = {name: imported(name, tree.body) for name, tree in TREES.items()}
+    """Also not by what a function imports when it is called."""
     try:
-        TopologicalSorter(first).prepare()
+        TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:
         pytest.fail(" → ".join(error.args[1]))
+
+
+def modules_in_strings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """The strings that name a module of the package, as a whole or as ".module:name"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module, _, name = node.value.partition(":")
+            if re.fullmatch(r"(vitinit)?(\.\w+)+", module) and (name or module in TREES) and (
+                    f"vitinit{module.removeprefix('vitinit')}" in TREES):
+                yield node
+
+
+def test_modules_are_imported_by_statements_or_by_tables_and_by_nothing_else():
+    for name, tree in TREES.items():
+        rows = [part for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))
+                for target in getattr(node, "targets", [getattr(node, "target", None)])
+                if getattr(target, "id", "") in TABLES.get(name, "").split()
+                for part in ast.walk(node)]
+        for node in modules_in_strings(tree):
+            assert node in rows, f"{name}:{node.lineno} names {node.value}"
+        calls = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call)
+                 and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")]
+        assert not calls or name == "vitinit.base.table", f"{name}:{calls} imports by a call"
+
+
+def test_each_row_of_a_table_is_there():
+    for name, tables in TABLES.items():
+        for table in tables.split():
+            rows = getattr(importlib.import_module(name), table)
+            for key, row in rows.items():
+                for place in row.values() if isinstance(row, dict) else [row]:
+                    if table == "FAMILIES":
+                        place = f".models.{key}:{row}"
+                    place = getattr(place, "main", place)
+                    assert callable(find(place)), f"{name}.{table}: {place}"

@@ -21,7 +21,8 @@ import vitinit.run
 from vitinit.data import augment, sources
 from vitinit.programs import train
 from vitinit.runs import data as opening
-from vitinit.train import checkpoint, loop
+from vitinit.tasks import labels
+from vitinit.train import loop
 from vitinit.train.interruption import STOP_SIGNALS
 
 
@@ -62,7 +63,7 @@ PHASES = {
     "validation": (augment.ToDevice, "__call__", 3, 4),
     "last batch of validation": (augment.ToDevice, "__call__", 6, 4),
     "between epochs": (vitinit.run, "epoch_line", 1, 4),
-    "save": (checkpoint.torch, "save", 1, 5),
+    "save": (torch, "save", 1, 5),
     "second epoch": (loop, "update", 2, 7),
     "last validation": (augment.ToDevice, "__call__", 3, 8),     # no step is left
 }
@@ -132,7 +133,7 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
 def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path,
                                                       monkeypatch, capsys):
     for place, name, key, error in (
-            (vitinit.run, "evaluate", "eval.batch_size", torch.OutOfMemoryError(
+            (labels, "evaluate", "eval.batch_size", torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")),
             (loop, "update", "optim.max_batch_per_process", RuntimeError(
                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))):

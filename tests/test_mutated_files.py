@@ -36,10 +36,10 @@ from vitinit.programs.shared.command_line import run_program
 from vitinit.programs.shared.records import RunRecord, read_run, read_runs, write_archive
 from vitinit.recipe.files import RECIPES, from_dict, load_recipe
 from vitinit.recipe.sections import Recipe
+from vitinit.runs.checkpoint import read_checkpoint_file
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.model import build
 from vitinit.runs.teacher import program
-from vitinit.train.checkpoint import read_checkpoint_file
 from vitinit.train.metrics import Progress
 from vitinit.train.optim import optimizer_for
 from vitinit.train.state import Ema, TrainState

@@ -9,8 +9,9 @@ from same_run import checkpoint, rows_of
 import vitinit.run
 from vitinit.base.values import plain, to_toml
 from vitinit.recipe import sections
-from vitinit.runs import data, model
+from vitinit.runs import data, start
 from vitinit.runs.folder import RunFolder
+from vitinit.tasks import labels
 from vitinit.train.loop import set_precision, tune_convolutions
 from vitinit.train.metrics import Evaluation
 
@@ -45,7 +46,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     for name in ("Augmentation", "TrainSampler", "ToDevice", "TrainToDevice", "EvalViews",
                  "EvaluationBatches", "optimizer_for", "plan_batches", "learning_rate", "Ema",
                  "set_precision", "train_epochs", "evaluate"):
-        place = next(place for place in (vitinit.run, model, data) if hasattr(place, name))
+        place = next(place for place in (vitinit.run, start, data, labels) if hasattr(place, name))
 
         def recorded(*arguments, name=name, real=getattr(place, name), **options):
             seen.setdefault(name, []).append((arguments, options))
@@ -112,7 +113,7 @@ def test_the_best_checkpoint_is_that_by_the_recipe(train_program, small_run, tmp
             loss, top1, ema_top1 = next(found)
             return [Evaluation(loss, top1, 90.0, 21, *[[7] * 3] * 3, None),
                     Evaluation(1.0, ema_top1, 90.0, 21, *[[7] * 3] * 3, None)]
-        monkeypatch.setattr("vitinit.run.evaluate", scripted)
+        monkeypatch.setattr(labels, "evaluate", scripted)
         assert train_program.main(small_run(tmp_path / best_by, checkpoint__best_by=best_by)) == 0
         assert checkpoint(tmp_path / best_by, "best.pt")["progress"]["epochs"] == epoch
 

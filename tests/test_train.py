@@ -17,7 +17,6 @@ import vitinit.run
 from vitinit.data import images, sources
 from vitinit.programs import export
 from vitinit.recipe.files import load_recipe
-from vitinit.runs import model
 from vitinit.train.metrics import METRICS, StepRow
 from vitinit.watch.targets import mass_on_images
 
@@ -165,7 +164,7 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
     def measured(model, name, options, images):
         found.append((mass_on_images(model, name, options, images), images))
         return found[-1][0]
-    monkeypatch.setattr(model, "mass_on_images", measured)
+    monkeypatch.setattr("vitinit.watch.mass.mass_on_images", measured)
     arguments = small_run(tmp_path / "run", "--dry-run", "--verbose", init="deep_impulse",
                           model__options__patch_size="2", model__options__embed_dim="48")
     assert train_program.main(arguments) == 0

@@ -19,23 +19,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .base.files import write_text_atomically
+from .base.files import CheckpointError, write_text_atomically
 from .base.keys import Stream, keyed_generator
 from .base.messages import ProgressBar, counted, in_brief, warn
 from .data.images import DataError
 from .data.sources import file_sizes, fingerprint, folder_of
 from .models.layers import Classifier, draw_drop_path
 from .recipe.files import RecipeError, building, overrides as recipe_changes
-from .runs.checkpoints import fetch, published
 from .runs.data import open_data, read_images
 from .runs.folder import Lines
+from .runs.load import fetch, published
 from .runs.model import task_of, wrap_models
 from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
 from .runs.start import initial_state
 from .runs.summary import at_a_glance, cautions, rehearsal, summary
 from .runs.watching import BY_DEFAULT, Watchers
 from .train import distributed
-from .train.checkpoint import CheckpointError
 from .train.device import describe_device, forget_peak, memory_for, peak_gib
 from .train.interruption import Interrupted, StopRequest
 from .train.loop import read_losses, set_precision, train_epochs, tune_convolutions
@@ -185,7 +184,8 @@ class Run:
         self.state.about = {"recipe": recipe.with_data(root=choice.written_root).as_dict(),
                             "classes": self.classes}
         progress = self.state.progress
-        if progress.step != progress.epochs * self.steps_per_epoch + progress.epoch_steps:
+        steps = progress.epochs * self.steps_per_epoch + progress.epoch_steps
+        if progress.step != steps or progress.epoch_steps and not progress.seconds:
             raise CheckpointError(f"{self.folder.read_from}: its progress contradicts itself: "
                                   f"{in_brief(progress)}, of {self.steps_per_epoch:,} per epoch")
         if step := progress.step:                    # for a checkpoint before the next step

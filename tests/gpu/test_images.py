@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import vitinit.run
 from vitinit.data.pipeline import preparing_stream
 from vitinit.programs.bench.training import alone, recipe_of
 
@@ -61,16 +62,16 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
 
 @pytest.mark.parametrize("image_tree", [(13, 13)], indirect=True)        # so that it may be kept
 @pytest.mark.parametrize("way", WAYS)
-def test_batches_are_the_cpus_to_the_bit(train_program, image_tree, device, way):
+def test_batches_are_the_cpus_to_the_bit(image_tree, device, way):
     """Whole batches on the device against pairs of images on the CPU, loaded one by one. On a GPU,
     batches are prepared in a CUDA stream of their own. If the streams did not wait for each other,
     memory would be read or overwritten too early."""
     matrix = torch.ones(4096, 4096, device=device) if device.type == "cuda" else torch.ones(1, 1)
     changes, ways = WAYS[way]
     sets = (*SETS, f"data.root={image_tree}", *changes)
-    found = epochs_of(train_program, (*sets, *ways), device,
+    found = epochs_of(vitinit.run, (*sets, *ways), device,
                       lambda: [matrix @ matrix for _ in range(20)])      # tens of milliseconds
-    expected = epochs_of(train_program, (*sets, "optim.max_batch_per_process=2"),
+    expected = epochs_of(vitinit.run, (*sets, "optim.max_batch_per_process=2"),
                          torch.device("cpu"))
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
     assert len({tensor.sum().item() for tensor in found[::2]}) > 4       # epochs, steps differ

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import vitinit.run
-from vitinit.train.checkpoint import read_checkpoint_file as load
+from vitinit.runs.checkpoint import read_checkpoint_file as load
 
 EPOCHS = {"schedule__epochs": "4", "engine__tf32": "false", "data__workers": "2"}
 

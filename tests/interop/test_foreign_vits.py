@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from written_vit import CLASSES, DEPTH, HEADS, PATCH, REGISTERS, WIDTH, drawn_tensors, written_out
 
 import vitinit
+from vitinit.base.files import CheckpointError
 from vitinit.interop.weights.names import native_tensors
 from vitinit.runs.transfer import load_exactly, start_from
-from vitinit.train.checkpoint import CheckpointError
 
 PATH = Path("theirs.pth")
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from written_vit import CLASSES, HEADS, REGISTERS, WIDTH, drawn_tensors, written_out
 
 import vitinit
+from vitinit.base.files import CheckpointError
 from vitinit.base.values import plain
 from vitinit.interop.weights.names import TRANSFORMERS_SWIN, foreign_names, native_names
 from vitinit.interop.weights.readers import read_description, require_known
 from vitinit.programs import export
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.data import as_input
-from vitinit.runs.model import build
+from vitinit.runs.model import build, task_of
 from vitinit.runs.start import differences, fine_tune
-from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"   # ours, of three classes
 HIDDEN, PATCH, SIDE = 29, 5, 15
@@ -248,7 +248,7 @@ def test_labels_without_names_are_numbers_and_positions_those_of_the_size_stated
     assert vitinit.load(folder).model.grid == (1, 9)
     recipe = load_recipe("deit_tiny", overrides(sets=[
         *OPTIONS, SAME_EPS, f"init.checkpoint={folder}"]))
-    start, *_ = fine_tune(build(recipe), recipe)
+    start, *_ = fine_tune(build(recipe), recipe, task_of(recipe))
     assert "pos_embed 1×9 → 3×3 resized" in start
 
 
@@ -320,11 +320,12 @@ def test_a_runs_own_recipe_is_compared_too_and_what_it_says_of_itself_is_checked
     recipe = load_recipe(RUN / "recipe.toml", overrides(sets=[
         f"init.checkpoint={tmp_path}/a.pt", "data.mean=[0.1,0.2,0.3]", "data.num_classes=3"]))
     torch.save(state, tmp_path / "a.pt")
-    start, head, warning = fine_tune(build(recipe), recipe, state["classes"])
+    start, head, warning = fine_tune(build(recipe), recipe, task_of(recipe, state["classes"]))
     assert start.endswith(" tensors loaded") and "/a.pt: images were prepared otherwise" in warning
     torch.save(state | {"classes": ["a", "b"]}, tmp_path / "a.pt")
+    colours = task_of(recipe, ["red", "green", "blue"])
     for call in (lambda: vitinit.load(tmp_path / "a.pt"),
-                 lambda: fine_tune(build(recipe), recipe, ["red", "green", "blue"])):
+                 lambda: fine_tune(build(recipe), recipe, colours)):
         assert "names 2 classes, and its classifier has 3" in refused(ValueError, call)
     for key, value in (("num_heads", 1), ("pos_embed", "learned+rope"), ("rope_base", 10.0)):
         options = state["recipe"]["model"]["options"] | {key: value}

@@ -183,7 +183,7 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
     checks, left = tmp_path / "checks", tmp_path / "left"
     checks.mkdir()
     (checks / "test_it.py").write_text(CHECKS)
-    shutil.copy(repository / "tests" / "tests/outcomes.py", checks / "tests/conftest.py")
+    shutil.copy(repository / "tests" / "outcomes.py", checks / "conftest.py")
     sleeps = ("import subprocess; print('soon'); "
               f"subprocess.run('sleep 0.7; touch {left}', shell=True)")
     now, within, given = [0.0], everything.run_within, []

@@ -25,7 +25,7 @@ def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
         train_program.main(["--help"])
     flags = re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE)
     assert " ".join(flags) == ("--help --recipe --init --data-dir --out-dir --seed --resume "
-                               "--dry-run --read-images --set --verbose --log")
+                               "--dry-run --read-images --set --verbose --log --trust-teacher")
 
 
 def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,7 +247,8 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
                        changes=overrides(sets=as_recipe(1000)[3::2]))
     for names, expected in ((imagenet_wnids()[::-1], [999 - column for column in columns]),
                             ([f"no {index}" for index in range(1000)], columns)):
-        beside = saved._replace(description=ForeignConfig(Path("config.json"), "", {}, names))
+        beside = saved._replace(reader=SimpleNamespace(config=ForeignConfig(
+            Path("config.json"), "", {}, names)))
         found = columns_of(beside, EvaluatedSet("image_folder", str(root)), source)
         assert found.tolist() == expected
 

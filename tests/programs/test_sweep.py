@@ -207,10 +207,9 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
 
     def swept() -> int:
         """The status that `vitinit sweep` ends with."""
-        sys.argv = ["sweep.py", *arguments]
-        del sys.modules["vitinit.programs.sweep"]
+        sys.argv = ["vitinit", "sweep", *arguments]
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module("vitinit.programs.sweep", run_name="__main__")
+            runpy.run_module("vitinit", run_name="__main__")
         return ended.value.code
     fork = Fork(swept, tmp_path / "fork")
     log, third = (tmp_path / "logs" / f"quickstart-mimetic-{name}-s0.log"

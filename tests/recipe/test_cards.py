@@ -22,7 +22,8 @@ def commands(path: Path) -> list[list[str]]:
     """Every command of a card as a list of words; continued lines are joined, elisions left out."""
     head = path.read_text(encoding="utf-8").partition("\n[run]")[0]
     text = re.sub(r"\\\n# *", " ", head)
-    found = re.findall(r"^# +(?:Command +)?((?:torchrun|python) [^\n]*)", text, flags=re.MULTILINE)
+    found = re.findall(r"^# +(?:Command +)?((?:torchrun|python|vitinit) [^\n]*)", text,
+                       flags=re.MULTILINE)
     return [shlex.split(re.sub(r"--\S+ …| …", "", line)) for line in found]
 
 
@@ -49,7 +50,7 @@ def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
                 init=args.init, seed=args.seed, data_dir=args.data_dir or "data", sets=args.set))
             assert (RECIPES / f"{recipe.name}.toml").is_file()
         else:
-            arguments = started(words, "vitinit sweep")
+            arguments = started(words, "sweep")
             elsewhere = [] if "--data-dir" in arguments else ["--data-dir", "data"]
             assert sweep.main([*arguments, *elsewhere, "--dry-run"]) == 0
     for text in overrides_of(path):

@@ -14,8 +14,9 @@ from refused import refused
 
 from vitinit.base.values import Bounds, plain, to_toml
 from vitinit.data import datasets, rand_augment
-from vitinit.recipe.files import (RECIPES, SINCE_12, Override, RecipeError, from_dict, load_recipe,
-                                  overrides, parse_override)
+from vitinit.recipe.absent import KEYS_LEFT_OUT
+from vitinit.recipe.files import (RECIPES, Override, RecipeError, from_dict, load_recipe, overrides,
+                                  parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.train.optim import NO_TEACHER
 
@@ -195,9 +196,10 @@ def test_a_missing_key_is_named_with_what_it_takes():
             if field.name == "options":              # may be left out
                 table[title][field.name] = value
                 continue
-            if field.name in SINCE_12.get(title, {}):    # as in a run of version 12 without it
+            if f"{title}.{field.name}" in KEYS_LEFT_OUT:    # as in a run of version 12 without it
                 recipe = from_dict(table, "last.pt")
-                assert recipe.keys[f"{title}.{field.name}"] == SINCE_12[title][field.name]
+                place = f"{title}.{field.name}"
+                assert recipe.keys[place] == KEYS_LEFT_OUT[place]
                 continue
             message = refusal(from_dict, table, "last.pt")
             assert message.startswith(f"last.pt: [{title}] lacks the key '{field.name}' (")

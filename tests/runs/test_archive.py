@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.base.files import FileError
+from vitinit.base.files import CheckpointError, FileError
 from vitinit.programs.shared.records import FILES, read_runs, write_archive
 from vitinit.runs.folder import RunFolder
-from vitinit.train.checkpoint import CheckpointError
 
 
 def chosen(*paths: Path) -> list[str]:

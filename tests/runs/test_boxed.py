@@ -3,11 +3,11 @@
 import torch
 
 import vitinit
-from vitinit.programs.shared.groups import CAME_OR_WENT
 from vitinit.programs.shared.records import RunRecord, read_archive, read_run
+from vitinit.recipe.absent import MEANT
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.checkpoints import BOXED
-from vitinit.runs.model import build
+from vitinit.runs.load import BOXED
+from vitinit.runs.model import build, task_of
 from vitinit.runs.start import fine_tune
 
 BOX = BOXED / "cifar10_small"
@@ -25,7 +25,7 @@ def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
 
 def changed(run: RunRecord, other: RunRecord) -> set[str]:
     """The keys that differ, but for where the images are, and a key of runs with a checkpoint."""
-    ours, theirs = CAME_OR_WENT | run.keys, CAME_OR_WENT | other.keys
+    ours, theirs = MEANT | run.keys, MEANT | other.keys
     return {key for key in ours | theirs if ours.get(key) != theirs.get(key)} - {
         "data.name", "data.root", "init.checkpoint_head"}
 
@@ -59,6 +59,6 @@ def test_it_is_called_by_name_and_recipes_start_there(eval_program, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("cifar10_small", overrides(
         data_dir="data", sets=["init.checkpoint=cifar10_small"]))
-    start, head = fine_tune(build(recipe), recipe, CLASSES)
+    start, head = fine_tune(build(recipe), recipe, task_of(recipe, CLASSES))
     assert start.startswith("start   cifar10_small: ")
     assert head == "head    10 of 10 rows by class name, 0 as drawn"

@@ -17,9 +17,10 @@ import torch
 from refused import refused
 
 import vitinit.run
+from vitinit.base.files import CheckpointError
+from vitinit.runs.checkpoint import read_checkpoint_file as load
 from vitinit.runs.folder import Lines, RunFolder, git_commit
 from vitinit.runs.resume import RunLock
-from vitinit.train.checkpoint import CheckpointError, read_checkpoint_file as load
 
 
 def training_state(step: int) -> dict:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from same_run import checkpoint
 
+from vitinit.base.files import CheckpointError, NoCheckpoint
 from vitinit.models import build_model
-from vitinit.runs import checkpoints
-from vitinit.runs.checkpoints import Weights, by_name, fetch, kept_file
-from vitinit.train.checkpoint import CheckpointError, NoCheckpoint
+from vitinit.runs import checkpoint as checkpoints, load
+from vitinit.runs.load import Weights, by_name, fetch, kept_file
 
 OPTIONS = dict(pool="mean", patch_size=4, embed_dim=12, depth=2, num_heads=3)
 
@@ -32,8 +32,8 @@ def weights(tmp_path, monkeypatch) -> Weights:
     offered = Weights(f"small-{digest[:8]}.pth", "vit_tiny")
     (tmp_path / "web").mkdir()
     (tmp_path / "made.pth").rename(tmp_path / "web" / offered.file)
-    monkeypatch.setattr(checkpoints, "ADDRESS", (tmp_path / "web").as_uri() + "/")
-    monkeypatch.setitem(checkpoints.PUBLISHED, "deit_tiny", offered)
+    monkeypatch.setattr(load, "ADDRESS", (tmp_path / "web").as_uri() + "/")
+    monkeypatch.setitem(load.PUBLISHED, "deit_tiny", offered)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     return offered
 
@@ -53,7 +53,7 @@ def test_a_run_fetches_them_once_and_starts_from_them(train_program, small_run, 
     started = checkpoint(tmp_path / "first", "epoch_0000.pt")["model"]
     for name, value in torch.load(kept)["model"].items():
         assert torch.equal(started[name], value) == (not name.startswith("head")), name
-    monkeypatch.setattr(checkpoints, "ADDRESS", "file:///gone/")           # from now on it is there
+    monkeypatch.setattr(load, "ADDRESS", "file:///gone/")                  # from now on it is there
     assert by_name(kept.relative_to(kept.parent).with_name("deit_tiny")) == kept
     assert train_program.main(run("second")) == 0
     assert train_program.main(run("other", model__name="vit_small")) == 2
@@ -74,7 +74,7 @@ def test_what_cannot_be_fetched_is_one_line_and_leaves_no_file(trouble, reason, 
     elif trouble == "full disk":
         monkeypatch.setattr(torch.hub, "open", OnFullDisk, raising=False)
     else:
-        monkeypatch.setattr(checkpoints, "ADDRESS", "http://127.0.0.1:9/" if trouble == "no network"
+        monkeypatch.setattr(load, "ADDRESS", "http://127.0.0.1:9/" if trouble == "no network"
                             else (tmp_path / "nowhere").as_uri() + "/")
     with pytest.raises(CheckpointError) as caught:
         fetch(weights)

@@ -8,9 +8,10 @@ from pages import PAGES, RECIPES
 
 from vitinit.base.values import plain
 from vitinit.programs.compare import main
-from vitinit.programs.shared.groups import CAME_OR_WENT, FREE_KEYS
+from vitinit.programs.shared.groups import FREE_KEYS
 from vitinit.programs.shared.records import RunRecord, read_archive
 from vitinit.programs.shared.results import mean_and_std, t_interval
+from vitinit.recipe.absent import MEANT
 from vitinit.recipe.files import load_recipe, overrides
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
@@ -101,7 +102,7 @@ def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_mu
             keys = load_recipe("cifar10_10k", overrides(init=init, sets=[
                 *column, *lecun, *SPECIAL.get(what, ())])).keys
             found = [run for run in every if run.seed == 0 and all(
-                key in FREE or (CAME_OR_WENT | run.keys).get(key, value) == plain(value)
+                key in FREE or (MEANT | run.keys).get(key, value) == plain(value)
                 for key, value in keys.items())]
             assert [f"{run.rows[-1]['val_top1']:.2f}" for run in found] == (
                 [number] if number != "–" else []), (what, column)
@@ -134,5 +135,5 @@ def test_a_recipe_is_that_of_its_records(recipe, name, count, of_muon):
         f"{name}{'-test' * (seed in SEEDS_OF_THE_TEST)}-s{seed}" for seed in range(count)]
     for run in runs:
         assert {key for key, value in load_recipe(f"cifar10_10k_{recipe}").keys.items()
-                if (CAME_OR_WENT | run.keys)[key] != plain(value)
+                if (MEANT | run.keys)[key] != plain(value)
                 } <= {*FREE, "data.subset_seed", "distill.teacher"}

@@ -17,7 +17,7 @@ import vitinit
 from vitinit.base.values import ReadOnly
 from vitinit.programs.predict import attended, classify
 from vitinit.runs import trained as trained_module
-from vitinit.train.checkpoint import read_checkpoint_file as load_checkpoint
+from vitinit.runs.checkpoint import read_checkpoint_file as load_checkpoint
 
 RUN = Path(__file__).parent / "data" / "version_12"     # three classes of 8-pixel images
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)

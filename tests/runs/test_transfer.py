@@ -12,12 +12,13 @@ from small_models import redraw, state_of
 from torch import Tensor, nn
 
 import vitinit
+from vitinit.base.files import CheckpointError
 from vitinit.models.layers import sincos_position_embedding
 from vitinit.recipe.files import RECIPES, load_recipe, overrides
 from vitinit.runs.folder import save_atomically
+from vitinit.runs.model import task_of
 from vitinit.runs.start import fine_tune
 from vitinit.runs.transfer import start_from
-from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.state import Ema
 
 PATH = Path("runs/a/last.pt")
@@ -115,7 +116,7 @@ def test_which_rows_a_run_starts_from(choice, data, known, classes, words, rows,
     model, source = vit(0, classes=len(classes)), vit(1, classes=3)
     torch.save({"model": source.state_dict(), "classes": known}, tmp_path / "a.pt")
     own, tensors = state_of(model), state_of(source)
-    _, line, *_ = fine_tune(model, recipe, classes)
+    _, line, *_ = fine_tune(model, recipe, task_of(recipe, classes))
     assert line.startswith(f"head    {words}")
     for row, now, before in zip(rows or [None] * len(classes), model.head.weight,
                                 own["head.weight"], strict=True):
@@ -239,7 +240,8 @@ def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(tmp_path):
                                   ("ema", tmp_path / "last.pt", average)):
         model, expected = vit(0, grid=(5, 3)), vit(0, grid=(5, 3))
         start_from(expected, source.state_dict(), PATH, (3, 5))
-        line, *_ = fine_tune(model, replace(recipe, init=replace(
-            recipe.init, checkpoint=str(path), checkpoint_weights=weights, checkpoint_head="keep")))
+        changed = replace(recipe, init=replace(
+            recipe.init, checkpoint=str(path), checkpoint_weights=weights, checkpoint_head="keep"))
+        line, *_ = fine_tune(model, changed, task_of(changed))
         assert_equal(model, expected.state_dict())
         assert "pos_embed 3×5 → 5×3 resized" in line

@@ -21,7 +21,8 @@ from vitinit.base.messages import OneLineError
 from vitinit.programs import train
 from vitinit.programs.bench import training
 from vitinit.recipe.files import load_recipe, parse_override
-from vitinit.runs import data, model as start, resume, start as start_module
+from vitinit.runs import data, resume, start
+from vitinit.runs.watching import Watchers
 from vitinit.train import distributed
 from vitinit.train.device import OutOfMemory
 from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
@@ -102,7 +103,8 @@ def started(processes: Processes, folder: Path) -> dict:
     with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
         data.open_data((recipe, fewer)[processes.rank], processes, dry_run=True)
     _, images = data.open_training_set(recipe.data, recipe.run.seed)
-    state, notes = start_module.initial_state(recipe, processes, images)
+    state, notes = start.initial_state(recipe, processes, train_set=images,
+                                       watchers=Watchers(["mass"]))
     return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
             "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}
 

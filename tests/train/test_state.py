@@ -12,7 +12,7 @@ from same_run import assert_identical
 from torch import nn
 
 import vitinit
-from vitinit.train.checkpoint import CheckpointError
+from vitinit.base.files import CheckpointError
 from vitinit.train.distributed import Processes
 from vitinit.train.state import Ema, TrainState
 

@@ -300,3 +300,15 @@ def deliver(text: str, path: Path | None) -> None:
         write_text_atomically(text, path)
         text = f"wrote {path}\n"
     print(text, end="", flush=True)
+
+
+class CheckpointError(FileError):
+    """Something is wrong with a checkpoint or a run folder; the message is one line."""
+
+
+class NoCheckpoint(CheckpointError):
+    """The file does not exist."""
+
+
+class Damaged(CheckpointError):
+    """The file is not a checkpoint, or it changed after it was written."""

@@ -124,6 +124,12 @@ def imagenet_wnids() -> list[str]:
     return WNIDS.read_text(encoding="ascii").split()
 
 
+def unnamed_classes(count: int) -> list[str] | None:
+    """What the outputs of a model stand for that nobody has named: of 1000, ImageNet's classes."""
+    wnids = imagenet_wnids()
+    return wnids if count == len(wnids) else None
+
+
 def is_wnid(name: str) -> bool:
     """Whether `name` is a WordNet id: the letter n and eight digits."""
     return len(name) == 9 and name[0] == "n" and name[1:].isdecimal()

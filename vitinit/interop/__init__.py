@@ -1,1 +1,1 @@
-"""vitinit.interop: placeholder, say what it is."""
+"""Other libraries' weights, and our inits in other libraries' models."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.messages import ProgressBar, nearest, say
-from ..data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
+from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_classes
 from ..data.images import DataError, dark_in_16_bits
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
@@ -103,9 +103,9 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
     if not count:
         raise DataError(f"{saved.name}: learned to reconstruct images, and has no classes to "
                         "evaluate; init.checkpoint starts a classifier from it")
-    if (saved.state.get("classes") is None and count == len(imagenet_wnids())
-            and all(map(is_wnid, labels)) and not (classes and all(map(is_wnid, classes)))):
-        classes = imagenet_wnids()                   # which config.json may call by words
+    named = saved.state.get("classes") is not None or classes and all(map(is_wnid, classes))
+    if not named and all(map(is_wnid, labels)):      # config.json may call them by words
+        classes = unnamed_classes(count) or classes
     if classes is None and len(labels) != count:
         raise DataError(f"{eval_set}: {len(labels)} classes found, and {saved.name} is a model of "
                         f"{count} whose names it does not hold; expected the set that it was "

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..base.files import read_bytes, require_replaceable, write_text_atomically, written_atomically
+from ..base.files import (CheckpointError, read_bytes, require_replaceable, write_text_atomically,
+                          written_atomically)
 from ..data.augment import normalise
 from ..interop.weights.libraries import counterpart
 from ..interop.weights.names import Names, foreign_names, native_tensors
@@ -44,10 +45,10 @@ from ..interop.weights.readers import preprocessor_config
 from ..models import MODELS
 from ..recipe.files import RecipeError, building, from_dict
 from ..recipe.sections import Recipe
+from ..runs.checkpoint import read_checkpoint_file
 from ..runs.data import as_input
 from ..runs.folder import RunFolder, save_atomically
 from ..runs.trained import VIEW_KEYS, Trained, load
-from ..train.checkpoint import CheckpointError, read_checkpoint_file
 from .shared.command_line import Output, Parser, add_run, run_arguments, run_program
 from .shared.records import without_folders, without_paths
 

@@ -3,7 +3,7 @@
     file → --init, --seed, --data-dir, --set → sections and options → contradictions → Recipe
 
 A recipe states every key, so that `diff` shows how two experiments differ, but for options that
-have a default, keys that came later (`SINCE_12`), and two sections that may be left out.
+have a default, and what absent.py lists.
 """
 
 import os
@@ -21,7 +21,7 @@ from ..base.values import ReadOnly, accepted_values, convert, plain, show, to_to
 from ..init import GIVEN, init_function, stated_family
 from ..models import MODELS, model_class
 from ..tasks import TASKS
-from ..train.optim import NO_TEACHER
+from .absent import KEYS_LEFT_OUT, SECTIONS_LEFT_OUT
 from .sections import SECTIONS, VERSION, Recipe, contradictions
 
 # In the repository the recipes lie beside the package; an installed package contains them.
@@ -29,13 +29,6 @@ PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
 NO_OPTIONS = ("num_classes", "image_size", *GIVEN)   # keyword arguments of models and inits
-# Keys that version 12 did not have at first, and what it meant: a recipe may leave them out.
-SINCE_12: dict[str, dict[str, Any]] = {"init": {"checkpoint_head": "keep"},
-                                       "optim": {"train": "all"},
-                                       "schedule": {"cosine_after_warmup": False}}
-
-# Sections that a recipe may leave out, and what it then means: no teacher, and classes are learned.
-OPTIONAL: dict[str, dict[str, Any]] = {"distill": NO_TEACHER, "task": {"name": "classify"}}
 
 
 class RecipeError(OneLineError):
@@ -177,11 +170,12 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
             origin.refuse(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
-    tables = {title: {} for title in SECTIONS} | plain(OPTIONAL) | tables
+    tables = {title: {} for title in SECTIONS} | plain(SECTIONS_LEFT_OUT) | tables
     for title in ("model", "init", "task"):
         tables[title].setdefault("options", {})
-    for title, values in SINCE_12.items():
-        tables[title] = values | tables[title]
+    for place, value in KEYS_LEFT_OUT.items():
+        title, _, key = place.partition(".")
+        tables[title].setdefault(key, value)
     # The recipes of runs state a key that chose weight selection, which is no more.
     if tables["init"].get("checkpoint_fit") == "exact":
         del tables["init"]["checkpoint_fit"]

@@ -27,15 +27,15 @@ from typing import Any
 
 import torch
 
-from ..base.files import (RESULTS, RUN_FILES, in_one_line, parse_json, read_bytes, sync_folder,
-                          write_text_atomically, written_atomically)
+from ..base.files import (RESULTS, RUN_FILES, CheckpointError, in_one_line, parse_json, parse_toml,
+                          read_bytes, sync_folder, write_text_atomically, written_atomically)
 from ..base.messages import in_brief, warn
-from ..base.values import convert
+from ..base.values import accepted_values, convert, flat
 from ..data.sources import SIZES
+from ..recipe.absent import MEANT_IN_RECIPES
 from ..recipe.files import PACKAGE
-from ..train.checkpoint import CheckpointError
 from ..train.state import progress_of
-from .checkpoints import read_checkpoint
+from .checkpoint import read_checkpoint
 
 LONGEST_LINES = 2**28           # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
 # What run.json says of a start, and of its data, that is read again; all else is only shown.
@@ -43,6 +43,27 @@ OF_START: dict[str, Any] = {"command": tuple[str, ...], "git_commit": str,
                             "arguments": Mapping[str, Any], "data": Mapping[str, Any]}
 OF_DATA: dict[str, Any] = {"root": str, "files and labels": str, "training images": int,
                            "strided pairs": bool}
+
+
+# Keys that all records of runs have, of any version, and programs read.
+REQUIRED = {"run.seed": int, "schedule.epochs": int, "schedule.cooldown_epochs": int,
+            "init.name": str, "init.checkpoint": str, "model.name": str}
+
+
+def parse_keys(text: bytes, source: Path) -> dict[str, Any]:
+    """The keys of a run's recipe.toml, "section.key" → value, which are not checked, so that those
+    of any version are read. Raises CheckpointError if that is no recipe.
+    """
+    try:
+        keys = MEANT_IN_RECIPES | flat(parse_toml(text))
+        for key, kind in REQUIRED.items():
+            if type(keys.get(key)) is not kind:
+                raise ValueError(f"{key} is {in_brief(repr(keys.get(key)))}, expected "
+                                 f"{accepted_values(kind)}")
+    except ValueError as error:                      # neither TOML nor UTF-8, or no recipe
+        raise CheckpointError(f"{source}: not what a run writes: {in_brief(error)}") from None
+    keys.pop("version", None)
+    return keys
 
 
 def image_digests(data: Mapping[str, Any]) -> tuple[str, str]:
@@ -166,6 +187,10 @@ class RunFolder:
                 "with it and overwrites no results; a new one, in another --out-dir, starts from "
                 f"its weights with --set init.checkpoint={self.path}")
 
+    def keys(self) -> dict[str, Any]:
+        """The keys of recipe.toml, see `parse_keys`."""
+        return parse_keys(read_bytes(self.recipe), self.recipe)
+
     def starts(self) -> list[dict[str, Any]]:
         """The contents of run.json: one dictionary per start of the run; [] if there is no file."""
         return parse_starts(read_bytes(self.info, default=b"[]"), self.info)
@@ -186,12 +211,7 @@ class RunFolder:
             if not isinstance(state.get(part), Mapping):
                 raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
                                       f"resumed; expected a dictionary '{part}' in it")
-        progress = progress_of(state["progress"], self.read_from)
-        if progress.step < progress.epochs + progress.epoch_steps or (
-                progress.epoch_steps and not progress.seconds):
-            raise CheckpointError(f"{self.read_from}: its progress contradicts itself: "
-                                  f"{in_brief(progress)}")
-        self.step = progress.step
+        self.step = progress_of(state["progress"], self.read_from).step
         return state
 
     def make(self) -> None:

@@ -1,27 +1,32 @@
 """Checkpoints as they are opened, with what is known about them, before a model is built."""
 
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
-from ..base.messages import nearest
+from ..base.files import CheckpointError, NoCheckpoint
+from ..base.messages import in_brief, nearest, say
 from ..base.table import find
 from ..base.values import Size, convert, show
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
-from ..recipe.files import Override, RecipeError, building, from_dict, load_recipe
+from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, load_recipe
 from ..recipe.sections import Recipe
-from ..train.checkpoint import CheckpointError, model_state, stored_tensors, without_prefix
 from ..train.device import fastest_amp, this_device
-from .checkpoints import BOXED, read_checkpoint
+from ..train.interruption import raising_signals
+from .checkpoint import model_state, read_checkpoint, stored_tensors, without_prefix
 from .folder import RunFolder
 from .model import build, task_of
 from .transfer import load_exactly, start_from
 
 # Who knows the names and files of other projects, by what a checkpoint holds.
 READERS = {"tensors": ".interop.weights.readers:Reader"}
+BOXED = RECIPES / "trained"                          # models that come with the package, by name
+ADDRESS = "https://dl.fbaipublicfiles.com/deit/"    # as DeiT's README has it
 
 
 class Saved(NamedTuple):
@@ -117,9 +122,9 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 def open_file(path: Path) -> tuple[Path, dict[str, Any], Any]:
-    """The file of a checkpoint, its contents, and its reader."""
+    """The file of a checkpoint, by path or name (see `by_name`), its contents, and its reader."""
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
-    state, path = read_checkpoint(path, mmap=True)
+    state, path = read_checkpoint(by_name(path), mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     if not isinstance(state.get("recipe", {}), Mapping):
         raise CheckpointError(f"{path}: its 'recipe' is {show(state['recipe'])}, expected a table")
@@ -170,3 +175,61 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     except TypeError as error:
         raise RecipeError(f"the image size is {error}") from None
     return Saved(path, state, resolved, size, reader)
+
+
+class Weights(NamedTuple):
+    """A file at ADDRESS, whose name ends with the first digits of its SHA-256, and its model."""
+
+    file: str
+    model: str
+
+
+PUBLISHED = {
+    "deit_tiny": Weights("deit_tiny_patch16_224-a1311bcf.pth", "vit_tiny"),
+    "deit_small": Weights("deit_small_patch16_224-cd65a155.pth", "vit_small"),
+    "deit_base": Weights("deit_base_patch16_224-b5f2ef4d.pth", "vit_base"),
+    "deit_base_384": Weights("deit_base_patch16_384-8de9b5d1.pth", "vit_base")}
+
+
+def published(name: str) -> Weights | None:
+    """The published weights of this name; None if there are none, or a path of this name exists."""
+    return None if Path(name).exists() else PUBLISHED.get(name)
+
+
+def kept_file(weights: Weights) -> Path:
+    """Where torch.hub keeps these weights, whether or not they are there yet."""
+    return Path(torch.hub.get_dir(), "checkpoints", weights.file)
+
+
+def fetch(weights: Weights) -> None:
+    """Fetch published weights into torch.hub's folder, unless they are there.
+
+    Raises CheckpointError, and leaves no file, if that fails or the file has another hash.
+    """
+    file = kept_file(weights)
+    if file.exists():
+        return
+    address, digest = ADDRESS + weights.file, file.stem.rpartition("-")[2]
+    say(f"fetch   {address} → {file}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with raising_signals():                      # or the part that is there would stay
+            torch.hub.download_url_to_file(address, str(file), hash_prefix=digest, progress=False)
+    except (OSError, RuntimeError, ValueError, HTTPException) as error:
+        reason = in_brief(getattr(error, "reason", error))
+        raise CheckpointError(f"{address}: cannot be fetched ({reason}); put the file at {file}, "
+                              "or name its path by --set init.checkpoint=…") from None
+
+
+def by_name(path: Path) -> Path:
+    """The path as it is, or, where nothing exists at a mere name, the model in recipes/trained, or
+    the file of published weights; NoCheckpoint if that is not there.
+    """
+    if path.parent != Path(".") or path.exists():
+        return path
+    if weights := published(path.name):
+        if not (file := kept_file(weights)).exists():
+            raise NoCheckpoint(f"{path}: expected its weights at {file}, where training with "
+                               f"init.checkpoint={path} puts them")
+        return file
+    return BOXED / path if (BOXED / path).is_dir() else path

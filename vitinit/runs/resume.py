@@ -17,13 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..base.files import in_one_line, require_no_links
+from ..base.files import CheckpointError, in_one_line, require_no_links
 from ..base.messages import warn
 from ..base.values import plain, to_toml
 from ..data.sources import SIZES
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
-from ..train.checkpoint import CheckpointError
 from ..train.device import fastest_amp
 from ..train.distributed import Processes
 from ..train.loop import AMP_DTYPES
@@ -156,8 +155,7 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
 
 def begun_amp(folders: Iterable[Path]) -> str | None:
     """engine.amp of the first run that has begun in one of these folders; None if none has."""
-    from ..programs.shared.records import read_run  # only where no checkpoint says it
-    begun = (read_run(folder).keys.get("engine.amp") for folder in folders
+    begun = (RunFolder(folder).keys().get("engine.amp") for folder in folders
              if (folder / "recipe.toml").exists())
     return next((amp for amp in begun if amp in AMPS), None)
 
@@ -176,15 +174,15 @@ def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
                               "that started it, with --resume auto, starts it again")
     if not results and not folder.recipe.exists():
         return NEW
-    from ..programs.shared.records import read_run  # only where there is no checkpoint any more
-    run = read_run(folder.path)
+    began, done = folder.keys(), len(folder.metrics.rows())
     if recipe is not None:
-        require_same_recipe(folder.path, run.keys, recipe.keys)
+        require_same_recipe(folder.path, began, recipe.keys)
     if not results:
         return NEW
-    if not run.finished:
-        raise CheckpointError(f"{folder.path}: holds {', '.join(results)} of {len(run.rows)} of "
-                              f"{run.epochs} epochs but no last.pt to go on from; start anew in "
+    epochs = began["schedule.epochs"] + began["schedule.cooldown_epochs"]
+    if done != epochs:
+        raise CheckpointError(f"{folder.path}: holds {', '.join(results)} of {done} of "
+                              f"{epochs} epochs but no last.pt to go on from; start anew in "
                               "another --out-dir, or move this folder away")
     return DONE
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.files import CheckpointError
 from ..base.values import flat, plain, to_toml
 from ..data.sources import Source, are_names, rows_by_name
 from ..init import family_of, init_weights, reads_images
@@ -14,14 +15,12 @@ from ..models.layers import Classifier
 from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..tasks import Task
-from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes
 from ..train.metrics import Progress
 from ..train.optim import freeze_below_head, optimizer_for
 from ..train.state import Ema, TrainState
-from .checkpoints import published
 from .data import training_views
-from .load import Saved, open_file, rows_of
+from .load import Saved, open_file, published, rows_of
 from .model import build, task_of, trained_model
 from .transfer import start_from
 from .watching import Watchers

@@ -16,13 +16,12 @@ from ..base.files import parse_json
 from ..base.messages import OneLineError, in_brief, nearest
 from ..base.values import PositiveNumber, convert
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
-from ..data.datasets import imagenet_wnids
+from ..data.datasets import unnamed_classes
 from ..data.images import DataError
 from ..data.sources import are_names, class_indices
 from ..recipe.sections import Recipe
 from ..tasks.distillation import Distillation, Teacher
-from ..train.checkpoint import model_state
-from .checkpoints import read_checkpoint
+from .checkpoint import model_state, read_checkpoint
 from .trained import Weights, load
 from .transfer import load_exactly
 
@@ -123,7 +122,7 @@ def of_torchvision(name: str, weights: str) -> Opened:
     load_exactly(model, tensors, path)
     size = (model.image_size,) * 2 if hasattr(model, "image_size") else None     # vit_b_16 and such
     return Opened(Teacher(model, IMAGENET_MEAN, IMAGENET_STD, size),
-                  imagenet_wnids() if outputs == 1000 else None, outputs)
+                  unnamed_classes(outputs), outputs)
 
 
 def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..base.files import CheckpointError
 from ..base.messages import in_brief, say
-from ..data.datasets import imagenet_wnids
+from ..data.datasets import unnamed_classes
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, room_for
 from ..recipe.files import overrides as recipe_changes
 from ..recipe.sections import Recipe
-from ..train.checkpoint import CheckpointError
 from .data import as_input, evaluation_view
 from .load import open_saved
 
@@ -168,7 +168,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions(weights)}", sys.stderr)
-    numbers = imagenet_wnids() if model.num_classes == 1000 else map(str, range(model.num_classes))
+    numbers = unnamed_classes(model.num_classes) or map(str, range(model.num_classes))
     classes = tuple(saved.classes or numbers) if model.num_classes else ()
     return Trained(model.to(device), classes, saved.recipe, saved.size, saved.path)
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..base.files import CheckpointError
 from ..base.messages import shortened
-from ..train.checkpoint import CheckpointError
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 

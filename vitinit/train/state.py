@@ -1,6 +1,7 @@
 """The state of training: everything that a step changes, saved and restored in one place."""
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,9 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.files import CheckpointError
 from ..base.messages import in_brief, shortened
-from .checkpoint import CheckpointError, fault
 from .metrics import Progress
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Tensors of integers that are no weights.
+COUNTED = re.compile(r"(^|\.)(num_batches_tracked|relative_position_index|position_ids)$")
+
+
+def fault(name: str, value: object, like: Tensor | None = None) -> str:
+    """What is wrong with a tensor of a model or optimiser, which is to be `like` another; or ""."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if value.is_meta or value.is_nested or value.layout != torch.strided:
+        return "without values (meta)" if value.is_meta else f"sparse or nested ({value.layout})"
+    if like is not None and (value.shape, value.dtype) != (like.shape, like.dtype):
+        return (f"{tuple(value.shape)} {value.dtype} where the run has {tuple(like.shape)} "
+                f"{like.dtype}")
+    if value.dtype not in FLOATS + (torch.int32, torch.int64) * bool(COUNTED.search(name)):
+        return str(value.dtype)
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return f"longer than what is stored of it, by its stride {value.stride()}"
+    # A sum takes no memory; only one that overflows has to be looked at more closely.
+    finite = value.sum().isfinite() or value.isfinite().all()
+    return "" if finite else "not finite, the run diverged before it was written"
 
 
 class Ema:

@@ -1,1 +1,1 @@
-"""vitinit.watch: placeholder, say what it is."""
+"""What sees a run and never changes it."""

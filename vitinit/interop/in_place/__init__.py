@@ -1,1 +1,1 @@
-"""vitinit.interop.in_place: placeholder, say what it is."""
+"""Our inits in models of any library."""

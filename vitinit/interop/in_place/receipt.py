@@ -1,4 +1,4 @@
-"""vitinit.interop.in_place.receipt: placeholder, say what it is."""
+"""What inits in place say: what was recognised of a model, and what was achieved."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,1 +1,1 @@
-"""vitinit.interop.weights: placeholder, say what it is."""
+"""Other libraries' files of weights, in and out."""

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 from PIL.Image import Resampling
 from torch import Tensor
 
-from ...base.files import FileError, parse_json, read_bytes
+from ...base.files import CheckpointError, FileError, parse_json, read_bytes
 from ...base.messages import in_brief
 from ...base.values import Count, Size, convert, to_toml
 from ...models.layers import hidden_width
 from ...recipe.sections import Recipe
-from ...runs.checkpoints import FOREIGN_WEIGHTS
+from ...runs.checkpoint import FOREIGN_WEIGHTS
 from ...runs.start import FUNCTION, PREPARATION
-from ...train.checkpoint import CheckpointError
 from .libraries import SWIN_OPTIONS, VIT_OPTIONS
 from .names import native_tensors
 

@@ -1,4 +1,4 @@
-"""vitinit.programs.figures.page: placeholder, say what it is."""
+"""Pages of HTML that need neither a network nor a server."""
 
 from __future__ import annotations
 

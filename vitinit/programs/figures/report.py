@@ -10,19 +10,20 @@ from urllib.parse import quote
 
 import torch
 
+from ...base.files import CheckpointError
 from ...base.messages import OneLineError, ProgressBar
 from ...base.values import to_toml
 from ...data.images import DataError
 from ...data.sources import ImageFiles
+from ...recipe.absent import MEANT
 from ...recipe.files import load_recipe
 from ...runs.data import evaluation_batches, own_set, require_same_images
 from ...runs.load import open_saved
-from ...train.checkpoint import CheckpointError
 from ...train.device import this_device
 from ...train.loop import autocast
 from ...train.metrics import balanced_accuracy
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step
-from ..shared.groups import CAME_OR_WENT, Group, group_runs
+from ..shared.groups import Group, group_runs
 from ..shared.plot import FigureError, as_png, rounded
 from ..shared.records import RunRecord, read_runs
 from ..shared.results import class_scores, compare_runs, origin, paired, t_interval
@@ -101,7 +102,7 @@ def run_view(run: RunRecord, group: Group, *, data_dir: str | None, images: int,
         note = str(error)
     changes: list[list[str]] | str
     try:
-        source, used = load_recipe(run.source).keys, CAME_OR_WENT | run.keys
+        source, used = load_recipe(run.source).keys, MEANT | run.keys
         changes = [[key, *(to_toml(keys[key]) if key in keys else "–" for keys in (source, used))]
                    for key in source | run.keys if source.get(key) != used.get(key)]
     except OneLineError as error:

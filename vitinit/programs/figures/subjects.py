@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...base.files import CheckpointError
 from ...data.datasets import open_split
 from ...data.sources import LooseImages, folder_of
 from ...init import reads_images, stated_family
@@ -20,7 +21,6 @@ from ...runs.folder import RunFolder
 from ...runs.load import open_saved
 from ...runs.model import build, without_data
 from ...runs.start import initialise
-from ...train.checkpoint import CheckpointError
 from ..shared.plot import FigureError
 
 Vit = VisionTransformer | SimpleViT

@@ -5,25 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.values import flat, to_toml
-from ...recipe.files import OPTIONAL, SINCE_12
+from ...base.files import CheckpointError
+from ...base.values import to_toml
+from ...recipe.absent import MEANT
 from ...recipe.sections import MACHINE_KEYS
-from ...train.checkpoint import CheckpointError
 from .records import RunRecord
 
 # The keys in which runs of one experiment may differ: seed, folder, evaluations and machine.
 FREE_KEYS = ("run.seed", "data.root", "eval.every_epochs", *MACHINE_KEYS)
-# Keys that came after the first records in recipes/ were made, or went after them; records without
-# them are of these values.
-CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
-                "init.options.constant_variance": 0.95, "init.options.patch_init": "base",
-                "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
-                "model.options.norm_eps": 1e-6, "model.options.rope_frequencies": "axial",
-                "model.options.rope_base": 100.0, "model.options.rope_coordinates": "index",
-                "model.options.qk_norm": False, "model.options.layer_scale": 0.0,
-                "model.options.mlp": "gelu", "data.apply_exif_orientation": True,
-                "init.checkpoint_fit": "exact", **flat(OPTIONAL),
-                "optim.name": "adamw", **flat(SINCE_12)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ def experiment(run: RunRecord) -> dict[str, Any]:
     # The BatchNorm of a ConvMixer sees the images of a micro-batch.
     matter = ("optim.max_batch_per_process",) * run.keys["model.name"].startswith("convmixer_")
     mute = ("init.checkpoint_head",) * (not run.keys["init.checkpoint"])     # nothing to fit
-    return {key: value for key, value in (CAME_OR_WENT | run.keys).items()
+    return {key: value for key, value in (MEANT | run.keys).items()
             if (key not in FREE_KEYS or key in matter) and key not in mute}
 
 

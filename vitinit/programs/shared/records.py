@@ -26,21 +26,15 @@ from functools import cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ...base.files import LARGEST, parse_json, parse_toml, read_bytes, written_atomically
+from ...base.files import LARGEST, CheckpointError, parse_json, read_bytes, written_atomically
 from ...base.messages import counted, in_brief, shortened, warn
-from ...base.values import accepted_values, flat
-from ...recipe.files import OPTIONAL
-from ...runs.checkpoints import by_name
-from ...runs.folder import image_digests, parse_lines, parse_starts
-from ...train.checkpoint import CheckpointError
+from ...runs.folder import image_digests, parse_keys, parse_lines, parse_starts
+from ...runs.load import by_name
 from ...train.metrics import METRICS
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
 LARGEST_ARCHIVE = 2**26         # most bytes, unpacked, of an archive; 1,000 runs have 20 million
-# Keys that all records have and programs read.
-REQUIRED = {"run.seed": int, "schedule.epochs": int, "schedule.cooldown_epochs": int,
-            "init.name": str, "init.checkpoint": str, "model.name": str}
 
 
 @dataclass(frozen=True)
@@ -90,16 +84,7 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
     """The run at `path`, whose FILES have these contents; CheckpointError if damaged or no run."""
     if "recipe.toml" not in files:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
-    try:
-        keys = flat(OPTIONAL | parse_toml(files["recipe.toml"]))     # some are from before those
-        for key, kind in REQUIRED.items():
-            if type(keys.get(key)) is not kind:
-                raise ValueError(f"{key} is {in_brief(repr(keys.get(key)))}, expected "
-                                 f"{accepted_values(kind)}")
-    except ValueError as error:                      # neither TOML nor UTF-8, or no recipe
-        raise CheckpointError(f"{path / 'recipe.toml'}: not what a run writes: {in_brief(error)}"
-                              ) from None
-    keys.pop("version", None)
+    keys = parse_keys(files["recipe.toml"], path / "recipe.toml")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
     return RunRecord(path, recipe_of(starts[0] if starts else {}), keys,

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...base.files import CheckpointError
 from ...base.messages import shortened, warn
 from ...run import Run
 from ...runs.folder import RunFolder
 from ...runs.resume import Choice
-from ...train.checkpoint import CheckpointError
 from .groups import commit, experiment
 from .records import RunRecord
 from .results import RECORDED, t_interval, table

@@ -1,5 +1,6 @@
 """Checkpoints of any project are read: files of plain tensors and containers; no code is run."""
 
+import json
 import pickle
 import re
 import zipfile
@@ -10,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.files import FileError, nested_deeply, parse_json, read_bytes
-from ..base.messages import in_brief, without_warnings
+from ..base.files import (CheckpointError, Damaged, FileError, NoCheckpoint, nested_deeply,
+                          parse_json, read_bytes)
+from ..base.messages import in_brief, warn, without_warnings
+from ..base.values import Size, convert
+from ..train.state import fault
 
+# The weights in a folder that transformers or timm wrote.
+FOREIGN_WEIGHTS = tuple(f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin")
+                        for index in ("", ".index.json"))    # in one file, or in shards
 # Where programs keep a model's state dict, and that of its moving average.
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")
 AVERAGES = ("ema", "model_ema", "state_dict_ema")
 # What wrappers put before all names, or before all but those of a classifier beside the wrapped.
 PREFIX = re.compile(r"(model|backbone|net|encoder|module|_orig_mod)\.")
 CLASSIFIER = re.compile(r"(head|heads|head_dist|fc|(cls_|distillation_)?classifier)\.")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Tensors of integers that are no weights.
-COUNTED = re.compile(r"(^|\.)(num_batches_tracked|relative_position_index|position_ids)$")
 # What other programs write beside weights: settings, paths, numpy's numbers. An `Unread` is made in
 # its place, so that none of their code runs; numpy's, for one, trusts the bytes that it reads.
 BESIDE = ("argparse.Namespace", "numpy.dtype", "numpy.ndarray",
@@ -29,18 +33,6 @@ BESIDE = ("argparse.Namespace", "numpy.dtype", "numpy.ndarray",
             for name in ("scalar", "_reconstruct")),
           *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local")
             for kind in ("Posix", "Windows", "PurePosix", "PureWindows")))
-
-
-class CheckpointError(FileError):
-    """Something is wrong with a checkpoint or a run folder; the message is one line."""
-
-
-class NoCheckpoint(CheckpointError):
-    """The file does not exist."""
-
-
-class Damaged(CheckpointError):
-    """The file is not a checkpoint, or it changed after it was written."""
 
 
 def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
@@ -92,6 +84,53 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
     if nested_deeply(state):
         raise Damaged(f"{path}: its tables are nested too deeply")
     return state
+
+
+def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
+                    ) -> tuple[dict[str, Any], Path]:
+    """The contents of a checkpoint, as `read_checkpoint_file` reads them, and their file.
+
+    path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
+    missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
+    for its weights.
+    """
+    files, problems = [path], []
+    if path.is_dir():
+        files = [path / "last.pt", path / "previous.pt"]
+        if not any(file.exists() for file in files):
+            files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
+        if not files:
+            raise NoCheckpoint(f"{path}: holds no checkpoint; expected last.pt or one of "
+                               f"{', '.join(FOREIGN_WEIGHTS)}")
+    for file in files:
+        try:
+            state = read_checkpoint_file(file, mmap=mmap, verify=verify)
+        except (NoCheckpoint, Damaged) as error:
+            problems.append(error)
+            continue
+        if problems:
+            warn(f"{problems[0]}; going on with {file}")
+        require_plain(state, file)
+        return state, file
+    if isinstance(problems[-1], NoCheckpoint):
+        raise problems[0]
+    raise CheckpointError("; and ".join(map(str, problems)))
+
+
+def require_plain(state: dict[str, Any], file: Path) -> None:
+    """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
+    if isinstance(state.get("recipe"), dict):        # a checkpoint of ours
+        try:                                         # the same limits as of a text
+            state["recipe"] = parse_json(json.dumps(state["recipe"]).encode())
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{file}: its 'recipe' is no table of plain values "
+                                  f"({in_brief(error)})") from None
+    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", Size, tuple)):
+        if state.get(key) is not None:
+            try:
+                state[key] = form(convert(state[key], kind))
+            except TypeError as error:
+                raise CheckpointError(f"{file}: its '{key}' is {error}") from None
 
 
 def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
@@ -169,21 +208,3 @@ def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
                 len({*shorter}) < len(names)):
             return prefix, names
         prefix, names = prefix + match[0], shorter
-
-
-def fault(name: str, value: object, like: Tensor | None = None) -> str:
-    """What is wrong with a tensor of a model or optimiser, which is to be `like` another; or ""."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    if value.is_meta or value.is_nested or value.layout != torch.strided:
-        return "without values (meta)" if value.is_meta else f"sparse or nested ({value.layout})"
-    if like is not None and (value.shape, value.dtype) != (like.shape, like.dtype):
-        return (f"{tuple(value.shape)} {value.dtype} where the run has {tuple(like.shape)} "
-                f"{like.dtype}")
-    if value.dtype not in FLOATS + (torch.int32, torch.int64) * bool(COUNTED.search(name)):
-        return str(value.dtype)
-    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        return f"longer than what is stored of it, by its stride {value.stride()}"
-    # A sum takes no memory; only one that overflows has to be looked at more closely.
-    finite = value.sum().isfinite() or value.isfinite().all()
-    return "" if finite else "not finite, the run diverged before it was written"

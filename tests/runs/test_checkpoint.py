@@ -13,11 +13,11 @@ import pytest
 import torch
 from refused import refused
 
-from vitinit.base.files import FileError, write_text_atomically
+from vitinit.base.files import CheckpointError, Damaged, FileError, write_text_atomically
+from vitinit.runs import checkpoint as checkpoint_module
+from vitinit.runs.checkpoint import (Unread, model_state, read_checkpoint_file as load,
+                                     without_prefix)
 from vitinit.runs.folder import save_atomically
-from vitinit.train import checkpoint
-from vitinit.train.checkpoint import (CheckpointError, Damaged, Unread, model_state,
-                                      read_checkpoint_file as load, without_prefix)
 
 
 def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tmp_path):
@@ -120,7 +120,7 @@ def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_
         if state.keys() != model.keys():
             assert torch.equal(model_state(state, tmp_path, "ema")["blocks.0.w"], torch.zeros(2))
     averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(3, 2)).state_dict()
-    for state in (*({key: averaged} for key in checkpoint.CONTAINERS), averaged,
+    for state in (*({key: averaged} for key in checkpoint_module.CONTAINERS), averaged,
                   {"teacher": {"model": averaged}, "student": 0, "model": "vit", "module": 7}):
         assert [*model_state(state, tmp_path)] == ["weight", "bias"]
     assert [*model_state({"ema": averaged}, tmp_path, "ema")] == ["weight", "bias"]
