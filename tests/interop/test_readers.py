@@ -331,7 +331,8 @@ def test_a_runs_own_recipe_is_compared_too_and_what_it_says_of_itself_is_checked
         options = state["recipe"]["model"]["options"] | {key: value}
         torch.save(state | {"recipe": state["recipe"] | {"model": state["recipe"]["model"] | {
             "options": options}}}, tmp_path / "a.pt")
-        assert f"a.pt: {key} is {value}" in refused(ValueError, fine_tune, build(recipe), recipe)
+        assert f"a.pt: {key} is {value}" in refused(ValueError, fine_tune, build(recipe), recipe,
+                                                    task_of(recipe))
 
 
 def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(capsys):

@@ -208,6 +208,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
     def swept() -> int:
         """The status that `vitinit sweep` ends with."""
         sys.argv = ["vitinit", "sweep", *arguments]
+        sys.modules.pop("vitinit.__main__", None)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("vitinit", run_name="__main__")
         return ended.value.code

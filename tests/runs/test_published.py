@@ -11,7 +11,7 @@ from same_run import checkpoint
 
 from vitinit.base.files import CheckpointError, NoCheckpoint
 from vitinit.models import build_model
-from vitinit.runs import checkpoint as checkpoints, load
+from vitinit.runs import load
 from vitinit.runs.load import Weights, by_name, fetch, kept_file
 
 OPTIONS = dict(pool="mean", patch_size=4, embed_dim=12, depth=2, num_heads=3)
@@ -49,7 +49,7 @@ def test_a_run_fetches_them_once_and_starts_from_them(train_program, small_run, 
     kept = kept_file(weights)
     assert f"expected its weights at {kept}" in capsys.readouterr().err and not kept.exists()
     assert train_program.main(run("first")) == 0
-    assert f"fetch   {checkpoints.ADDRESS}{weights.file} → {kept}" in capsys.readouterr().out
+    assert f"fetch   {load.ADDRESS}{weights.file} → {kept}" in capsys.readouterr().out
     started = checkpoint(tmp_path / "first", "epoch_0000.pt")["model"]
     for name, value in torch.load(kept)["model"].items():
         assert torch.equal(started[name], value) == (not name.startswith("head")), name

@@ -391,6 +391,8 @@ def test_a_checkpoint_that_contradicts_itself_is_refused_and_one_without_classes
     whole = torch.load(folder / "last.pt", weights_only=True)
     for change, words in (
             ({"progress": whole["progress"] | {"step": 10**6}}, "its progress contradicts itself"),
+            ({"progress": whole["progress"] | {"epochs": 2}}, "its progress contradicts itself"),
+            ({"progress": whole["progress"] | {"seconds": 0.0}}, "its progress contradicts itself"),
             ({"optimizer": {"state": {}}}, "is not of this run: optimizer is of another run")):
         torch.save(whole | change, folder / "last.pt")
         refused(folder, ["--resume", str(folder)], words)

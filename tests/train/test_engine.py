@@ -231,7 +231,7 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
     assert result.class_guesses == confusion.sum(0).tolist()
     mean, = reconstruction.mean_losses(              # by hand it was counted in float64
         [other.train()], zip(images.double().split(size), labels.split(size)), amp="off",
-        objective=labels_module.cross_entropy, processes=ALONE, stop=StopRequest())
+        loss=labels_module.cross_entropy, processes=ALONE, stop=StopRequest())
     assert isinstance(chosen, list) or not other.training and mean.loss == pytest.approx(loss)
 
 

@@ -4,14 +4,13 @@ A task has its objective and its measures, and says what a run's start, folder a
 it. To add one: a class like these, here or elsewhere, a row, and a recipe whose [task] names it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Generator, Tensor, nn
 
 from ..models.layers import Classifier
 from ..train.distributed import Processes
-from ..train.interruption import StopRequest
 from ..train.metrics import Evaluation
 
 # By the names that [task] takes. A teacher, which [distill] names, is one more: distillation.py.
@@ -24,6 +23,13 @@ class Task:
 
     takes: Callable[..., Any] = staticmethod(lambda: None)   # its options are the keyword-only
                                 # arguments of this function
+    # (forward, images (B, 3, H, W), scales, targets) → the mean loss of a micro-batch, a scalar,
+    # within autocast. forward(images, *scales): the model. scales: drop-path's (branches, B), or
+    # none. targets: (B, K), class probabilities, or visible patches (B, n).
+    loss: Callable[..., Tensor]
+    # (models, batches, loss=, amp=, processes=, stop=) → an evaluation of each model on all images,
+    # each once, by this process's batches. loss: the run's objective.
+    measure: Callable[..., list[Evaluation]]
     learns_classes = False
     hides_patches = False       # whether a model sees some of the patches, `visible(patches)`
     head_note = ""              # what the start says of the classifier in place of how rows matched
@@ -47,21 +53,6 @@ class Task:
     def visible(self, patches: int) -> int:
         """How many of an image's patches a model sees, where some are hidden."""
         return patches
-
-    def loss(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-             targets: Tensor) -> Tensor:
-        """The objective: the mean loss of a micro-batch, within autocast, a scalar.
-
-        images: (B, 3, H, W). targets: (B, K), class probabilities, or visible patches (B, n).
-        scales: drop-path's (branches, B), or none. forward(images, *scales): the model.
-        """
-        raise NotImplementedError
-
-    def measure(self, models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-                loss: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
-                ) -> list[Evaluation]:
-        """Evaluate each model on all images once. loss: the run's objective."""
-        raise NotImplementedError
 
     def notes(self) -> list[str]:
         """Lines about the task, for the start of a run."""

@@ -86,21 +86,16 @@ class Labels(Task):
     """The classes of the images, as mixing and smoothing leave them."""
 
     learns_classes = True
+    loss = staticmethod(cross_entropy)
 
     @staticmethod
     def contradictions(recipe: Any) -> Iterator[tuple[str, str]]:
         if recipe.data.name == "images":
             yield "data.name task.name", "another one, such as image_folder: these have no classes"
 
-    def loss(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-             targets: Tensor) -> Tensor:
-        return cross_entropy(forward, images, scales, targets)
-
     def measure(self, models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-                loss: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
-                ) -> list[Evaluation]:
-        return evaluate(models, batches, num_classes=len(self.classes), amp=amp,
-                        processes=processes, stop=stop)
+                loss: Callable[..., Tensor], **how: Any) -> list[Evaluation]:
+        return evaluate(models, batches, num_classes=len(self.classes), **how)
 
     def next_step(self, run: str) -> str:
         return f"vitinit predict {run} photo.jpg"

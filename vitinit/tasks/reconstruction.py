@@ -20,9 +20,9 @@ from . import Task
 
 @torch.no_grad()
 def mean_losses(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-                objective: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
+                loss: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
                 ) -> list[Evaluation]:
-    """As `evaluate`, of a run that learns no classes: the mean of its objective over images."""
+    """As `evaluate`, of a run that learns no classes: the mean loss over images."""
     totals = torch.zeros(len(models) + 1, dtype=torch.float64, device=processes.device)
     for model in models:
         model.eval()
@@ -31,7 +31,7 @@ def mean_losses(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Ten
             images, targets = batch
             for index, model in enumerate(models):
                 with autocast(processes.device, amp):
-                    totals[index] += objective(model, images, (), targets) * len(images)
+                    totals[index] += loss(model, images, (), targets) * len(images)
             totals[-1] += len(images)
     *losses, count = processes.sum(totals).tolist()
     return [Evaluation(loss / count, None, None, int(count), [], [], [], None) for loss in losses]
@@ -49,6 +49,8 @@ class Reconstruction(Task):
     hides_patches = True
     head_note = "decoder as drawn: none is read from a checkpoint"
     takes = staticmethod(MaskedAutoencoder.__init__)
+    loss = staticmethod(reconstruction)
+    measure = staticmethod(mean_losses)
 
     @staticmethod
     def contradictions(recipe: Any) -> Iterator[tuple[str, str]]:
@@ -71,16 +73,6 @@ class Reconstruction(Task):
 
     def visible(self, patches: int) -> int:
         return visible_patches(patches, self.options["mask_ratio"])
-
-    def loss(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-             targets: Tensor) -> Tensor:
-        return reconstruction(forward, images, scales, targets)
-
-    def measure(self, models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-                loss: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
-                ) -> list[Evaluation]:
-        return mean_losses(models, batches, objective=loss, amp=amp, processes=processes,
-                           stop=stop)
 
     def rehearsed(self, model: nn.Module, images: Tensor, targets: Tensor) -> tuple[str, Tensor]:
         return "losses of hidden patches", model(images, visible=targets)

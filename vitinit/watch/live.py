@@ -15,7 +15,7 @@ from typing import Any
 from ..base.messages import in_brief, warn
 from ..recipe.files import RecipeError
 from ..runs.folder import Lines, RunFolder
-from ..runs.watching import LOGGERS_NEED, Watcher
+from ..runs.watching import LOGGERS_NEED
 
 LAST_SECONDS = 10.0             # that a logger has, once the run has ended, for those that wait
 Rows = Iterator[tuple[int, dict[str, float]]]        # moment, tag → value
@@ -98,7 +98,7 @@ class LiveCurves(Thread):
             warn(f"log: {self.name} has not taken all rows within {seconds:g} s")
 
 
-class LiveWatcher(Watcher):
+class LiveWatcher:
     """Live curves of a run by the logger of this name. Raises RecipeError without the logger."""
 
     def __init__(self, name: str) -> None:

@@ -6,13 +6,12 @@ from ..data.images import DataError
 from ..data.sources import Source
 from ..recipe.sections import Recipe
 from ..runs.data import training_views
-from ..runs.watching import Watcher
 from .targets import has_targets, mass_on_images
 
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
 
 
-class MassWatcher(Watcher):
+class MassWatcher:
     """Says how much attention is on the init's targets, if it has any, in MASS_IMAGES images."""
 
     def initialised(self, model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from ..recipe.sections import Recipe
-from ..runs.watching import Watcher
 from ..train.device import cores
 from ..train.distributed import Processes
 from ..train.metrics import Pace
@@ -49,7 +48,7 @@ def bound_of(*, launches: float, products: float) -> str:
     return "launches" if launches > 0.5 else "matrix products" if products > 0.5 else "memory"
 
 
-class WaitingWatcher(Watcher):
+class WaitingWatcher:
     """Says once what a run waits for, if it waits for long."""
 
     def paced(self, paces: Sequence[Pace], recipe: Recipe, processes: Processes) -> list[str]:

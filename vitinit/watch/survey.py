@@ -22,7 +22,6 @@ from ..data.pipeline import Data
 from ..data.sources import ImageFiles, Source
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
-from ..runs.watching import Watcher
 
 MOST_SURVEYED = 50_000          # images of a run whose files are compared at its start
 LOOKED_AT = 2_000               # files whose headers are read, spread evenly over the set
@@ -182,7 +181,7 @@ def is_transparent(path: str, formats: tuple[str, ...]) -> bool:
     return False
 
 
-class ImageWatcher(Watcher):
+class ImageWatcher:
     """Says what the images of a new run are like, and writes it to images.txt in its folder."""
 
     def __init__(self) -> None:

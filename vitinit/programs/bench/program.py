@@ -12,13 +12,10 @@ from pathlib import Path
 
 import torch
 
+from ...recipe.sections import Recipe
 from ...train.device import cores
 from ...watch.slowness import BOUNDS
 from ..shared.command_line import Output, Parser, integer, one_of, real, run_program
-from .all import bench_all, machine
-from .loader import PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches, loader_rows
-from .step import memory_row, step_row
-from .training import recipe_of, row_table
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -54,34 +51,57 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
+    # What measures imports torchvision and the compiler: here, so that --help need not.
     if args.bench == "all":
+        from .all import bench_all
         return bench_all(args.out, device=args.device, photographs=args.data_dir,
                          minutes=args.minutes)
+    from .all import machine
+    from .training import row_table
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench == "memory":
-        print("\n" + row_table([
-            memory_row(recipe_of(name, args.set, auto="bf16"), args.card_gib)    # "auto" on a card
-            for name in args.recipe]))
+        from .step import memory_row
+        rows = [memory_row(recipe, args.card_gib) for recipe in recipes_of(args, device, "bf16")]
+        print("\n" + row_table(rows))               # "auto" is that of a card
     elif args.bench == "step":
-        for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:
-            batch = args.batch or recipe.optim.max_batch_per_process
-            row = step_row(recipe, device, batch)
-            # What helps was measured on a GPU, and eager. On a CPU compilation gained nothing.
-            helps = device.type == "cuda" and not recipe.engine.compile
-            print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {row['bound by']}"
-                  + f": {BOUNDS[row['bound by']]}" * helps, flush=True)
+        for recipe in recipes_of(args, device):
+            print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "loader":
-        batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
-        with tempfile.TemporaryDirectory() as folder:
-            count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
-            sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
-            print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)),
-                  flush=True)
-            recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
-            rows = fed_rows(recipe, device, args.workers)
-            print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")
+        print_loader(args, device)
     return 0
+
+
+def recipes_of(args: argparse.Namespace, device: torch.device, auto: str = "") -> list[Recipe]:
+    from .training import recipe_of
+    return [recipe_of(name, args.set, device, auto=auto) for name in args.recipe]
+
+
+def print_step(recipe: Recipe, device: torch.device, batch: int) -> None:
+    """Measure a step, and print what bounds it."""
+    from .step import step_row
+    from .training import row_table
+    row = step_row(recipe, device, batch)
+    bound = row["bound by"]
+    # What helps was measured on a GPU, and eager. On a CPU compilation gained nothing.
+    helps = device.type == "cuda" and not recipe.engine.compile
+    advice = f": {BOUNDS[bound]}" if helps else ""
+    print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {bound}{advice}", flush=True)
+
+
+def print_loader(args: argparse.Namespace, device: torch.device) -> None:
+    """Measure a recipe's loader, alone and feeding a step."""
+    from .loader import (PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches,
+                         loader_rows)
+    from .training import recipe_of, row_table
+    batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
+    with tempfile.TemporaryDirectory() as folder:
+        count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
+        sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
+        print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
+        recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
+        rows = fed_rows(recipe, device, args.workers)
+        print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")
 
 
 def main(arguments: list[str] | None = None, name: str = "vitinit bench") -> int:
