@@ -1,13 +1,19 @@
 """Lists of images equal folders of them; what is wrong with a list is one line."""
 
 import csv
+import os
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from refused import refused
 
 from vitinit.base.files import FileError
+from vitinit.data import lists
 from vitinit.data.datasets import open_split
 from vitinit.data.images import DataError
 from vitinit.data.sources import Source, fingerprint, held_out_part
@@ -103,3 +109,69 @@ def test_an_unknown_split_and_two_kinds_of_lists_are_one_line(tmp_path):
         "or test, images.csv:3 has the split '', not train, val or test")
     (tmp_path / "val.csv").touch()
     assert ": val.csv beside images.csv in it; expected " in refusal(str(tmp_path), "val", 0)
+
+
+@contextmanager
+def peak_of_memory() -> Iterator[list[int]]:
+    """To the list that it yields is added the most memory that Python and NumPy took in it."""
+    peak: list[int] = []
+    tracemalloc.start()
+    try:
+        yield peak
+        peak.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("folders, dots", [(1, 0), (50, 1_800)])
+def test_an_image_takes_at_most_150_bytes_beyond_its_path_also_beside_a_long_one(
+        tmp_path, folders, dots):
+    count = 5_000
+    names = [f"{number % folders}/{number}.png" for number in range(count)]
+    for folder in range(folders):
+        (tmp_path / str(folder)).mkdir()
+    for name in names:
+        (tmp_path / name).touch()
+    names[7] = f"{dots * './'}{names[7]}"
+    np.random.default_rng(0).shuffle(names)
+    length = sum(len(os.path.join(tmp_path, name)) for name in names)
+    file = tmp_path / "images.csv"
+    file.write_text(f"path,label\n{names[0]},0\n")
+    open_split("image_list", str(tmp_path), "train", 0)          # imports what it needs
+    file.write_text("\n".join(["path,label", *(f"{name},{len(name)}" for name in names)]))
+    with peak_of_memory() as peak:
+        source = open_split("image_list", str(tmp_path), "train", 0)
+        fingerprint(source, str(tmp_path))
+    assert len(source) == count and peak[0] - length <= 150 * count
+
+
+def test_lines_that_cannot_be_used_are_counted_and_the_first_are_named(tmp_path):
+    count = 30_000
+    (tmp_path / "train.csv").write_text("path,label\n" + count * ",\n")
+    with peak_of_memory() as peak:
+        line = refusal(str(tmp_path), "train", 0)
+    places = ", ".join(f"train.csv:{number} has no path" for number in range(2, 7))
+    assert line == f"{tmp_path}: 30,000 lines cannot be used: {places} and 29995 more"
+    assert peak[0] < 2**20
+
+
+def test_a_row_has_a_limit_over_all_its_lines_and_empty_lines_are_no_row(tmp_path):
+    file, most = tmp_path / "train.csv", lists.LONGEST_ROW
+    (tmp_path / "a.png").touch()
+    for content, line in ((most * "a,", "2: row larger than row limit (1048576)"),
+                          (most * '"\n",', "262146: row larger than row limit (1048576)"),
+                          (f'"{most * "a"}"', "2: row larger than row limit (1048576)"),
+                          (most // 2 * "a", "2: field larger than field limit (131072)")):
+        file.write_text(f"path,label\n{content}\n")
+        with peak_of_memory() as peak:
+            assert refusal(str(tmp_path), "train", 0) == f"{file}:{line}"
+        assert peak[0] < 40 * most
+    file.write_text("path,label" + most * "\n" + "a.png,a\n")
+    assert len(open_split("image_list", str(tmp_path), "train", 0)) == 1
+
+
+def test_a_list_has_at_most_as_many_bytes_as_a_file_of_an_image(tmp_path, monkeypatch):
+    monkeypatch.setattr(lists, "LARGEST_FILE", 20)
+    (tmp_path / "train.csv").write_text("path,label\na.png,abcd\n")
+    assert refusal(str(tmp_path), "train", 0) == (
+        f"{tmp_path}/train.csv: has 22 bytes, expected a file of at most 20")

@@ -232,20 +232,27 @@ def require_no_links(folder: Path) -> None:
                                 "expected the file itself")
 
 
+@contextmanager
+def opened(path: Path | str, limit: int) -> Iterator[BinaryIO]:
+    """A context of a file to read; FileError if it is over `limit`, or a pipe."""
+    # A pipe, too, is opened without waiting for who writes to it; Windows has none.
+    with open(path, "rb", opener=lambda name, flags: os.open(
+            name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise FileError(f"{path}: is a pipe or a device, expected a file")
+        if status.st_size > limit:
+            raise FileError(f"{path}: has {status.st_size:,} bytes, expected a file of at "
+                            f"most {limit:,}")
+        yield file
+
+
 def read_bytes(path: Path | str, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:
     """A file's contents, or `default` if there is none; FileError over `limit`, and for a pipe."""
     with in_one_line(path, "read"):
         try:
-            # A pipe, too, is opened without waiting for who writes to it; Windows has none.
-            with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(
-                    name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise FileError(f"{path}: is a pipe or a device, expected a file")
-                if status.st_size > limit:
-                    raise FileError(f"{path}: has {status.st_size:,} bytes, expected a file of at "
-                                    f"most {limit:,}")
-                return file.readall()
+            with opened(path, limit) as file:
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
             if default is None:
                 raise

@@ -160,9 +160,12 @@ def warn(line: str) -> None:
         say(one_line(f"warning {line}"), sys.stderr)
 
 
-def shortened(names: Sequence[str]) -> str:
-    """The names in one line, separated by commas; of more than five only the first ones."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def shortened(names: Sequence[str], count: int = 0) -> str:
+    """The names in one line, separated by commas; of more than five only the first ones. count: of
+    all names, where `names` are only the first ones.
+    """
+    count = count or len(names)
+    return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")
 
 
 def ran_out_of_memory(error: Exception) -> bool:

@@ -3,32 +3,48 @@
 The first line names the columns, of which these count: `path`, below the folder of the list or
 absolute, `label`, the name of a class, and in images.csv `split`, one of folders.SPLITS. Without
 that column all its images are to train on. An image is listed once, in one split.
+
+Lists are read row by row. At any time an image takes at most 150 bytes of memory beyond its path,
+in arrays, and each of the folders that are remembered, 65,536, some 300.
 """
 
 import csv
 import io
 import os
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
-from sys import intern
-from typing import NamedTuple
 
-from ..base.files import read_bytes
+import numpy as np
+
+from ..base.files import in_one_line, opened
 from ..base.messages import counted, in_brief, shortened
 from .folders import SPLITS, TEST, TRAIN, VAL, in_words, is_image, suffix_of
 from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles
 
-LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": None}     # the split of all its images
+ALL = 3                         # beside TRAIN, VAL and TEST: of a list without splits
+LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": ALL}      # the split of all its images
+LONGEST_ROW = 2**20             # most characters of a row, over all its lines
 
 
-class Line(NamedTuple):
-    place: str                  # such as "val.csv:7"
-    path: str                   # as it is listed
-    label: str
-    split: int | None           # TRAIN, VAL or TEST; None: its list has no splits
+class Lines:
+    """Of the lines that can be used all but their paths, and what is wrong with the others."""
+
+    def __init__(self) -> None:
+        self.labels: dict[str, int] = {}             # and the number of each
+        self.numbers = array("i")                    # of each line label, split, list, line
+        self.digests = bytearray()                   # of its path, 16 bytes
+        self.wrong, self.problems = 0, list[str]()   # how many there are; those of the first
+
+    def refuse(self, problem: str) -> None:
+        self.wrong += 1
+        if self.wrong <= 5:                          # as many as `shortened` shows
+            self.problems.append(problem)
 
 
 def open_list(root: Path, split: str) -> ImageFiles:
@@ -42,92 +58,132 @@ def open_list(root: Path, split: str) -> ImageFiles:
     if not names or "images.csv" in names[1:]:
         raise DataError(f"{root}: {' beside '.join(names) or 'no list'} in it; expected train.csv "
                         "and val.csv, or images.csv alone, with the columns path and label")
-    problems: list[str] = []
-    lines = [line for name in names for line in read_list(root / name, problems)]
-    splits = {line.split for line in lines}
-    to_train: set[int | None] = {TRAIN, None}
-    to_hold: set[int | None] = {VAL if VAL in splits else TEST}
-    whole = split == "whole" and splits == {None}            # a list without splits
+    lines = Lines()
+    images = ImageFiles((path for name in names for path in read_list(root / name, lines)), (), [])
+    images.labels, splits, *_ = np.asarray(lines.numbers).reshape(-1, 4).T
+    to_train = np.isin(splits, [TRAIN, ALL])
+    to_hold = splits == (VAL if VAL in splits else TEST)
+    whole = split == "whole" and ALL in splits               # a list without splits
     used = to_train if split == "train" or whole else to_hold
-    labels = ({line.label for line in lines if line.split in to_train} or
-              {line.label for line in lines if line.split in to_hold})
-    problems += wrong_lines(root, lines, used, labels)
-    if problems:
-        raise DataError(f"{root}: {counted(len(problems), 'line')} cannot be used: "
-                        f"{shortened(problems)}")
-    listed = [line for line in lines if line.split in used]
-    if not listed and split == "train":
+    known = set(images.labels[to_train]) or set(images.labels[to_hold])
+    labels = list(lines.labels)
+    for problem in wrong_lines(root, images, lines, used, known):
+        lines.refuse(problem)
+    if lines.wrong:
+        raise DataError(f"{root}: {counted(lines.wrong, 'line')} cannot be used: "
+                        f"{shortened(lines.problems, lines.wrong)}")
+    listed = images.part(used)
+    if not len(listed) and split == "train":
         raise DataError(f"{root}: no images to train on in {' and '.join(names)}")
-    if not listed:
+    if not len(listed):
         raise DataError(
             f"{root}: no images to validate on in {' and '.join(names)}; train.py needs none with "
             "--set data.held_out_per_class=N, which validates on N images of each class, and "
             "eval.py evaluates all images of an images.csv without a column split")
-    images = [line for line in listed if is_image(line.path)]
-    left_out = Counter(suffix_of(line.path) for line in listed if not is_image(line.path))
-    left_out["of the split test"] = sum(line.split not in to_train | to_hold for line in lines)
-    left_out_line = in_words(+left_out, root)
-    if empty := {line.label for line in listed}.difference(line.label for line in images):
-        raise DataError(f"{root}: no image of class '{min(empty)}' can be read; {left_out_line}")
-    classes = sorted(labels, key=int if all(map(str.isdecimal, labels)) else None)
+    readable = np.array([is_image(path) for path in listed.each_path()])
+    source = listed.part(readable)
+    left_out = Counter(map(suffix_of, listed.part(~readable).paths))
+    left_out["of the split test"] = len(images) - to_train.sum() - to_hold.sum()
+    source.left_out = in_words(+left_out, root)
+    if empty := set(listed.labels).difference(source.labels):
+        name = min(labels[number] for number in empty)
+        raise DataError(f"{root}: no image of class '{name}' can be read; {source.left_out}")
+    classes = [labels[number] for number in known]
+    classes.sort(key=int if all(map(str.isdecimal, classes)) else None)
     numbers = {label: number for number, label in enumerate(classes)}
-    source = ImageFiles([os.path.join(root, line.path) for line in images],
-                        [numbers[line.label] for line in images], classes)
-    source.left_out = left_out_line
+    source.labels = np.array([numbers.get(label, -1) for label in labels])[source.labels]
+    source.classes = classes
     if whole:
         source.note(f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
     return source
 
 
-def read_list(file: Path, problems: list[str]) -> Iterator[Line]:
-    """Yield the lines of a list, and add to `problems` what is wrong with others. Raises DataError
-    for a file that is no list. Names of files need not be UTF-8.
+def read_list(file: Path, lines: Lines) -> Iterator[str]:
+    """Yield the path of each line, and add to `lines` the rest of it, or what is wrong with it.
+    Raises DataError for a file that is no list. Names of files need not be UTF-8.
     """
-    content = io.BytesIO(read_bytes(file, limit=LARGEST_FILE))
-    rows = csv.reader(io.TextIOWrapper(content, "utf-8-sig", "surrogateescape", newline=""),
-                      strict=True)
-    try:
-        columns = [name.strip().lower() for name in next(rows, [])]
-        if not {"path", "label"} <= set(columns):
-            raise DataError(f"{file}: no columns path and label, with commas between, in its first "
-                            f"line ({in_brief(','.join(columns) or 'empty')})")
-        split = LISTS[file.name]
-        by_column = split is None and "split" in columns
-        for row in filter(None, rows):               # without empty lines
-            place, values = f"{file.name}:{rows.line_num}", dict(zip(columns, row))
-            path, label = values.get("path"), values.get("label", "").strip()
-            word = values.get("split", "").strip()
-            if len(row) != len(columns):
-                problems.append(f"{place} has {counted(len(row), 'value')}, not {len(columns)}")
-            elif not path or not label:
-                problems.append(f"{place} has no {'label' if path else 'path'}")
-            elif by_column and word.lower() not in SPLITS:
-                problems.append(f"{place} has the split '{in_brief(word)}', not train, val or test")
-            else:
-                yield Line(place, path, intern(label), SPLITS[word.lower()] if by_column else split)
-    except csv.Error as error:
-        raise DataError(f"{file}:{rows.line_num}: {error}") from None
+    root, split, number = file.parent, LISTS[file.name], list(LISTS).index(file.name)
+    length = 0                                       # of the row that is being read
+
+    def limited() -> Iterator[str]:
+        nonlocal length
+        while line := text.readline(LONGEST_ROW + 1):
+            length += len(line)
+            if length > LONGEST_ROW:
+                raise DataError(f"{file}:{rows.line_num + 1}: row larger than row limit "
+                                f"({LONGEST_ROW})")
+            yield line
+    with in_one_line(file, "read"), opened(file, LARGEST_FILE) as content:
+        text = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape", newline="")
+        rows = csv.reader(limited(), strict=True)
+        try:
+            columns = [name.strip().lower() for name in next(rows, [])]
+            if not {"path", "label"} <= set(columns):
+                raise DataError(f"{file}: no columns path and label, with commas between, in its "
+                                f"first line ({in_brief(','.join(columns) or 'empty')})")
+            by_column = split == ALL and "split" in columns
+            length = 0
+            for row in rows:
+                length = 0
+                if not row:                          # an empty line
+                    continue
+                place, values = f"{file.name}:{rows.line_num}", dict(zip(columns, row))
+                path, label = values.get("path"), values.get("label", "").strip()
+                word = values.get("split", "").strip()
+                if len(row) != len(columns):
+                    lines.refuse(f"{place} has {counted(len(row), 'value')}, not {len(columns)}")
+                elif not path or not label:
+                    lines.refuse(f"{place} has no {'label' if path else 'path'}")
+                elif by_column and word.lower() not in SPLITS:
+                    lines.refuse(f"{place} has the split '{in_brief(word)}', "
+                                 "not train, val or test")
+                else:
+                    lines.numbers.extend((lines.labels.setdefault(label, len(lines.labels)),
+                                          SPLITS[word.lower()] if by_column else split,
+                                          number, rows.line_num))
+                    path = os.path.join(root, path)
+                    # Different ones with the same 128 bits are not to be expected.
+                    lines.digests += blake2b(os.fsencode(os.path.normpath(path)),
+                                             digest_size=16).digest()
+                    yield path
+        except csv.Error as error:
+            raise DataError(f"{file}:{rows.line_num}: {error}") from None
 
 
-def wrong_lines(root: Path, lines: Iterable[Line], used: set[int | None], labels: set[str]
+def wrong_lines(root: Path, images: ImageFiles, lines: Lines, used: np.ndarray, known: set[int]
                 ) -> Iterator[str]:
     """Yield what is wrong with lines: an image that is listed before, and, in a split that is used,
-    one that is not there or has none of these labels.
+    one that is not there or whose label is not known.
     """
-    @cache                                           # asking for each file takes longer
-    def names_in(folder: str) -> frozenset[str]:
-        return frozenset(os.listdir(folder) if os.path.isdir(folder) else ())
-    places: dict[str, str] = {}
-    for line in lines:
-        path = os.path.join(root, line.path)
+    @lru_cache(2**16)                                # asking for each file takes longer
+    def hashes_in(folder: str) -> np.ndarray:
+        entries = os.scandir(folder) if os.path.isdir(folder) else ()
+        return np.sort(np.fromiter((hash(entry.name) for entry in entries), np.int64))
+
+    def is_there(path: str) -> bool:
         folder, name = os.path.split(path)
-        first = places.setdefault(os.path.normpath(path), line.place)
-        if first != line.place:
-            yield f"{line.place} repeats {first}"
-        elif line.split in used and line.label not in labels:
-            yield f"{line.place} has the label '{in_brief(line.label)}', which none to train on has"
-        elif line.split in used and name not in names_in(folder) and not os.path.isfile(path):
-            yield f"{line.place} has no file {in_brief(line.path)}"
+        hashes, wanted = hashes_in(folder), hash(name)
+        listed = bisect_left(hashes, wanted) < bisect_right(hashes, wanted)
+        return listed or os.path.isfile(path)
+
+    def place(index: int) -> str:
+        file, line = lines.numbers[4 * index + 2:4 * index + 4]
+        return f"{list(LISTS)[file]}:{line}"
+    digests = np.frombuffer(lines.digests, "S16")
+    order = digests.argsort(kind="stable")
+    digests, firsts = digests[order], np.empty_like(order)
+    firsts[order] = order[np.searchsorted(digests, digests)]     # in order they are near at hand
+    labels, start = list(lines.labels), os.path.join(root, "")
+    for index, path in enumerate(images.each_path()):
+        first, label = firsts[index], images.labels[index]
+        if first != index:
+            yield f"{place(index)} repeats {place(first)}"
+        elif used[index] and label not in known:
+            quoted = in_brief(labels[label])
+            yield f"{place(index)} has the label '{quoted}', which none to train on has"
+        elif used[index] and not is_there(path):
+            quoted = in_brief(path.removeprefix(start))
+            yield f"{place(index)} has no file {quoted}"
 
 
 def as_list(guesses: Iterable[tuple[str, str, float]], folder: Path) -> bytes:

@@ -3,8 +3,9 @@
 import copy
 import hashlib
 import os
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeGuard
@@ -60,29 +61,40 @@ class ImagesInMemory(Source):
 class ImageFiles(Source):
     """Images on disk; each is decoded anew whenever it is read.
 
-    Their paths are bytes, (N, length of the longest) uint8, filled up by zeros: a tensor, whose
-    memory workers share. Strings would be copied into each, since reading one counts a reference.
+    Their paths are bytes in one tensor, `text`, which parts share, and `stored`, (N, 2) int64, has
+    where in it each begins and ends: tensors, whose memory workers share. Strings would be copied
+    into each, since reading one counts a reference.
     """
 
     apply_exif_orientation = True                    # `oriented` changes it
 
-    def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
+    def __init__(self, paths: Iterable[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
-        encoded = np.array(list(map(os.fsencode, paths)), bytes)
-        super().__init__(torch.from_numpy(encoded[:, None].view(np.uint8)), labels, classes)
+        text, bounds = bytearray(), array("q")
+        for path in map(os.fsencode, paths):
+            bounds.extend((len(text), len(text) + len(path)))
+            text += path
+        stored = torch.from_numpy(np.asarray(bounds).reshape(-1, 2))
+        super().__init__(stored, labels, classes)
+        self.text = torch.from_numpy(np.frombuffer(text, np.uint8))
         jpeg_decoder()                               # which forked workers then have
+
+    def each_path(self) -> Iterator[str]:
+        """Each path, one at a time: a list of them takes 57 bytes more for each."""
+        text = self.text.numpy().data
+        for start, end in zip(*self.stored.numpy().T):
+            yield os.fsdecode(bytes(text[start:end]))
 
     @property
     def paths(self) -> list[str]:
-        encoded = self.stored.numpy()
-        return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
+        return list(self.each_path())
 
     def some_paths(self, count: int = 64) -> list[str]:
         """At most `count` of the paths, spread evenly, since a folder's are sorted by class."""
         return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
 
     def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:
-        path = os.fsdecode(self.stored[index].numpy().tobytes().rstrip(b"\0"))
+        path, = self.part(np.array([index])).paths
         return decode_image(path, *view, apply_exif_orientation=self.apply_exif_orientation)
 
 
@@ -164,10 +176,13 @@ def fingerprint(source: Source, root: str) -> str:
     digest = hashlib.sha256("\0".join([*source.classes, ""]).encode("utf-8", "surrogateescape"))
     digest.update(source.labels.tobytes())
     if isinstance(source, ImageFiles):
-        content = os.fsencode("\0".join(["", *source.paths, ""]))
-        for folder in (folder_of(root), os.path.abspath(folder_of(root))):    # of a list, either
-            content = content.replace(b"\0" + os.fsencode(os.path.join(folder, "")), b"\0")
-        digest.update(content)
+        folders = folder_of(root), os.path.abspath(folder_of(root))          # of a list, either
+        starts = [os.path.join(folder, "") for folder in folders]
+        for path in source.each_path():
+            for start in starts:
+                path = path.removeprefix(start)
+            digest.update(os.fsencode(f"\0{path}"))
+        digest.update(b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -215,6 +215,7 @@ def join_by_torchrun(backend: str, rank: int, world_size: int) -> None:
     # A function of torch 2.14, and its name before.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(PATIENCE)
+    store.set_timeout(PATIENCE)                      # by which NCCL connects when it is first used
 
 
 def number_in(name: str, numbers: range, default: str = "") -> int:
