@@ -21,7 +21,7 @@ from vitinit.base.messages import OneLineError
 from vitinit.programs import train
 from vitinit.programs.bench import training
 from vitinit.recipe.files import load_recipe, parse_override
-from vitinit.runs import data, resume, start
+from vitinit.runs import data, model, resume, start
 from vitinit.runs.watching import Watchers
 from vitinit.train import distributed
 from vitinit.train.device import OutOfMemory
@@ -49,7 +49,7 @@ def agreements(processes: Processes) -> list[str]:
     norm.running_mean.fill_(rank + 5.0)
     processes.share(torch.nn.Sequential(norm))
     lines.append(str(norm.running_mean.tolist()))
-    forward, _ = start.wrap_models(
+    forward, _ = model.wrap_models(
         SimpleNamespace(model=norm, ema=None), load_recipe("quickstart"), processes)
     for _ in range(2):                               # its statistics stay those of its images
         forward(torch.full((2, 3), rank + 1.0))
