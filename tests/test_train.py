@@ -18,7 +18,7 @@ from vitinit.data import images, sources
 from vitinit.programs import export
 from vitinit.recipe.files import load_recipe
 from vitinit.train.metrics import METRICS, StepRow
-from vitinit.watch.targets import mass_on_images
+from vitinit.watch.mass import mass_on_images
 
 
 def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp_path, capsys):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import vitinit
 from vitinit.init.layout import layout_of
 from vitinit.mixing.filters import logit_for, ordered_offsets
-from vitinit.watch.targets import mass_on_images
+from vitinit.watch.mass import mass_on_images
 
 deep_impulse = importlib.import_module("vitinit.init.deep_impulse")
 CODE, CONSTANTS, CONTENT = slice(0, 8), slice(8, 10), slice(10, None)

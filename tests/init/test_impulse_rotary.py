@@ -17,7 +17,7 @@ from vitinit.mixing import target_mass
 from vitinit.mixing.filters import Offset, neighbours, ordered_offsets
 from vitinit.models.attention import attention_weights
 from vitinit.models.rotary import frequencies_of
-from vitinit.watch.targets import mass_on_images
+from vitinit.watch.mass import mass_on_images
 
 GRID = (7, 11)
 MODELS = {          # for images of 28×44 pixels

@@ -18,7 +18,7 @@ from vitinit.init.views import Layout
 from vitinit.interop.in_place.foreign_layouts import block_of, layout_of
 from vitinit.interop.in_place.initialise import write_back
 from vitinit.mixing import target_mass
-from vitinit.watch.targets import Mass
+from vitinit.watch.mass import Mass
 
 
 def photographs(count: int = 11, *size: int) -> Tensor:

@@ -21,7 +21,7 @@ from ...init.baseline import EMBED_STD
 from ...init.deep_impulse import NOISE_IMAGES
 from ...init.stream import noise_images
 from ...init.views import Attentions, Layout, SwinLayout
-from ...watch.targets import with_defaults
+from ...watch.mass import with_defaults
 from .foreign_layouts import block_paths, layout_of
 from .probe import probe
 from .receipt import Description, Report, measured, patterns

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...init.views import Attentions, Layout, SwinLayout
 from ...mixing import mean_shares
 from ...mixing.filters import Grid
-from ...watch.targets import Masses, Targets, decimal, has_targets, masses_on, targets_of
+from ...watch.mass import Masses, Targets, decimal, has_targets, masses_on, targets_of
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from ...models.attention import attention_weights
 from ...models.simple_vit import SimpleViT
 from ...models.swin import SwinTransformer
 from ...runs.data import as_input, evaluation_view
-from ...watch.targets import Mass, has_targets, mass_on_images
+from ...watch.mass import Mass, has_targets, mass_on_images
 from ..shared.plot import FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pyplot, save
 from .subjects import VITS, Subject, Vit, fitting, indices, photographs
 

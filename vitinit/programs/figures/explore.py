@@ -25,7 +25,7 @@ from ...mixing import among_patches, block_grids, by_offset, mixing_matrices, sh
 from ...mixing.filters import Grid
 from ...models import ConvMixer, MlpMixer
 from ...runs.data import as_input, evaluation_view
-from ...watch.targets import has_targets, mass_on_images
+from ...watch.mass import has_targets, mass_on_images
 from ..shared.plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded
 from .page import write_page
 from .subjects import Subject
