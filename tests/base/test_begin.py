@@ -1,5 +1,6 @@
 """What a program does first: by a Python that imports vitinit.base.begin and nothing else."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -75,3 +76,31 @@ def test_a_terminal_of_any_encoding_shows_what_is_printed(encoding, printed, rep
     done = begun(f"for stream in sys.stdout, sys.stderr: stream.write({TEXT!r})", repository,
                  PYTHONIOENCODING=encoding)
     assert done.stdout == done.stderr == printed.encode(encoding.partition(":")[0])
+
+
+# In every process: notes that `begin` was called there, and whether torch had been imported.
+NOTES = """
+import multiprocessing, os, sys
+multiprocessing.set_start_method("spawn", force=True)
+from vitinit.base import begin as module
+real = module.begin
+def begin():
+    with open(os.environ["NOTES"], "a") as file:
+        print("after torch" if "torch" in sys.modules else "before torch", file=file)
+    real()
+module.begin = begin
+"""
+
+
+@pytest.mark.parametrize("way", [["train.py"], ["-m", "vitinit", "train"]])
+def test_both_ways_in_begin_before_torch_and_no_worker_begins(way, repository, tmp_path):
+    """Workers that import the main module anew, as on macOS, and as Python does from 3.14 on."""
+    (tmp_path / "sitecustomize.py").write_text(NOTES)
+    environment = os.environ | {"NOTES": str(tmp_path / "notes"), "PYTHONPATH": os.pathsep.join(
+        [str(tmp_path), str(repository)])}
+    done = subprocess.run(
+        [sys.executable, *way, "--recipe", "quickstart", "--dry-run", "--set", "data.workers=1",
+         "--set", "model.options.depth=1"], cwd=repository, env=environment, capture_output=True,
+        text=True)
+    assert done.returncode == 0 and "dry run: images" in done.stdout, done.stderr
+    assert (tmp_path / "notes").read_text() == "before torch\n"
