@@ -20,6 +20,7 @@ from vitinit.programs.shared.records import read_archive
 from vitinit.programs.shared.results import mean_and_std, t_interval
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.model import build
+from vitinit.tasks import TASKS
 
 
 def form(line: str) -> str:
@@ -140,31 +141,35 @@ def test_a_recipe_is_added_as_the_page_shows(tmp_path, monkeypatch, train_progra
     assert "recipe  quickstart_deep" in printed and "depth = 8" in printed
 
 
-def test_a_model_a_data_set_and_a_loss_are_added_as_the_pages_show(tmp_path, monkeypatch):
+def test_a_model_a_data_set_a_loss_and_a_task_are_added_as_the_pages_show(tmp_path, monkeypatch):
     """Each page's code is run; what it adds is then used by its name, or trains."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vitinit.models.MODELS", dict(MODELS))
     monkeypatch.setattr("vitinit.data.datasets.DATA_SETS", dict(DATA_SETS))
+    monkeypatch.setitem(TASKS, "classify", TASKS["classify"])
     for name in ("cat_1", "cat_02", "dog_001"):
         (tmp_path / "photos" / "train").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (5, 7)).save(tmp_path / "photos" / "train" / f"{name}.jpg")
     names: dict = {}
+    small = {'{"schedule.epochs": 3': '{"data.images_per_class": 6, "schedule.epochs": 1'}
+    losses = []
     for page, title, changes in (
             ("models", "How to add a model", {}), ("data", "How to add a data set", {}),
-            ("train", "How to add a loss", {
-                '{"schedule.epochs": 3': '{"data.images_per_class": 6, "schedule.epochs": 1'})):
+            ("train", "How to add a loss", small), ("tasks", "How to add a task", small)):
         code, = next(each for each in PAGES if each.name == f"vitinit/{page}/README.md"
                      ).section(title).blocks("python")
         for old, new in changes.items():
             assert old in code
             code = code.replace(old, new)
         exec(code, names)
+        if changes:
+            losses.append(names["run"].rows[0]["train_loss"])
     assert names["model"].rotary and names["model"].blocks[0].mlp.fc1.out_features == 2 * 512
     source = names["source"]
     assert source.classes == ["cat", "dog"] and source.labels.tolist() == [0, 0, 1]
     assert source.image(2).shape == (3, 7, 5)
-    first, *_ = names["run"].rows                    # ten decisions at a probability of about 1/2
-    assert 0.2 < first["train_loss"] < 1.0
+    assert 0.2 < losses[0] < 1.0                     # ten decisions at a probability of about 1/2
+    assert losses[0] == losses[1]
 
 
 def test_the_numbers_of_quickstart_and_cifar10_10k_are_those_of_their_records():
