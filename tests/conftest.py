@@ -143,7 +143,7 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
     Everything that could go wrong on resume is on: every augmentation, two views per image,
     accumulation over three micro-batches, EMA with warm-up, clipping, stochastic depth, weights
     that Muon trains beside those of AdamW. Mixing has three groups of four images per step. eps is
-    large for the reason given in train/test_engine.py."""
+    large for the reason given in train/test_loop.py."""
     sets = {
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
         "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..base.files import CheckpointError
 from ..base.messages import shortened
-
-PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
+from ..models.layers import PREFIX_TOKENS
 
 Grid = tuple[int, int]          # rows and columns of patches
 Tensors = Mapping[str, Tensor]  # a state dict

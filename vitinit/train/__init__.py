@@ -1,1 +1,1 @@
-"""Training: the engine, with its optimiser, moving average, checkpoints, metrics and processes."""
+"""Training: the loop, with its optimiser, state, moving average, metrics and processes."""

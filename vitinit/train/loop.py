@@ -1,6 +1,6 @@
-"""The engine: training, from a batch to the checkpoint, and one exact evaluation.
+"""The training loop, from a batch to the checkpoint.
 
-This is the only module in which images and the model meet.
+Images and the model meet here, and in the measures of tasks.
 
 A *step* is one update of the weights, computed from one global batch. Each process works through
 its share of it in micro-batches and accumulates their gradients; during the last one

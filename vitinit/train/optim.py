@@ -138,7 +138,7 @@ def freeze_below_head(model: nn.Module) -> None:
 
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Fused AdamW (arXiv 1711.05101), with Muon for `hidden_matrices`; the engine sets its rate."""
+    """Fused AdamW (arXiv 1711.05101), with Muon for `hidden_matrices`; the loop sets its rate."""
     groups = parameter_groups(model, optim.weight_decay, layer_decay=optim.layer_decay,
                               muon=optim.name == "muon")
     if optim.name == "adamw":

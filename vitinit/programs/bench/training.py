@@ -116,7 +116,7 @@ def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[MicroBatch
 
 @dataclass
 class GivenSteps:
-    """One epoch of given steps; what the engine's `Training` says of each field holds here."""
+    """One epoch of given steps; what the loop's `Training` says of each field holds here."""
 
     state: TrainState
     forward: nn.Module
@@ -142,7 +142,7 @@ class GivenSteps:
 
 def train_on(state: TrainState, steps: Iterable, *, forward: nn.Module | None = None,
              drop_path: Tensor | None = None, **options: Any) -> None:
-    """Train on `steps` as one epoch of the engine.
+    """Train on `steps` as one epoch of the loop.
 
     forward: what computes the logits, such as a compiled model; None: the model itself.
     drop_path: scales (branches, B) of every step. options: fields of `GivenSteps`.
