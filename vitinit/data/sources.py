@@ -94,7 +94,8 @@ class ImageFiles(Source):
         return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
 
     def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:
-        path, = self.part(np.array([index])).paths
+        start, end = self.stored.numpy()[index]
+        path = os.fsdecode(self.text.numpy()[start:end].tobytes())
         return decode_image(path, *view, apply_exif_orientation=self.apply_exif_orientation)
 
 
