@@ -99,9 +99,9 @@ class Run:
             with StopRequest() as stop, ExitStack() as ending:   # there is something to save
                 self._set_up_folder(facts)
                 if self.processes.is_main:
-                    ending.callback(self.watchers.tell, "ended")
-                    self.watchers.tell("started", self.folder, self.state.progress.step,
-                                       self.steps_per_epoch)
+                    ending.callback(self._tell, "ended")
+                    self._tell("started", self.folder, self.state.progress.step,
+                               self.steps_per_epoch)
                 self._train(stop)
         return self
 
@@ -305,7 +305,12 @@ class Run:
         """Append a row to a file of the folder, and send it on."""
         self.lock.keep()
         lines.append(row)
-        self.watchers.tell("row", lines, row)
+        self._tell("row", lines, row)
+
+    def _tell(self, event: str, *facts: Any) -> None:
+        """Tell the watchers, and print what they answer."""
+        for line in self.watchers.tell(event, *facts):
+            self.processes.say(line)
 
     def save(self) -> None:
         """Write last.pt; all processes wait until the main one has written it."""

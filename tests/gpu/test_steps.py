@@ -33,7 +33,7 @@ def in_float32():
 
 @pytest.fixture
 def gradients(device, batch_of, drop_path_of):
-    """Computes the gradients of one step of the engine, in float64 on the CPU, and its loss. A step
+    """Computes the gradients of one step of the loop, in float64 on the CPU, and its loss. A step
     of plain SGD with learning rate 1 subtracts the gradient, so it is the difference of the
     weights."""
     def compute(model: nn.Module, on: torch.device = device, dtype: torch.dtype = torch.float32, *,
@@ -297,7 +297,7 @@ def test_the_engines_seconds_are_those_of_a_clock_outside(cuda, record_property)
 
 
 def test_the_host_waits_less_than_once_a_step(cuda, a_vit, batch_of, drop_path_of, record_property):
-    """By torch's debug mode: the engine reads losses every ten steps, checks weights at the end."""
+    """By torch's debug mode: the loop reads losses every ten steps, checks weights at the end."""
     model, part = a_vit.to(cuda), batch_of(device=cuda)
     state = state_of(model, OPTIMISERS["adamw"](model), ema=Ema(model, decay=0.9, warmup=False))
 

@@ -142,10 +142,13 @@ def test_an_open_handle_is_written_to_and_what_its_file_holds_stays(tmp_path):
         number = stream.fileno()
         link.symlink_to(f"/dev/fd/{number}")
         for path in (f"/dev/fd/{number}", f"/proc/self/fd/{number}", f"/proc/{os.getpid()}/fd/"
-                     f"{number}", f"/dev/../dev/fd/{number}", link):
+                     f"{number}", f"/dev/../dev/fd/{number}", f"/proc/thread-self/fd/{number}",
+                     link):
             require_replaceable(Path(path), ".png")
             write_text_atomically("more\n", Path(path))
-    assert log.read_text() == "first\n" + 5 * "more\n"
+    assert log.read_text() == "first\n" + 6 * "more\n"
+    with pytest.raises(FileError, match="cannot be written: Bad file descriptor"):
+        require_replaceable(Path("/dev/fd/777"), ".png")             # before a program works
     with open(log, "rb") as stream, pytest.raises(FileError, match="cannot be written: Bad file d"):
         write_text_atomically("more\n", Path(f"/dev/fd/{stream.fileno()}"))
 
@@ -157,7 +160,9 @@ def test_of_two_that_write_one_file_each_writes_its_own_and_the_last_stays(tmp_p
         with written_atomically(path) as second:
             second.write(b"second")
         assert path.read_bytes() == b"second"
+        path.chmod(0o600)                            # which the next file has, too
         first.write(b"to its end")
+    assert path.stat().st_mode & 0o777 == 0o600
     assert path.read_bytes() == b"first, to its end" and os.listdir(tmp_path) == ["out.json"]
 
 

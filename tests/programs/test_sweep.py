@@ -249,7 +249,7 @@ def programs(monkeypatch, tmp_path):
 
 
 def test_a_program_has_its_share_its_session_and_its_log(programs, tmp_path, capfd, monkeypatch):
-    """Train.py's line in the log is the error; its last epoch is shown beside it."""
+    """The run's line in the log is the error; its last epoch is shown beside it."""
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     code = ("print(os.getsid(0) == os.getpid(), os.environ['SHARE'], "
             "os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'], '×', flush=True)\n"

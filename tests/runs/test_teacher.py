@@ -109,7 +109,7 @@ def test_a_program_is_read_only_if_the_user_trusts_it_beside_the_recipe(
         command = small_run(tmp_path / "run", *more, distill__teacher=odd)
         assert train_program.main(command) == 2
         ran.append((tmp_path / "executed").exists())
-        assert ("add --trust-teacher" in capsys.readouterr().err) == (len(ran) < 3)
+        assert ("train with --trust-teacher" in capsys.readouterr().err) == (len(ran) < 3)
     assert ran == [False, False, True]               # the last: this file does execute something
     student = dict(distill__teacher=program, schedule__epochs="1", data__num_classes="3")
     assert train_program.main(small_run(tmp_path / "run", "--trust-teacher", **student)) == 0

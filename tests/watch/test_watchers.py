@@ -5,7 +5,7 @@ from same_run import assert_same_run
 
 import vitinit
 from vitinit.recipe.files import RecipeError
-from vitinit.runs.watching import WATCHERS
+from vitinit.runs.watching import WATCHERS, Watchers
 
 
 class Told:
@@ -39,12 +39,25 @@ def test_a_watcher_is_told_in_order_and_if_it_fails_the_run_goes_on_without_it(
     assert_same_run(uncut, tmp_path / "run")
     order = ["initialised", "opened", "started", "row", "row", "ended"]
     assert events == (order[:order.index(fails_at) + 1] if fails_at else order)
-    assert ("told of initialised" in printed.out) == (fails_at != "initialised")
+    for event in ("initialised", "opened", "started", "row", "ended"):
+        assert (f"told of {event}" in printed.out) == (
+            not fails_at or order.index(event) < order.index(fails_at))
     assert printed.err == ("warning mine: 'broken'; the run goes on without it\n" if fails_at
                            else "")
 
 
+def test_what_no_watcher_can_be_is_a_warning(monkeypatch, capsys):
+    """One that cannot be made, and one whose answer is no list of lines."""
+    monkeypatch.setitem(WATCHERS, "unmade", lambda: {}["key"])
+    monkeypatch.setitem(WATCHERS, "odd", type("Odd", (), {"ended": lambda self: 7}))
+    watchers = Watchers(["unmade", "odd"])
+    assert watchers.tell("started") == watchers.tell("ended") == []
+    assert capsys.readouterr().err.splitlines() == [
+        "warning unmade: 'key'; the run goes on without it",
+        "warning odd: 'int' object is not iterable; the run goes on without it"]
+
+
 def test_a_run_has_some_watchers_unasked_and_none_that_there_is_not():
-    assert {"images", "mass", "waiting"} <= vitinit.Run("quickstart").watchers.by_name.keys()
-    with pytest.raises(RecipeError, match="--log mime: expected images or "):
+    assert {"images", "mass", "waiting"} <= vitinit.Run("quickstart").watchers.kinds.keys()
+    with pytest.raises(RecipeError, match="--log mime: expected tensorboard or "):
         vitinit.Run("quickstart", log="mime")

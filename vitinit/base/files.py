@@ -104,11 +104,11 @@ def open_handle(path: Path | str) -> int | None:
     """The number of the open handle of this process that a path such as /dev/stdout or /dev/fd/3
     means, whatever that writes to; None for any other path.
     """
-    handles = [*map(os.path.realpath, ("/dev/fd", "/proc/self/fd"))]
+    handles = rf"/dev/fd|/proc/{os.getpid()}(/task/\d+)?/fd"             # without links
     for _ in range(MOST_LINKS):
         folder, name = os.path.split(path)
         folder = os.path.realpath(folder)            # the last name is followed link by link, since
-        if folder in handles and name.isdecimal():   # a handle is a link to what it is open to
+        if name.isdecimal() and re.fullmatch(handles, folder):   # a handle is one, to its file
             return int(name)
         path = os.path.join(folder, name)
         if not os.path.islink(path):
@@ -131,8 +131,10 @@ def _in_place_of(target: Path, keep: Path | None) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if keep is not None and target.exists():
-                _keep(target, keep)
+            if target.exists():
+                shutil.copymode(target, temporary)
+                if keep is not None:
+                    _keep(target, keep)
             if os.name == "nt":                      # which renames no file that is open
                 file.close()
             os.replace(temporary, target)
@@ -189,7 +191,12 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
     """
     if path.is_dir() or not path.parent.is_dir():
         raise FileError(f"{path}: expected a file in a folder that exists")
-    if open_handle(path) is not None or path.exists() and not path.is_file():
+    handle = open_handle(path)
+    if handle is not None:
+        with in_one_line(path):
+            os.fstat(handle)                         # an error now, and not after the work
+        return
+    if path.exists() and not path.is_file():
         return
     target = Path(os.path.realpath(path))
     if _is_of_a_run(target) and (target.exists() or (target.parent / "recipe.toml").exists()):

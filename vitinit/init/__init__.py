@@ -22,7 +22,7 @@ from torch import Generator, nn
 from ..base.messages import in_brief, nearest
 from ..base.table import find
 from ..base.values import convert
-from ..models import FAMILIES, MODELS
+from ..models import CLASSES, FAMILIES, MODELS
 
 __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
            "init_weights", "mimetic_", "reads_images"]
@@ -89,7 +89,8 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         raise ValueError(f"there is no init '{name}'{nearest(name, INITS)}")
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
-        words = {**FAMILIES, ROTARY: "rotary ViT"}.get(family, family)
+        classes = {other: name for name, other in CLASSES.items()}
+        words = {**classes, ROTARY: "rotary ViT"}.get(family, family)
         raise ValueError(f"init '{name}' is not defined for a {words}; " + (
             f"it has: {', '.join(others)}" if others else
             "models of other libraries are initialised by vitinit.init.init_"))

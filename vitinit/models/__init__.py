@@ -11,11 +11,14 @@ from ..base.table import find
 if TYPE_CHECKING:
     from .layers import Classifier
 
-# Family, which is the name of its file → the class of its models.
-FAMILIES = {"vit": "VisionTransformer", "swin": "SwinTransformer", "mlp_mixer": "MlpMixer",
-            "conv_mixer": "ConvMixer", "simple_vit": "SimpleViT"}
+# Family → the class of its models, or where it is: see base/table.py.
+FAMILIES: dict[str, Any] = {
+    "vit": ".models.vit:VisionTransformer", "swin": ".models.swin:SwinTransformer",
+    "mlp_mixer": ".models.mlp_mixer:MlpMixer", "conv_mixer": ".models.conv_mixer:ConvMixer",
+    "simple_vit": ".models.simple_vit:SimpleViT"}
+CLASSES = {row.partition(":")[2]: family for family, row in FAMILIES.items()}    # imported if asked
 
-__all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *FAMILIES.values()]
+__all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *CLASSES]
 
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -56,14 +59,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_class(family: str) -> type[Classifier]:
     """The class of a family, one of FAMILIES."""
-    return find(f".models.{family}:{FAMILIES[family]}")
+    return find(FAMILIES[family])
 
 
 def __getattr__(name: str) -> Any:                   # from vitinit.models import VisionTransformer
-    for family, class_name in FAMILIES.items():
-        if name == class_name:
-            return model_class(family)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    if name not in CLASSES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return model_class(CLASSES[name])
 
 
 def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int],

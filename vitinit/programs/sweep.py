@@ -34,7 +34,7 @@ import torch
 
 from ..base.files import FileError
 from ..base.messages import ProgressBar, counted, say
-from ..recipe.files import RecipeError, load_recipe, overrides
+from ..recipe.files import PACKAGE, RecipeError, load_recipe, overrides
 from ..runs.folder import RunFolder
 from ..runs.resume import DONE, begun_amp, require_same_recipe, task_in
 from ..runs.watching import Watchers
@@ -48,6 +48,9 @@ TRAIN = ["-m", "vitinit", "train"]     # the words that start a run
 LOOK_EVERY = 0.2                # seconds between two looks at the runs and at signals
 # By default torchrun kills processes 30 s after a signal, perhaps too soon for a checkpoint.
 PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+# Modules are those of this package and of Python's own path, and none of the current folder.
+SAFE_PATH = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(
+    [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 class PlannedRun(NamedTuple):
@@ -184,7 +187,7 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
     with open(log, "wb") if log else nullcontext() as output:
         # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
         return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True,
-                                env=PATIENCE | os.environ | share)
+                                env=PATIENCE | os.environ | SAFE_PATH | share)
 
 
 def last_line(log: Path | None, beginning: str) -> str:

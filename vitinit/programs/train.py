@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
         run = Run(args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir,
                   out_dir=args.out_dir, resume=args.resume, overrides=args.set,
                   verbose=args.verbose, log=args.log, trust_teacher=args.trust_teacher)
-        run.command = [name, *(sys.argv[1:] if arguments is None else arguments)]
+        run.command = [*name.split(), *(sys.argv[1:] if arguments is None else arguments)]
         if args.dry_run:
             return 0 if run.rehearse(read=args.read_images) else 1
         try:

@@ -140,6 +140,9 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
     model["options"] = _options("model", model["name"], model_class(family).__init__,
                                 sizes | model["options"], origin)
     task = sections["task"]
+    if task["name"] not in TASKS:
+        origin.refuse(f"there is no task '{task['name']}'{nearest(task['name'], TASKS)}",
+                      "task.name")
     task["options"] = _options("task", task["name"], find(TASKS[task["name"]]).takes,
                                task["options"], origin)
     if checks_init:

@@ -80,12 +80,12 @@ class InitSection:
 class TaskSection:
     """What is learned, by its name in `vitinit.tasks.TASKS`."""
 
-    name: Annotated[str, Literal[tuple(TASKS)]]
+    name: str
     options: Mapping[str, Any]                      # keyword arguments of what the task takes
 
     @property
     def kind(self) -> type[Task]:
-        """The task's class; a teacher makes another one of it, see runs/model.py."""
+        """The task's class. With a teacher the task is a `Distillation`, see runs/teacher.py."""
         return find(TASKS[self.name])
 
 
@@ -204,5 +204,5 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
              "none after the last epoch")]:
         if wrong:
             yield keys.split(), expected
-    for keys, expected in recipe.task.kind.contradictions(recipe):
-        yield keys.split(), expected
+    for of_task, expected in recipe.task.kind.contradictions(recipe):
+        yield [*of_task], expected

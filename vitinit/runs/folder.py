@@ -254,7 +254,8 @@ class RunFolder:
 
     def tidy(self, *, epochs: int, steps: int) -> None:
         """Remove what is newer than the checkpoint, which counts these `epochs` and `steps` as
-        done: lines and partly written files. Epochs that metrics.jsonl has lost are said.
+        done: lines and partly written files. A warning names the number of epochs that
+        metrics.jsonl has lost.
         """
         with in_one_line(self.path):
             for pattern in RUN_FILES:                # of this version, and of earlier ones

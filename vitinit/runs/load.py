@@ -23,7 +23,7 @@ from .folder import RunFolder
 from .model import build, task_of
 from .transfer import load_exactly, start_from
 
-# Who knows the names and files of other projects, by what a checkpoint holds.
+# Who knows the names of tensors, and the files beside them, of other projects.
 READERS = {"tensors": ".interop.weights.readers:Reader"}
 BOXED = RECIPES / "trained"                          # models that come with the package, by name
 ADDRESS = "https://dl.fbaipublicfiles.com/deit/"    # as DeiT's README has it

@@ -68,7 +68,7 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *
             raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
         if not trusted:
             raise TeacherError(f"distill.teacher {name}: is a program of torch.export, whose file "
-                               "can execute any code; if you trust where it is from, add "
+                               "can execute any code; if you trust where it is from, train with "
                                "--trust-teacher (trust_teacher=True of vitinit.Run)")
         opened = program(Path(name), recipe, device)
     else:

@@ -1,6 +1,6 @@
 """What sees a run and never changes it: watchers, by name, in the main process alone.
 
-A watcher is an object with some of these methods. Each may answer with lines, which are said. If
+A watcher is an object with some of these methods. Each may return lines, which the run prints. If
 one fails, a warning says so, and the run goes on without the watcher.
 
     opened(data, recipe)                        a new run's images are opened
@@ -25,31 +25,43 @@ from ..recipe.files import RecipeError
 WATCHERS: dict[str, Any] = {
     "images": ".watch.survey:ImageWatcher", "mass": ".watch.mass:MassWatcher",
     "waiting": ".watch.slowness:WaitingWatcher",
-    "tensorboard": ".watch.live:tensorboard_watcher", "wandb": ".watch.live:wandb_watcher"}
+    "tensorboard": ".watch.live:TensorBoard", "wandb": ".watch.live:WeightsAndBiases"}
 LOGGERS_NEED = ("tensorboard and wandb need pip install 'vitinit[tensorboard]' or "
                 "'vitinit[wandb]'")
 BY_DEFAULT = ("images", "mass", "waiting")           # of every run
 
 
 class Watchers:
-    """The watchers of these names. Raises RecipeError for one that there is not."""
+    """The watchers of these names, which are made once there is something to tell them. Raises
+    RecipeError for one that there is not, or that cannot work here, as its `require` says.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.by_name: dict[str, Any] = {}
+        self.kinds: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}            # those that were made, and have not failed
         for name in names:
             if name not in WATCHERS:
-                raise RecipeError(f"--log {name}: expected {' or '.join(WATCHERS)}; {LOGGERS_NEED}")
-            self.by_name[name] = find(WATCHERS[name])()
+                others = " or ".join(other for other in WATCHERS if other not in BY_DEFAULT)
+                raise RecipeError(f"--log {name}: expected {others}; {LOGGERS_NEED}")
+            self.kinds[name] = find(WATCHERS[name])
+            if hasattr(self.kinds[name], "require"):
+                self.kinds[name].require()
 
     def tell(self, event: str, *facts: Any) -> list[str]:
         """Tell each watcher, by its method of this name; return the lines with which they answer.
         """
         lines: list[str] = []
-        for name, watcher in list(self.by_name.items()):
+        for name in list(self.kinds):
             try:
-                if hasattr(watcher, event):
-                    lines += getattr(watcher, event)(*facts) or ()
+                if name not in self.by_name:
+                    self.by_name[name] = self.kinds[name]()
+                answer = getattr(self.by_name[name], event, no_answer)(*facts)
+                lines += map(str, answer or ())
             except Exception as error:
-                del self.by_name[name]
+                del self.kinds[name]
                 warn(f"{name}: {in_brief(error)}; the run goes on without it")
         return lines
+
+
+def no_answer(*facts: Any) -> None:
+    """What a watcher answers to an event for which it has no method."""

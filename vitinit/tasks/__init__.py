@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
+from ..base.values import ReadOnly
 from ..models.layers import Classifier
 from ..train.distributed import Processes
 from ..train.metrics import Evaluation
@@ -21,8 +22,8 @@ TASKS: dict[str, Any] = {"classify": ".tasks.labels:Labels",
 class Task:
     """What all tasks have; the answers here are those of one that needs nothing more."""
 
-    takes: Callable[..., Any] = staticmethod(lambda: None)   # its options are the keyword-only
-                                # arguments of this function
+    # A function whose keyword-only arguments, with their types, are the task's options.
+    takes: Callable[..., Any] = staticmethod(lambda: None)
     # (forward, images (B, 3, H, W), scales, targets) → the mean loss of a micro-batch, a scalar,
     # within autocast. forward(images, *scales): the model. scales: drop-path's (branches, B), or
     # none. targets: (B, K), class probabilities, or visible patches (B, n).
@@ -36,11 +37,15 @@ class Task:
     digest = "none"             # of a teacher, which a resumed run needs again
 
     @staticmethod
-    def contradictions(recipe: Any) -> Iterator[tuple[str, str]]:
-        """Yield keys of a recipe whose values go with no such task, and what is expected."""
-        yield from ()
+    def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
+        """Yield keys of a recipe whose values go with no such task, and what is expected of the
+        first.
+        """
+        if recipe.distill.teacher:
+            yield ("distill.teacher", "task.name"), "none: a teacher goes with cross-entropy"
 
-    def __init__(self, classes: Sequence[str] = (), options: Mapping[str, Any] = {}) -> None:
+    def __init__(self, classes: Sequence[str] = (),
+                 options: Mapping[str, Any] = ReadOnly()) -> None:
         self.classes, self.options = [*classes], options
 
     def model(self, classifier: Classifier) -> nn.Module:

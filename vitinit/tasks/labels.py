@@ -89,9 +89,12 @@ class Labels(Task):
     loss = staticmethod(cross_entropy)
 
     @staticmethod
-    def contradictions(recipe: Any) -> Iterator[tuple[str, str]]:
+    def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
         if recipe.data.name == "images":
-            yield "data.name task.name", "another one, such as image_folder: these have no classes"
+            yield (("data.name", "task.name"),
+                   "another one, such as image_folder: these have no classes")
+        if recipe.task.kind.loss is not cross_entropy:           # a class that is made of this one
+            yield from Task.contradictions(recipe)
 
     def measure(self, models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
                 loss: Callable[..., Tensor], **how: Any) -> list[Evaluation]:

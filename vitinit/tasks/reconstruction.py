@@ -53,17 +53,17 @@ class Reconstruction(Task):
     measure = staticmethod(mean_losses)
 
     @staticmethod
-    def contradictions(recipe: Any) -> Iterator[tuple[str, str]]:
+    def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
         if MODELS[recipe.model.name][0] != "vit":
-            yield "model.name task.name", "a ViT, which need not see all patches"
+            yield ("model.name", "task.name"), "a ViT, which need not see all patches"
         if recipe.mix.mixes:
-            yield "mix.probability task.name", "0.0"
+            yield ("mix.probability", "task.name"), "0.0"
         if recipe.distill.teacher:
-            yield "distill.teacher task.name", "none, as there are no classes"
+            yield ("distill.teacher", "task.name"), "none, as there are no classes"
         if recipe.optim.train == "head":
-            yield "optim.train task.name", "all"
+            yield ("optim.train", "task.name"), "all"
         if recipe.checkpoint.best_by != "val_loss":
-            yield "checkpoint.best_by task.name", "val_loss"
+            yield ("checkpoint.best_by", "task.name"), "val_loss"
 
     def model(self, classifier: Classifier) -> MaskedAutoencoder:
         return MaskedAutoencoder(cast(VisionTransformer, classifier), **self.options)

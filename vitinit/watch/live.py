@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 from ..base.messages import in_brief, warn
 from ..recipe.files import RecipeError
@@ -99,13 +99,18 @@ class LiveCurves(Thread):
 
 
 class LiveWatcher:
-    """Live curves of a run by the logger of this name. Raises RecipeError without the logger."""
+    """Live curves of a run by a logger, whose name a subclass states."""
 
-    def __init__(self, name: str) -> None:
-        if not find_spec(name):
-            raise RecipeError(f"--log {name}: expected it to be installed; {LOGGERS_NEED}")
-        self.name = name
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
         self.curves: LiveCurves | None = None        # from the start of the run on
+
+    @classmethod
+    def require(cls) -> None:
+        """Raise RecipeError unless the logger is installed."""
+        if not find_spec(cls.name):
+            raise RecipeError(f"--log {cls.name}: expected it to be installed; {LOGGERS_NEED}")
 
     def started(self, folder: RunFolder, step: int, steps_per_epoch: int) -> None:
         self.curves = LiveCurves(self.name, folder, step=step, steps_per_epoch=steps_per_epoch)
@@ -119,9 +124,9 @@ class LiveWatcher:
             self.curves.close()
 
 
-def tensorboard_watcher() -> LiveWatcher:
-    return LiveWatcher("tensorboard")
+class TensorBoard(LiveWatcher):
+    name = "tensorboard"
 
 
-def wandb_watcher() -> LiveWatcher:
-    return LiveWatcher("wandb")
+class WeightsAndBiases(LiveWatcher):
+    name = "wandb"

@@ -1,6 +1,6 @@
 """Where a model keeps the tensors of its attention, as its attributes say: `layout_of`.
 
-It knows models of this package and of other libraries, of which it imports none:
+It knows these libraries, of which it imports none, and models of this package within others:
 
 | library                    | layers of one attention                          | norm             |
 |----------------------------|--------------------------------------------------|------------------|

@@ -59,6 +59,7 @@ def pyplot() -> ModuleType:
     except ImportError:
         raise SystemExit("vitinit figures needs matplotlib: pip install 'vitinit[figures]'"
                          ) from None
+    matplotlib.rcdefaults()                          # else a file of this folder may ask for LaTeX
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     return plt
