@@ -63,7 +63,7 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
                         help="folder of a run, archive of runs, or archive/pattern")
@@ -89,5 +89,5 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(arguments: list[str] | None = None, name: str = "vitinit compare") -> int:
+def main(arguments: list[str], name: str = "vitinit compare") -> int:
     return run_program(name, lambda: compare(parse_arguments(arguments)))

@@ -256,7 +256,7 @@ def noise(trained: Trained) -> Tensor:
                          generator=torch.Generator().manual_seed(0))
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit export", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
@@ -298,5 +298,5 @@ def export(args: argparse.Namespace) -> None:
           f"{height}, {width}) {kind} → logits (B, {len(trained.classes)})\nchecked {checked}")
 
 
-def main(arguments: list[str] | None = None, name: str = "vitinit export") -> int:
+def main(arguments: list[str], name: str = "vitinit export") -> int:
     return run_program(name, lambda: export(parse_arguments(arguments)))

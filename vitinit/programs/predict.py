@@ -218,7 +218,7 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     return int(any(guess.problem for guess in guesses))
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit predict", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
@@ -237,7 +237,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(arguments: list[str] | None = None, name: str = "vitinit predict") -> int:
+def main(arguments: list[str], name: str = "vitinit predict") -> int:
     def program() -> int:
         args = parse_arguments(arguments)
         if args.sheet is not None:

@@ -40,7 +40,7 @@ from ..runs.resume import DONE, begun_amp, require_same_recipe, task_in
 from ..runs.watching import Watchers
 from ..train.device import cores, fastest_amp, this_device
 from ..train.interruption import StopRequest
-from .shared.command_line import Parser, integer, run_program
+from .shared.command_line import Parser, add_log_and_trust, add_set, integer, run_program
 from .shared.records import read_run, read_runs
 from .shared.results import compare_runs
 
@@ -81,7 +81,7 @@ def parse_part(text: str) -> slice:
     return slice(int(part[1]) - 1, None, int(part[2]))
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; --seeds becomes a list of integers, and --only a slice."""
     parser = Parser(prog="vitinit sweep", description=__doc__)
     parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .toml file")
@@ -98,12 +98,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="1/1", type=parse_part, metavar="K/N",
                         help="the K-th of N parts of the plan")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override any key of the recipe in every run; may be repeated")
-    parser.add_argument("--log", nargs="+", action="extend", default=[],
-                        help="show live curves: tensorboard, wandb, or both")
-    parser.add_argument("--trust-teacher", action="store_true",
-                        help="read a teacher that is a program (.pt2), which can execute any code")
+    add_set(parser, "override any key of the recipe in every run; may be repeated")
+    add_log_and_trust(parser)
     args = parser.parse_args(arguments)
     Watchers(args.log)                               # or an error, before any run
     return args
@@ -289,5 +285,5 @@ def sweep(args: argparse.Namespace) -> int:
     return int(bool(failures))
 
 
-def main(arguments: list[str] | None = None, name: str = "vitinit sweep") -> int:
+def main(arguments: list[str], name: str = "vitinit sweep") -> int:
     return run_program(name, lambda: sweep(parse_arguments(arguments)))

@@ -1,7 +1,5 @@
 """Train a model as a recipe describes: what train.py and `vitinit train` do."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from ..init import INITS
 from ..recipe.files import RecipeError
 from ..run import Run
 from ..train.interruption import Interrupted
-from .shared.command_line import Parser, integer, run_program
+from .shared.command_line import Parser, add_log_and_trust, add_set, integer, run_program
 
 
 def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
@@ -32,14 +30,10 @@ def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
                         help="build everything, print it, run one forward pass, write nothing")
     parser.add_argument("--read-images", action="store_true",
                         help="with --dry-run: decode all images, and list those that cannot be")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override any key of the recipe; may be repeated")
+    add_set(parser, "override any key of the recipe; may be repeated")
     parser.add_argument("--verbose", action="store_true",
                         help="print all that the run's start.txt will say")
-    parser.add_argument("--log", nargs="+", action="extend", default=[],
-                        help="show live curves: tensorboard, wandb, or both")
-    parser.add_argument("--trust-teacher", action="store_true",
-                        help="read a teacher that is a program (.pt2), which can execute any code")
+    add_log_and_trust(parser)
     args = parser.parse_args(arguments)
     if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")

@@ -173,7 +173,7 @@ def transformers_vit(name: str, kind: str, names: Names = TRANSFORMERS_VIT, **va
 TRANSFORMERS: dict[str, list[Counterpart]] = {
     "vit": [transformers_vit("ViTForImageClassification", "vit", pool="class"),
             transformers_vit("DeiTForImageClassificationWithTeacher", "deit",
-                             {**TRANSFORMERS_VIT, **WITH_TEACHER}, pool="class", distilled=True),
+                             TRANSFORMERS_VIT | WITH_TEACHER, pool="class", distilled=True),
             transformers_vit("IJepaForImageClassification", "ijepa", pool="mean", fc_norm=False)],
     "swin": [Counterpart("SwinForImageClassification", SWIN_OPTIONS | SIDES | {
         "qkv_bias": "qkv_bias",

@@ -23,12 +23,12 @@ from torch import Tensor
 # Our names → theirs, up to any dot; {} is the number of a block or stage. Of several entries that
 # match, the first counts; names without an entry stay. Our one layer may be several of theirs,
 # whose rows follow one another.
-Names = Mapping[str, str | tuple[str, ...]]
+Names = dict[str, str | tuple[str, ...]]
 
 STAGES = range(9)               # more than any Swin has
 
 
-def within(ours: str, prefix: str, names: Names) -> dict[str, str | tuple[str, ...]]:
+def within(ours: str, prefix: str, names: Names) -> Names:
     """Entries whose names, ours and the others', begin with these."""
     return {f"{ours}.{name}": f"{prefix}.{other}" if isinstance(other, str) else
             tuple(f"{prefix}.{part}" for part in other) for name, other in names.items()}
@@ -61,8 +61,7 @@ DINOV2: Names = {"reg_token": "register_tokens"}             # placed after the 
 HUGGING_BLOCK: Names = {
     "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
     "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense"}
-TRANSFORMERS_VIT: Names = {**within("blocks.{}", "encoder.layer.{}", {
-    **HUGGING_BLOCK,
+TRANSFORMERS_VIT: Names = {**within("blocks.{}", "encoder.layer.{}", HUGGING_BLOCK | {
     "attn.qkv": tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))}),
     "cls_token": "embeddings.cls_token", "dist_token": "embeddings.distillation_token",
     "reg_token": "embeddings.register_tokens", "mask_token": "embeddings.mask_token",
@@ -73,12 +72,11 @@ WITH_TEACHER: Names = {"head": "cls_classifier"}             # beside a distilla
 DINO_BLOCK: Names = {
     "norm1": "norm1", "norm2": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
     "ls1.gamma": "layer_scale1.lambda1", "ls2.gamma": "layer_scale2.lambda1"}
-TRANSFORMERS_DINOV2: Names = {
-    **TRANSFORMERS_VIT, **within("blocks.{}", "encoder.layer.{}", DINO_BLOCK)}
-TRANSFORMERS_SWIN: Names = {**within("layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", {
-    **HUGGING_BLOCK,
-    "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
-    "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value"))}),
+TRANSFORMERS_DINOV2 = TRANSFORMERS_VIT | within("blocks.{}", "encoder.layer.{}", DINO_BLOCK)
+TRANSFORMERS_SWIN: Names = {**within(
+    "layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", HUGGING_BLOCK | {
+        "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
+        "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value"))}),
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
     "patch_embed.norm": "embeddings.norm", "norm": "layernorm", "head.fc": "classifier",
     **{f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
@@ -88,21 +86,19 @@ TRANSFORMERS_SWIN: Names = {**within("layers.{}.blocks.{}", "encoder.layers.{}.b
 IN_MEMORY: Names = {
     "attn.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-VIT_IN_MEMORY: Names = {**TRANSFORMERS_VIT, **within(
-    "blocks.{}", "layers.{}", {**HUGGING_BLOCK, **IN_MEMORY})}
-DINOV2_IN_MEMORY: Names = {
-    **TRANSFORMERS_DINOV2, **within("blocks.{}", "encoder.layer.{}", IN_MEMORY)}
+VIT_IN_MEMORY = TRANSFORMERS_VIT | within("blocks.{}", "layers.{}", HUGGING_BLOCK | IN_MEMORY)
+DINOV2_IN_MEMORY = TRANSFORMERS_DINOV2 | within("blocks.{}", "encoder.layer.{}", IN_MEMORY)
 SWIN_IN_MEMORY: Names = {**TRANSFORMERS_SWIN, **within(
-    "layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", {
-        **IN_MEMORY, "attn.relative_position_bias_table":
+    "layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", IN_MEMORY | {
+        "attn.relative_position_bias_table":
         "attention.relative_position_bias.relative_position_bias_table"})}
-TRANSFORMERS_DINOV3: Names = {**TRANSFORMERS_VIT, **within("blocks.{}", "layer.{}", {
-    **DINO_BLOCK, **IN_MEMORY, "mlp.fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.fc2": "mlp.down_proj"}),
+TRANSFORMERS_DINOV3: Names = {**TRANSFORMERS_VIT, **within(
+    "blocks.{}", "layer.{}", DINO_BLOCK | IN_MEMORY | {
+        "mlp.fc1": ("mlp.gate_proj", "mlp.up_proj"), "mlp.fc2": "mlp.down_proj"}),
     "patch_embed.proj": "embeddings.patch_embeddings", "norm": "norm"}
 
 # timm's Eva, also as its attention without a bias of the keys, and a gate apart, name them.
-TIMM_EVA: Names = within("blocks.{}", "blocks.{}", {"ls1.gamma": "gamma_1", "ls2.gamma": "gamma_2"})
+TIMM_EVA = within("blocks.{}", "blocks.{}", {"ls1.gamma": "gamma_1", "ls2.gamma": "gamma_2"})
 EVA_APART: Names = {**TIMM_EVA, **within("blocks.{}", "blocks.{}", {
     "attn.qkv.bias": tuple(f"attn.{part}_bias" for part in "qkv"),
     "mlp.fc1": ("mlp.fc1_g", "mlp.fc1_x")})}
@@ -153,7 +149,7 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if names is None:
         return dict(tensors)
     if "cls_classifier.weight" in rest:
-        names = {**names, **WITH_TEACHER}
+        names = names | WITH_TEACHER
     rest = {name: value for name, value in rest.items()
             if value.numel() and not DROPPED.search(name)}     # transformers' registers may be none
     for name in filter(BIAS_OF_QUERIES.search, list(rest)):

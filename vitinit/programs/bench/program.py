@@ -15,10 +15,10 @@ import torch
 from ...recipe.sections import Recipe
 from ...train.device import cores
 from ...watch.slowness import BOUNDS
-from ..shared.command_line import Output, Parser, integer, one_of, real, run_program
+from ..shared.command_line import Output, Parser, add_set, integer, one_of, real, run_program
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit bench", description=__doc__)
     commands = parser.add_subparsers(dest="bench", required=True)
     everything = commands.add_parser("all", help="checks and speeds, in one report")
@@ -39,8 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--batch", type=integer(1), help="images per step (in `step` fewer if "
                              "they do not fit); default: the recipe's")
     for command in (step, loader, memory):
-        command.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                             help="override any key of the recipe; may be repeated")
+        add_set(command, "override any key of the recipe; may be repeated")
     for command in (everything, loader):
         command.add_argument("--data-dir", type=Path,
                              help="folder of photographs; default: drawn ones")
@@ -104,5 +103,5 @@ def print_loader(args: argparse.Namespace, device: torch.device) -> None:
         print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")
 
 
-def main(arguments: list[str] | None = None, name: str = "vitinit bench") -> int:
+def main(arguments: list[str], name: str = "vitinit bench") -> int:
     return run_program(name, lambda: run(parse_arguments(arguments)))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...init import INITS
-from ..shared.command_line import Output, Parser, integer, one_of, real, run_program
+from ..shared.command_line import Output, Parser, add_set, integer, one_of, real, run_program
 from ..shared.curves import draw_across, draw_curves, draw_steps
 from ..shared.groups import finished_runs, group_runs
 from ..shared.plot import FigureError, pyplot
@@ -72,8 +72,7 @@ def models(figure: Parser) -> None:
                         help="for --recipe: one or more inits in place of the recipe's: "
                              f"{', '.join(INITS)}")
     figure.add_argument("--seed", type=integer(0, 2**63), help="for --recipe: run.seed")
-    figure.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="for --recipe: override any key")
+    add_set(figure, "for --recipe: override any key")
     figure.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
                         help="for --run: epochs whose checkpoints the run kept, or `all` of these "
                              "with the last; default: last.pt")
@@ -99,7 +98,7 @@ def runs(figure: Parser) -> None:
                         help="folders of runs, archives of runs, or archive/pattern")
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """`draw` is the figure's function; all but MODELS and `out` are named as its parameters."""
     parser = Parser(prog="vitinit figures", description=__doc__)
     figures = parser.add_subparsers(metavar="FIGURE", required=True)
@@ -189,7 +188,7 @@ def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str
     return fresh(["quickstart"], init or VARIANT_INITS, seed=seed, sets=VARIANT + set)
 
 
-def main(arguments: list[str] | None = None, name: str = "vitinit figures") -> int:
+def main(arguments: list[str], name: str = "vitinit figures") -> int:
     def program() -> None:
         args = vars(parse_arguments(arguments))
         pyplot()                                     # fails at once if matplotlib is missing

@@ -22,7 +22,7 @@ from . import IMAGES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit lessons", description=__doc__)
     parser.add_argument("lesson", type=integer(1), nargs="?", metavar="NUMBER",
                         help="number of a lesson; without one, the lessons are listed")
@@ -52,7 +52,7 @@ def run_lesson(page: Page, *, train: bool) -> None:
           f"in {time.perf_counter() - start:.0f} s")
 
 
-def main(arguments: list[str] | None = None, name: str = "vitinit lessons") -> int:
+def main(arguments: list[str], name: str = "vitinit lessons") -> int:
     def program() -> None:
         options = parse_arguments(arguments)
         paths = lesson_paths()

@@ -35,12 +35,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         """ArgumentParser's; an error, too, if an `Output` would replace what it may not."""
         parsed, rest = super().parse_known_args(*arguments, **options)
+        given = vars(parsed)
         outputs = {action.dest: action.type for action in self._actions
-                   if isinstance(action.type, Output) and getattr(parsed, action.dest, None)}
+                   if isinstance(action.type, Output) and given.get(action.dest)}
         inputs = [path for action in self._actions if action.dest not in outputs
-                  and not action.choices for path in paths_in(getattr(parsed, action.dest, None))]
+                  and not action.choices for path in paths_in(given.get(action.dest))]
         for name, output in outputs.items():
-            if (path := getattr(parsed, name)) == STDOUT and output.prints:
+            if (path := given[name]) == STDOUT and output.prints:
                 continue
             try:
                 if output.suffixes:
@@ -132,9 +133,22 @@ def add_options(parser: Parser, changeable: Sequence[str]) -> None:
     parser.add_argument("--image-size", type=parse_sides, metavar="N or H,W",
                         help="in pixels, if it is to differ from the recipe's")
     parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
+    add_set(parser, "override any key of the recipe given by --recipe, and of any recipe "
+                    f"{', '.join(changeable)}")
+
+
+def add_set(parser: argparse.ArgumentParser, words: str) -> None:
+    """Add --set, which may be repeated. words: what it does, for --help."""
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override any key of the recipe given by --recipe, and of any recipe "
-                             f"{', '.join(changeable)}")
+                        help=words)
+
+
+def add_log_and_trust(parser: Parser) -> None:
+    """Add --log and --trust-teacher, with which runs are started."""
+    parser.add_argument("--log", nargs="+", action="extend", default=[],
+                        help="show live curves: tensorboard, wandb, or both")
+    parser.add_argument("--trust-teacher", action="store_true",
+                        help="read a teacher that is a program (.pt2), which can execute any code")
 
 
 def complain(program: str, error: object) -> None:

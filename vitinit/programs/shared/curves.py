@@ -36,7 +36,7 @@ class Band(NamedTuple):
     values: Tensor              # (seeds, points) float64; NaN where one was not measured
 
 
-def by_epoch(groups: Sequence[Group], metric: str = "val_top1") -> list[Band]:
+def by_epoch(groups: Sequence[Group], metric: str) -> list[Band]:
     """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
     bands = [band(group, look, [{row["epoch"]: row[metric] for row in run.rows
                                  if row[metric] is not None} for run in group.runs.values()])

@@ -46,8 +46,8 @@ class Replay(Run):
         return facts
 
 
-def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str | None = None,
-           sets: Sequence[str] = (), epochs: int = 0) -> tuple[str, bool]:
+def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str | None,
+           sets: Sequence[str], epochs: int) -> tuple[str, bool]:
     """Train the run called `name` of these again, in `folder`, and go on there if that was begun.
 
     runs: all those on record, among which are the other seeds of the run. sets: texts such as
