@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                 asked = [trained_set(saved.recipe)] * args.train_images + (args.data or [])
                 pairs += [(eval_set, number) for eval_set in dict.fromkeys(
                     asked or [own_set(saved.recipe.data)])]
-            findings: dict[tuple[EvaluatedSet, int], Finding] = {}
+            findings = {}
             try:
                 for pair, finding in evaluate_checkpoints(checkpoints, pairs, processes, stop):
                     findings[pair] = finding

@@ -36,7 +36,7 @@ from ..mixing import block_grids, mixing_matrices
 from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
 from ..train.device import this_device
 from .shared.command_line import Output, Parser, add_run, integer, run_arguments, run_program
-from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
+from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save
 
 SHEET = 60                      # most images on a contact sheet, evenly chosen if there are more
 UNKNOWN = "0.35"                # a grey, where the true class is not known
@@ -164,7 +164,7 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     for number, tile in enumerate(tiles):
         row, column = divmod(number, columns)
         upper, lower = axes[stacked * row, column], axes[stacked * (row + 1) - 1, column]
-        upper.imshow(tile.view.permute(1, 2, 0).numpy())
+        upper.imshow(pixels(tile.view))
         if heats:
             layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
         (name, share), truth = tile.guess.ranked[0], tile.guess.truth
@@ -190,7 +190,7 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     """Print the predictions, write the requested files, and return the exit status."""
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
-    tiles: list[Tile] = []
+    tiles = []
     with ProgressBar("predict", len(paths), items=classify(trained, paths, top=args.top),
                      shown=sys.stderr.isatty()) as bar:
         for guess, view in bar:

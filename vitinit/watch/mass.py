@@ -42,7 +42,7 @@ class Mass(NamedTuple):
 
     def __str__(self) -> str:
         """For example ".99 / .05 (uniform .001) on the targets of centre / other heads"."""
-        shown: dict[str, str] = {}
+        shown = {}
         for kind, values in (("centre", self.centre), ("other", self.others)):
             known = [value for value in values if not math.isnan(value)]
             if known:
@@ -122,7 +122,7 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
             of_kind = [value for offset, value in zip(targets, masses)
                        if (offset == (0, 0)) == at_centre]
             values.append(sum(of_kind) / len(of_kind) if of_kind else math.nan)
-        mass.uniform.append(1.0 / (grid[0] * grid[1]))
+        mass.uniform.append(1.0 / math.prod(grid))
     return mass
 
 

@@ -6,7 +6,7 @@ Nothing is decoded but what may be transparent: a survey takes a second for thou
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -94,9 +94,9 @@ def same_bytes(files: Iterable[File]) -> list[list[File]]:
         if os.path.isfile(file.path) and os.path.getsize(file.path):     # a pipe may wait for ever
             by_path.setdefault(file.path, file)
     groups = [[*by_path.values()]]
-    keys: tuple[Callable[[str], Hashable], ...] = os.path.getsize, middle_of, digest_of
+    keys = os.path.getsize, middle_of, digest_of
     for key in keys:
-        parts: dict[Hashable, list[File]] = defaultdict(list)
+        parts = defaultdict(list)
         for number, group in enumerate(groups):
             for file in group:
                 with suppress(OSError, ValueError):  # training names what cannot be read

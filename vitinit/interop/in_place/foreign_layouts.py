@@ -107,7 +107,7 @@ def block_paths(model: nn.Module) -> dict[str, str]:
     there are no others, or if their list holds blocks without one.
     """
     modules = dict(model.named_modules())
-    around: dict[str, list[str]] = {}                # of each attention, what holds it, inwards
+    around = {}                                      # of each attention, what holds it, inwards
     held: Counter[str] = Counter()                   # attentions, by the path of what holds them
     for path, module in modules.items():
         if isinstance(module, nn.MultiheadAttention) or _layers(module):
@@ -188,11 +188,11 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
     window = stated(attention, "window_size", "window")
     index = getattr(attention, "relative_position_index", None)
     if not isinstance(table, nn.Parameter) or index is None or window is None or (
-            index.numel() != (window[0] * window[1])**2      # BEiT's has the class token, too
+            index.numel() != math.prod(window)**2            # BEiT's has the class token, too
             or len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)):
         return block
     return WindowBlock(**vars(block), window=window, bias_table=table.detach(),
-                       bias_rows=index.view(window[0] * window[1], -1))
+                       bias_rows=index.view(math.prod(window), -1))
 
 
 def as_linear(layer: nn.Module, attention: str) -> nn.Linear:
@@ -223,7 +223,7 @@ def _grid(modules: Iterable[nn.Module], rows: float = math.inf) -> Grid:
         if grid is None and image and patch:
             grid = image[0] // patch[0], image[1] // patch[1]
         if grid is not None:
-            return grid if grid[0] * grid[1] <= rows else (0, 0)
+            return grid if math.prod(grid) <= rows else (0, 0)
     return 0, 0
 
 
@@ -259,5 +259,5 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
     if size and convolution is not None:
         return convolution.in_channels, *size
     if size and patch and embedding and isinstance(embedding[0], nn.Linear):
-        return embedding[0].in_features // (patch[0] * patch[1]), *size
+        return embedding[0].in_features // math.prod(patch), *size
     return None

@@ -115,9 +115,9 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
     computes something else than softmax(Q Kᵀ / √d) V·proj from it, if one or its norm is not called
     once, and if a later block has fewer tokens than the first.
     """
-    read: dict[nn.Module, Tensor] = {}
+    read = {}
     calls: Counter[nn.Module] = Counter()
-    others: list[Block] = []                         # which compute something else
+    others = []                                      # which compute something else
     pairs = list(zip(attentions, layout.blocks))
     saved = {weight: weight.clone() for attention, block in pairs
              for part in (*attention.modules(), block.norm) if not isinstance(part, Rotary)

@@ -8,6 +8,7 @@ same bits from the same generator.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,7 +59,7 @@ def init_(model: nn.Module, name: str, *, generator: Generator, base: str | None
     return Report(**vars(description), init=name, written=written, notes=notes, images=count,
                   kept=sum(1 for _ in tensors(model)) - len(written), targets=targets, mass=mass,
                   mass_on_images=mass_on_images,
-                  uniform=1.0 / (description.grid[0] * description.grid[1]))
+                  uniform=1.0 / math.prod(description.grid))
 
 
 def impulse_(model: nn.Module, *, generator: Generator, **options: Any) -> Report:

@@ -9,6 +9,7 @@ your_own_code.md explains.
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 
 import torch
 from torch import Generator, Tensor, nn
@@ -49,7 +50,7 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
     channels, height, width = images.shape[1:]
     layout, what = replace(layout, image_shape=(channels, height, width)), "grid, order"
     if isinstance(layout, Layout):
-        layout = replace(layout, grid=grid, prefix=count - grid[0] * grid[1],
+        layout = replace(layout, grid=grid, prefix=count - prod(grid),
                          sequence_first=x.ndim == 3 and len(x) != len(images))
         if len(layout.pos_embed):
             layout = replace(layout, entry=entry_of(layout, images[:1], rng))
@@ -60,11 +61,12 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
     if len(attentions) == len(layout.blocks):
         require_formula(layout, attentions, images, grid, rng)
         what += " and formula"
-    if isinstance(layout, Layout) and not (len(layout.pos_embed) or layout.rotary):
-        raise ValueError("the model has no learned position embedding, and turns no queries, by "
-                         "which heads find their target")
-    if isinstance(layout, Layout) and layout.rotary and layout.blocks[0].k_bias is None:
-        stream_of(layout)                            # raises if MLPs have no norm of their own
+    if isinstance(layout, Layout):
+        if not (len(layout.pos_embed) or layout.rotary):
+            raise ValueError("the model has no learned position embedding, and turns no queries, "
+                             "by which heads find their target")
+        if layout.rotary and layout.blocks[0].k_bias is None:
+            stream_of(layout)                        # raises if MLPs have no norm of their own
     return replace(layout, checked=f"{what} checked on {where}")
 
 
@@ -110,7 +112,7 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
     for grid in [stated] if all(stated) and fixed else sorted(           # square patches first
             product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
             key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1]))):
-        cells = grid[0] * grid[1]
+        cells = prod(grid)
         if not least <= cells <= most or height % grid[0] or width % grid[1]:
             continue
         for axis, side in enumerate(grid):

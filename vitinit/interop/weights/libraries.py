@@ -90,7 +90,7 @@ def rotation(options: Options) -> Options | str:
 
 
 # For all: what training alone reads, and what is seen in a tensor that every library has.
-UNSTATED: dict[str, Statement] = dict.fromkeys(("drop_path", "train_filters")) | {
+UNSTATED = dict.fromkeys(("drop_path", "train_filters")) | {
     "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {}}
 SIDES: dict[str, Statement] = {name: square(name) for name in ("image_size", "patch_size")}
 PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
@@ -118,7 +118,7 @@ TIMM_MIXER = {"image_size": "img_size", "channels_ratio": None,
 TIMM_CONV_MIXER = {"image_size": None} | only(num_filters=0, activation="gelu")
 # An activation is a class, which no plain value states; this function has ReLU.
 WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["convmixer_768_32"][1]))
-TIMM: dict[str, list[Counterpart]] = {
+TIMM = {
     "vit": [EVA, EVA_DINOV3,
             Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | TIMM_POOL | only(
                 distilled=False, norm_eps=1e-6) | {
@@ -134,7 +134,7 @@ TIMM: dict[str, list[Counterpart]] = {
                    WITH_RELU._replace(model="convmixer.convmixer_768_32")],
 }
 # The functions that timm's create_model knows by name. Those of the mixers fix sizes.
-TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
+TIMM_FUNCTIONS = {
     "vit": [counterpart._replace(model=name) for counterpart, name in zip(TIMM["vit"], (
         "eva_giant_patch14_224", "vit_small_patch16_dinov3", "vit_base_patch16_224",
         "deit_base_distilled_patch16_224"))],
@@ -145,7 +145,7 @@ TIMM_FUNCTIONS: dict[str, list[Counterpart]] = {
                                 for name, rest in (("convmixer_1536_20", ""),
                                                    ("convmixer_1024_20", "_ks9_p14")))],
 }
-TORCHVISION: dict[str, list[Counterpart]] = {
+TORCHVISION = {
     "vit": [Counterpart("VisionTransformer", SIDES | {
         "num_heads": "num_heads", "depth": "num_layers", "embed_dim": "hidden_dim",
         "mlp_ratio": mlp_width("mlp_dim")} | only(
@@ -170,7 +170,7 @@ def transformers_vit(name: str, kind: str, names: Names = TRANSFORMERS_VIT, **va
             "model_type": kind, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
 
 
-TRANSFORMERS: dict[str, list[Counterpart]] = {
+TRANSFORMERS = {
     "vit": [transformers_vit("ViTForImageClassification", "vit", pool="class"),
             transformers_vit("DeiTForImageClassificationWithTeacher", "deit",
                              TRANSFORMERS_VIT | WITH_TEACHER, pool="class", distilled=True),
@@ -198,7 +198,7 @@ def counterpart(library: str, family: str, *, image_size: Sides, **options: Any
     defaults = {name: list(value) if isinstance(value := parameter.default, tuple) else value
                 for name, parameter in parameters.items() if name != "num_classes"}
     options = defaults | options | {"image_size": list(image_size)}
-    lacking: list[list[str]] = []                    # of each candidate, what it would need
+    lacking = []                                     # of each candidate, what it would need
     for candidate in table.get(family, ()):
         arguments, needs = candidate.state(options, defaults)
         if not needs:

@@ -34,7 +34,7 @@ def within(ours: str, prefix: str, names: Names) -> Names:
             tuple(f"{prefix}.{part}" for part in other) for name, other in names.items()}
 
 
-TORCHVISION_VIT: Names = {
+TORCHVISION_VIT = {
     "cls_token": "class_token", "pos_embed": "encoder.pos_embedding",
     "patch_embed.proj": "conv_proj", "norm": "encoder.ln", "head": "heads.head",
     **within("blocks.{}", "encoder.layers.encoder_layer_{}", {
@@ -42,7 +42,7 @@ TORCHVISION_VIT: Names = {
         "attn.qkv.weight": "self_attention.in_proj_weight",
         "attn.qkv.bias": "self_attention.in_proj_bias", "attn.proj": "self_attention.out_proj"})}
 # The weights that torchvision publishes are of its release 0.12, and it renames these on loading.
-TORCHVISION_VIT_PUBLISHED: Names = {**TORCHVISION_VIT, **within(
+TORCHVISION_VIT_PUBLISHED = {**TORCHVISION_VIT, **within(
     "blocks.{}.mlp", "encoder.layers.encoder_layer_{}.mlp", {"fc1": "linear_1", "fc2": "linear_2"})}
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before them.
@@ -88,18 +88,18 @@ IN_MEMORY: Names = {
     "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
 VIT_IN_MEMORY = TRANSFORMERS_VIT | within("blocks.{}", "layers.{}", HUGGING_BLOCK | IN_MEMORY)
 DINOV2_IN_MEMORY = TRANSFORMERS_DINOV2 | within("blocks.{}", "encoder.layer.{}", IN_MEMORY)
-SWIN_IN_MEMORY: Names = {**TRANSFORMERS_SWIN, **within(
+SWIN_IN_MEMORY = {**TRANSFORMERS_SWIN, **within(
     "layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", IN_MEMORY | {
         "attn.relative_position_bias_table":
         "attention.relative_position_bias.relative_position_bias_table"})}
-TRANSFORMERS_DINOV3: Names = {**TRANSFORMERS_VIT, **within(
+TRANSFORMERS_DINOV3 = {**TRANSFORMERS_VIT, **within(
     "blocks.{}", "layer.{}", DINO_BLOCK | IN_MEMORY | {
         "mlp.fc1": ("mlp.gate_proj", "mlp.up_proj"), "mlp.fc2": "mlp.down_proj"}),
     "patch_embed.proj": "embeddings.patch_embeddings", "norm": "norm"}
 
 # timm's Eva, also as its attention without a bias of the keys, and a gate apart, name them.
 TIMM_EVA = within("blocks.{}", "blocks.{}", {"ls1.gamma": "gamma_1", "ls2.gamma": "gamma_2"})
-EVA_APART: Names = {**TIMM_EVA, **within("blocks.{}", "blocks.{}", {
+EVA_APART = {**TIMM_EVA, **within("blocks.{}", "blocks.{}", {
     "attn.qkv.bias": tuple(f"attn.{part}_bias" for part in "qkv"),
     "mlp.fc1": ("mlp.fc1_g", "mlp.fc1_x")})}
 BIAS_OF_QUERIES = re.compile(r"\.q(_bias|_proj\.bias)$")

@@ -84,10 +84,17 @@ class Reader:
         return native_tensors(tensors, options)
 
     def assumptions(self, recipe: Recipe, *, files: bool = True) -> str:
-        """A line on what is assumed of a model that has this recipe. files: those beside the
-        checkpoint were read into it.
+        """A line on all that tensors do not show of a model that has this recipe: what the recipe
+        says of it, by its keys. files: those beside the checkpoint were read into it.
         """
-        return assumptions(recipe, self.config if files else None)
+        rotary = "rope" in str(recipe.keys.get("model.options.pos_embed"))
+        parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items()
+                 if key in UNSEEN and (rotary or ".rope_" not in key)]
+        read = ""
+        if files and self.config:
+            read = f" and {self.config.file.name}"
+        return (f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no "
+                f"other activation is named (recipe {recipe.name}{read})")
 
 
 def read_description(path: Path) -> ForeignConfig | None:
@@ -230,16 +237,6 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
                "eval.interpolation": RESAMPLE.get(config.get("resample"), config.get("resample")),
                "eval.crop_pct": min(side / shorter, 1.0) if side and shorter else None}
     return {key: value for key, value in changes.items() if value is not None}
-
-
-def assumptions(recipe: Recipe, description: ForeignConfig | None) -> str:
-    """One line on all that tensors do not show: what the recipe says of it, by its keys."""
-    rotary = "rope" in str(recipe.keys.get("model.options.pos_embed"))
-    parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items()
-             if key in UNSEEN and (rotary or ".rope_" not in key)]
-    source = f"recipe {recipe.name}" + (f" and {description.file.name}" if description else "")
-    return (f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no other "
-            f"activation is named ({source})")
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     if out is not None and (out.exists() or out.suffix != ".md"):
         raise OneLineError(f"{out} exists already or is no .md; choose another --out")
     deadline, streams = time.monotonic() + 60 * minutes, [sys.stdout]
-    failed: list[bool] = []
+    failed = []
     # The checks would else take the CPU where a GPU is lost.
     environment = os.environ | {"VITINIT_DEVICE": device, "PYTHONUNBUFFERED": "1",
                                 "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

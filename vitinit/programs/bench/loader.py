@@ -1,6 +1,8 @@
 """Images/s out of files, beside torchvision's pipeline, and whether they feed a step."""
 
+import argparse
 import itertools
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from ...runs.data import open_data
 from ...train.metrics import Pace
 from ...watch.slowness import waits_for
 from .step import synthetic_batch
-from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, set_up,
+from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, row_table, set_up,
                        times_as_fast, train_on)
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
@@ -145,3 +147,17 @@ def fed_in_words(row: Row, device: torch.device) -> str:
     line = waits_for([Pace(fed, unfed, 1 - unfed / fed, 1 - unfed / fed)], device,
                      images=images, workers=row["workers"])
     return f"bound by its input, {line}" if line else "bound by the step, see bench step"
+
+
+def print_loader(args: argparse.Namespace, device: torch.device) -> None:
+    """Measure a recipe's loader, alone and feeding a step."""
+    batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
+    with tempfile.TemporaryDirectory() as folder:
+        count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
+        sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
+        alone_rows = loader_rows(args.recipe, sets, Path(folder), device)
+        print("\n" + row_table(alone_rows), flush=True)
+        recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
+        rows = fed_rows(recipe, device, args.workers)
+        bound = fed_in_words(rows[-1], device)
+        print(f"\n{row_table(rows)}\n\n{args.recipe}: {bound}")

@@ -7,14 +7,12 @@
 """
 
 import argparse
-import tempfile
 from pathlib import Path
 
 import torch
 
 from ...recipe.sections import Recipe
 from ...train.device import cores
-from ...watch.slowness import BOUNDS
 from ..shared.command_line import Output, Parser, add_set, integer, one_of, real, run_program
 
 
@@ -64,9 +62,11 @@ def run(args: argparse.Namespace) -> int:
         rows = [memory_row(recipe, args.card_gib) for recipe in recipes_of(args, device, "bf16")]
         print("\n" + row_table(rows))               # "auto" is that of a card
     elif args.bench == "step":
+        from .step import print_step
         for recipe in recipes_of(args, device):
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "loader":
+        from .loader import print_loader
         print_loader(args, device)
     return 0
 
@@ -74,33 +74,6 @@ def run(args: argparse.Namespace) -> int:
 def recipes_of(args: argparse.Namespace, device: torch.device, auto: str = "") -> list[Recipe]:
     from .training import recipe_of
     return [recipe_of(name, args.set, device, auto=auto) for name in args.recipe]
-
-
-def print_step(recipe: Recipe, device: torch.device, batch: int) -> None:
-    """Measure a step, and print what bounds it."""
-    from .step import step_row
-    from .training import row_table
-    row = step_row(recipe, device, batch)
-    bound = row["bound by"]
-    # What helps was measured on a GPU, and eager. On a CPU compilation gained nothing.
-    helps = device.type == "cuda" and not recipe.engine.compile
-    advice = f": {BOUNDS[bound]}" if helps else ""
-    print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {bound}{advice}", flush=True)
-
-
-def print_loader(args: argparse.Namespace, device: torch.device) -> None:
-    """Measure a recipe's loader, alone and feeding a step."""
-    from .loader import (PAIRS, fed_in_words, fed_rows, fed_steps, image_folder, in_batches,
-                         loader_rows)
-    from .training import recipe_of, row_table
-    batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
-    with tempfile.TemporaryDirectory() as folder:
-        count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
-        sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
-        print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
-        recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
-        rows = fed_rows(recipe, device, args.workers)
-        print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")
 
 
 def main(arguments: list[str], name: str = "vitinit bench") -> int:

@@ -26,8 +26,9 @@ from ...train.device import forget_peak, matrix_rate, peak_gib
 from ...train.loop import AMP_DTYPES, autocast
 from ...train.metrics import training_flops
 from ...train.optim import hidden_matrices
-from ...watch.slowness import bound_of
-from .training import Part, Row, clock_of, given_step, interleave, set_up, times_as_fast, train_on
+from ...watch.slowness import BOUNDS, bound_of
+from .training import (Part, Row, clock_of, given_step, interleave, row_table, set_up,
+                       times_as_fast, train_on)
 
 STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}                            # of a large product's matrices
@@ -58,6 +59,17 @@ def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
         torch.cuda.empty_cache()
 
 
+def print_step(recipe: Recipe, device: torch.device, batch: int) -> None:
+    """Measure a step, and print what bounds it."""
+    row = step_row(recipe, device, batch)
+    bound = row["bound by"]
+    # What helps was measured on a GPU, and eager. On a CPU compilation gained nothing.
+    helps = device.type == "cuda" and not recipe.engine.compile
+    advice = f": {BOUNDS[bound]}" if helps else ""
+    print(f"\n{row_table([row])}\n")
+    print(f"{recipe.name}: a step is bound by {bound}{advice}", flush=True)
+
+
 def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
@@ -83,7 +95,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         forget_peak(device)
         engine()
     peak = peak_gib(device)                          # before there is a second model
-    other: nn.Module = model
+    other = model
     whose = "the same model"
     if isinstance(model, MaskedAutoencoder):
         other, whose = build(recipe).to(device), "its encoder, learning classes"
@@ -172,7 +184,7 @@ def saved_bytes(model: Classifier | MaskedAutoencoder, images: Tensor, amp: str)
         return tensor.untyped_storage()._cdata
 
     stored = set(map(storage, (*model.parameters(), *model.buffers())))
-    saved: dict[int, Tensor] = {}                    # keeps tensors alive, so that ids stay unique
+    saved = {}                                       # keeps tensors alive, so that ids stay unique
 
     def save(tensor: Tensor) -> Tensor:
         if storage(tensor) not in stored:

@@ -8,6 +8,7 @@ target, by depth: on the token at the head's offset, which a convolution with th
 filter would pick. `attention` shows what a query token of a photograph attends to.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ from ...models.simple_vit import SimpleViT
 from ...models.swin import SwinTransformer
 from ...runs.data import as_input, evaluation_view
 from ...watch.mass import Mass, has_targets, mass_on_images
-from ..shared.plot import FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pyplot, save
+from ..shared.plot import (FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pixels,
+                           pyplot, save)
 from .subjects import VITS, Subject, Vit, fitting, indices, photographs
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
@@ -68,7 +70,7 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     attention = model.blocks[block].attn
     if kind == "qk":
         return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
-    prefix, patches = model.num_prefix_tokens, model.grid[0] * model.grid[1]
+    prefix, patches = model.num_prefix_tokens, math.prod(model.grid)
     positions = (norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
                  if model.pos_embed is None else model.pos_embed)
     x = norm(positions)                                                  # (1, prefix + N, D)
@@ -134,7 +136,7 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     The upper panels show the heads whose target is the query token itself, the lower ones all
     others; blocks without such heads are left out. folder, count: see `photographs`.
     """
-    by_recipe: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
+    by_recipe = defaultdict(list)
     for subject in fitting(subjects, "mass"):
         subject = subject._replace(state=subject.state.removeprefix(f"{subject.recipe.name}, "))
         mass = mass_of(subject, folder, count)
@@ -213,7 +215,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     for line, (label, image, grid, query, maps) in zip(axes, rows):
         height, width = image.shape[1:]
         down, across = height / grid[0], width / grid[1]                 # a patch in pixels
-        line[0].imshow(image.permute(1, 2, 0).numpy(), extent=(0, width, height, 0))
+        line[0].imshow(pixels(image), extent=(0, width, height, 0))
         line[0].set_ylabel(label, fontsize=9)
         for axis, heat in zip(line[1:], maps):
             layer = draw_heat(axis, image, heat, scale)

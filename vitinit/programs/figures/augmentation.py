@@ -13,7 +13,7 @@ from ...data.loader import TrainViews
 from ...data.rand_augment import Operation, for_device, rand_augment
 from ...data.sources import LooseImages
 from ...recipe.files import RECIPES, load_recipe
-from ..shared.plot import pyplot, save
+from ..shared.plot import pixels, pyplot, save
 
 
 def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
@@ -28,7 +28,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
                           settings.fill)
     figure, axes = pyplot().subplots(4, 4, figsize=(6.4, 7.0), layout="constrained")
     for axis, tile, operation, argument in zip(axes.flat, images, Operation, arguments):
-        axis.imshow(tile.permute(1, 2, 0).numpy())
+        axis.imshow(pixels(tile))
         axis.set_title(f"{operation.name} {argument:.3g}" if argument else
                        operation.name if operation else "original", fontsize=9)
         axis.set_axis_off()
@@ -57,7 +57,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
         share = unpack(batch.draws).mixed[0, 0].item()
         for column, (axis, tile) in enumerate(zip(row, mixed)):
-            axis.imshow(tile.permute(1, 2, 0).numpy())
+            axis.imshow(pixels(tile))
             axis.set_title(f"{share:.2f} × {column + 1} + {1 - share:.2f} × {count - column}",
                            fontsize=8)
             axis.set(xticks=[], yticks=[])

@@ -11,7 +11,7 @@ from ...data.images import DataError, resize_and_centre_crop
 from ...data.lists import LISTS
 from ...data.sources import ImageFiles, Source
 from ...watch.survey import Survey, survey
-from ..shared.plot import BLUE, as_drawn, pyplot, save
+from ..shared.plot import BLUE, as_drawn, pixels, pyplot, save
 
 EXAMPLES, SIDE = 8, 64          # images per class, spread evenly over it, and their pixels
 LONGEST = 30                    # characters of a class's name
@@ -77,4 +77,4 @@ def example(source: Source, index: int) -> np.ndarray:
             image, (SIDE, SIDE), 1.0, "bicubic"))
     except DataError:
         return np.full((SIDE, SIDE, 3), 200, np.uint8)
-    return view.permute(1, 2, 0).numpy()
+    return pixels(view)

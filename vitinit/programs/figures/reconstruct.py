@@ -15,7 +15,7 @@ from ...models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, 
 from ...recipe.sections import DataSection
 from ...runs.data import evaluation_view, masks_of
 from ...runs.load import open_saved
-from ..shared.plot import FigureError, pyplot, save
+from ..shared.plot import FigureError, pixels, pyplot, save
 
 COLUMNS = ("photograph", "what the encoder sees", "reconstruction")
 GREY = 0.5                      # of hidden patches
@@ -61,7 +61,7 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
                                      squeeze=False, layout="constrained")
     for row, tiles in zip(axes, zip(views / 255, seen, reconstructed)):
         for axis, tile in zip(row, tiles):
-            axis.imshow(tile.permute(1, 2, 0).numpy(), interpolation="nearest")
+            axis.imshow(pixels(tile), interpolation="nearest")
             axis.set_axis_off()
     for axis, words in zip(axes[0], COLUMNS):
         axis.set_title(words, fontsize=9)

@@ -92,7 +92,7 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weight
             numbers = ", ".join(described(path).removeprefix("epoch ") for path in kept)
             raise CheckpointError(f"{run}: keeps no {lost[0]}; it has " + (
                 numbers or "none, which checkpoint.keep_epochs would have kept"))
-        steps: set[object] = set()
+        steps = set()
         for saved in map(open_saved, paths):
             if epochs == "all" and saved.state.get("step") in steps:
                 continue                             # last.pt, of an epoch that was kept

@@ -111,7 +111,7 @@ def run_page(page: Page, folder: Path, *, train: bool) -> Iterator[tuple[Code, s
     Raises LessonError, with the page's line, if a block fails.
     """
     plt = pyplot()
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for code in page.codes:
         printed = io.StringIO()
         source = LONG.sub(SHORT, code.source) if code.trains and not train else code.source
@@ -188,7 +188,7 @@ def notebook(page: Page) -> dict[str, Any]:
                 text = FOLDED.format(text) if hidden else text
                 cells.append({"cell_type": "markdown", "metadata": {}, "source": text})
         if code is not None:
-            outputs: list[dict[str, Any]] = []
+            outputs = []
             if code.output:
                 outputs.append({"output_type": "stream", "name": "stdout", "text": code.output})
             for picture in code.pictures:

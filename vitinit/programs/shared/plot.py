@@ -35,7 +35,7 @@ LOOKS: dict[str, Look] = {
     "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."), "deep_impulse": (PURPLE, (0, (6, 1))),
     "norm_matched": (ORANGE, ":"), "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-."),
     "whitened": (ORANGE, "-")}
-OTHER: Look = (BLACK, "-")      # an init that is not in the table
+OTHER = (BLACK, "-")            # an init that is not in the table
 LINES = ("-", ":", "-.", "--")
 SEQUENTIAL = "cividis"          # colour map for values from 0 up
 OVERLAY = "viridis"             # the same over a grey photograph, since cividis contains greys
@@ -125,10 +125,15 @@ def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
                   ncols=-(-len(labels) // rows))     # rows of equal length
 
 
+def pixels(image: Tensor) -> np.ndarray:
+    """An image (3, H, W) as Pillow and matplotlib take it, (H, W, 3)."""
+    return image.permute(1, 2, 0).numpy()
+
+
 def draw_heat(axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor,
               scale: matplotlib.colors.Normalize) -> matplotlib.image.AxesImage:
     """Draw heat (rows, columns) over an image (3, H, W) uint8 in grey; return the heat's layer."""
-    grey = Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L")
+    grey = Image.fromarray(pixels(image)).convert("L")
     extent = (0, grey.width, grey.height, 0)         # the same for both layers
     axis.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=extent)
     return axis.imshow(heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT, extent=extent,
@@ -201,7 +206,7 @@ def rounded(value: Any) -> Any:
 
 def as_png(view: Tensor, side: int = 2**16) -> str:
     """A view (3, H, W) uint8, made smaller if over `side` pixels, as an address inside a page."""
-    file, image = io.BytesIO(), Image.fromarray(view.permute(1, 2, 0).numpy())
+    file, image = io.BytesIO(), Image.fromarray(pixels(view))
     image.thumbnail((side, side))
     image.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")

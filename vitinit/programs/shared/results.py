@@ -66,7 +66,7 @@ class Finding(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
-        findings: dict[str, Any] = {
+        findings = {
             "checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
             "data_dir": self.data_set.root, "image_size": list(self.image_size),
             "classes": len(self.classes), "model_classes": self.model_classes}
