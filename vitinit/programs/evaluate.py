@@ -58,8 +58,7 @@ def named_set(text: str) -> EvaluatedSet:
     return EvaluatedSet(name, root, whole=name in ("image_folder", "image_list"))
 
 
-def parse_arguments(arguments: list[str] | None = None, name: str = "eval.py"
-                    ) -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argparse.Namespace:
     """Parse the command line; RecipeError for options that contradict each other."""
     parser = Parser(prog=name, description=__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="+", help="run folders and checkpoint files")

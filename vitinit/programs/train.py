@@ -11,8 +11,7 @@ from ..train.interruption import Interrupted
 from .shared.command_line import Parser, add_log_and_trust, add_set, integer, run_program
 
 
-def parse_arguments(arguments: list[str] | None = None, name: str = "train.py"
-                    ) -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None, name: str = "train.py") -> argparse.Namespace:
     """Parse the command line; RecipeError for what it cannot be."""
     program = f"python {name}" if name.endswith(".py") else name
     parser = Parser(prog=program, description=(

@@ -109,9 +109,9 @@ EVA = Counterpart("eva.Eva", TIMM_VIT | TIMM_POOL | only(distilled=False, norm_e
     "rope_frequencies": None, "rope_coordinates": None, "qkv_bias": None}, TIMM_EVA, {
         "attn_type": "rope", "use_rot_pos_emb": True, "rope_grid_indexing": "xy", "qkv_bias": True})
 # Norms with another epsilon are a class, which no plain value states; this function has them.
-EVA_DINOV3 = Counterpart("eva.vit_small_patch16_dinov3", {**EVA.stated, **only(norm_eps=1e-5), **{
+EVA_DINOV3 = Counterpart("eva.vit_small_patch16_dinov3", {**EVA.stated, **only(norm_eps=1e-5),
     "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else
-    "a layer_scale"}}, TIMM_EVA, {**EVA.constants, "rope_rotate_half": False,
+    "a layer_scale"}, TIMM_EVA, {**EVA.constants, "rope_rotate_half": False,
                                   "dynamic_img_size": False})
 TIMM_MIXER = {"image_size": "img_size", "channels_ratio": None,
               "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]}}

@@ -72,19 +72,15 @@ def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
         yield from data.train_batches.steps(epoch)
 
 
-def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
-    """DeiT's augmentation by torchvision, on Pillow images, without mixing and somewhat milder."""
-    return transforms.Compose([
+def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
+    """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
+    recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
+    size = recipe.data.image_size
+    pipeline = transforms.Compose([                  # DeiT's, without mixing and somewhat milder
         transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
         transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),
         transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
         transforms.RandomErasing(0.25, value="random")])
-
-
-def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
-    """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
-    recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
-    pipeline = torchvisions_pipeline(recipe.data.image_size)
     source, steps = LooseImages(root / "train", BATCH), steps_of(recipe, device)
     seconds = interleave({
         "decoding alone, each image once": lambda: [

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from ...recipe.sections import Recipe
 from ...train.device import cores
 from ..shared.command_line import Output, Parser, add_set, integer, one_of, real, run_program
 
@@ -49,31 +48,26 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     # What measures imports torchvision and the compiler: here, so that --help need not.
+    from .all import bench_all, machine
+    from .loader import print_loader
+    from .step import memory_row, print_step
+    from .training import recipe_of, row_table
     if args.bench == "all":
-        from .all import bench_all
         return bench_all(args.out, device=args.device, photographs=args.data_dir,
                          minutes=args.minutes)
-    from .all import machine
-    from .training import row_table
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
+    if args.bench in ("memory", "step"):
+        auto = "bf16" * (args.bench == "memory")     # that of a card
+        recipes = [recipe_of(name, args.set, device, auto=auto) for name in args.recipe]
     if args.bench == "memory":
-        from .step import memory_row
-        rows = [memory_row(recipe, args.card_gib) for recipe in recipes_of(args, device, "bf16")]
-        print("\n" + row_table(rows))               # "auto" is that of a card
+        print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))
     elif args.bench == "step":
-        from .step import print_step
-        for recipe in recipes_of(args, device):
+        for recipe in recipes:
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "loader":
-        from .loader import print_loader
         print_loader(args, device)
     return 0
-
-
-def recipes_of(args: argparse.Namespace, device: torch.device, auto: str = "") -> list[Recipe]:
-    from .training import recipe_of
-    return [recipe_of(name, args.set, device, auto=auto) for name in args.recipe]
 
 
 def main(arguments: list[str], name: str = "vitinit bench") -> int:
