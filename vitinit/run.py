@@ -38,8 +38,7 @@ from .train import distributed
 from .train.device import describe_device, forget_peak, memory_for, peak_gib
 from .train.interruption import Interrupted, StopRequest
 from .train.loop import read_losses, set_precision, train_epochs, tune_convolutions
-from .train.metrics import (Diverged, Evaluation, StepRow, epoch_line, metrics_row, paces_of_all,
-                            training_flops)
+from .train.metrics import Diverged, StepRow, epoch_line, metrics_row, paces_of_all, training_flops
 from .train.optim import learning_rate, set_learning_rate
 
 
@@ -194,7 +193,7 @@ class Run:
         tune_convolutions(self.state.model)
         self.start = summary(recipe, data, self.state.model, [*notes, *self.task.notes()],
                              self.state.optimizer, self.learning_rate, self.processes)
-        seen: list[str] = []
+        seen = []
         if choice.saved is None and self.processes.is_main:
             seen = self.watchers.tell("opened", data, recipe)
         warned = [line for line in seen if line.startswith("warning ")]
@@ -325,7 +324,7 @@ class Run:
         recipe, progress, processes = self.recipe, self.state.progress, self.processes
         self._explain_waiting(rows=3)
         save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
-        evaluations: list[Evaluation] = []
+        evaluations = []
         if len(self.data.val_set) and (epoch % recipe.eval.every_epochs == 0
                                        or epoch == self.epochs):
             if save_due:                             # an error in evaluation then loses no training

@@ -194,7 +194,7 @@ class DataSet(NamedTuple):
     torchvision: str = ""                   # its class that downloads the set; "": none does
 
 
-DATA_SETS: dict[str, DataSet] = {
+DATA_SETS = {
     "shapes": DataSet(
         lambda root, split: shapes.Shapes(split),
         "drawn and needs no folder: leave out --data-dir", 10),
@@ -228,7 +228,7 @@ DATA_SETS: dict[str, DataSet] = {
         200),
 }
 
-EVAL_SETS: dict[str, DataSet] = {                    # which have no training split
+EVAL_SETS = {                                        # which have no training split
     "imagenet_v2": DataSet(
         open_imagenet_v2, "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000)
 } | {name: DataSet(lambda root, _: open_wnids(root), f"{count} folders <wnid>/…", count)

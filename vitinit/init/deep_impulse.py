@@ -174,7 +174,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base 
     write_positions(vit, stream, waves, cells, first)
     images = (noise_images(vit, NOISE_IMAGES, generator) if images is None else
               images[:MOST_IMAGES].to(vit.pos_embed))
-    written: set[nn.LayerNorm] = set()
+    written = set()
 
     def before(number: int, x: Tensor) -> None:
         if number == 0:

@@ -34,7 +34,7 @@ class ResidualStream(NamedTuple):
 def stream_of(vit: Layout) -> ResidualStream:
     """Find the stream of a ViT in its modules; raises ValueError if it is not all there."""
     modules, dim = list(vit.model.modules()), vit.blocks[0].proj.shape[0]
-    inside: set[nn.Module] = set()                   # the blocks
+    inside = set()                                   # the blocks
     writers: list[nn.Module] = []
     for block in vit.blocks:
         of_block = [] if block.around is None else list(block.around.modules())

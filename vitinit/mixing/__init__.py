@@ -85,7 +85,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Sequence[int] |
     by_block = mixers(model)
     wanted = block_numbers(range(len(by_block)) if blocks is None else blocks, len(by_block))
     chosen: Heads = slice(None) if heads is None else list(heads)
-    matrices: dict[int, Tensor] = {}
+    matrices = {}
 
     def record(block: int, inputs: tuple, _: Tensor) -> None:
         weights = by_block[block].read(chosen, *inputs)
@@ -125,7 +125,7 @@ def mixers(model: nn.Module) -> list[Mixer]:
     """The mixer of each block; raises ValueError for a model that is not of this package."""
     if not isinstance(model, Classifier):
         raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
-    by_block: list[Mixer] = []
+    by_block = []
     for module in model.modules():
         if isinstance(module, SwinBlock):
             by_block.append(Mixer(module.attn, module.grid, partial(_read_windows, module)))

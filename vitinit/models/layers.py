@@ -105,7 +105,7 @@ def run_blocks(blocks: nn.Sequential | Sequence[nn.Module], x: Tensor, numbers: 
                *arguments: Sequence | Tensor) -> tuple[Tensor, list[Tensor]]:
     """x after all blocks, and after each of the `numbers`; block i gets item i of each argument."""
     wanted = block_numbers(numbers, len(blocks))
-    after: dict[int, Tensor] = {}
+    after = {}
     for number, block in enumerate(blocks):
         x = block(x, *[of_blocks[number] for of_blocks in arguments])
         if number in wanted:

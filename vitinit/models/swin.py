@@ -18,9 +18,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention, attend, attention_weights
-from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, Sides, Tokens, add_branch,
-                     block_numbers, drop_path_rates, hidden_width, make_head, map_tokens,
-                     module_list, scales_by_block, to_pair)
+from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, Sides, add_branch, block_numbers,
+                     drop_path_rates, hidden_width, make_head, map_tokens, module_list,
+                     scales_by_block, to_pair)
 
 MASKED = -100.0                 # added to the logits of tokens that only the shift made neighbours
 
@@ -194,7 +194,7 @@ class SwinTransformer(Classifier):
         """See `Classifier`; drop_path: (2·blocks, B). Blocks are counted through all stages."""
         depth, number = sum(len(stage.blocks) for stage in self.layers), 0
         wanted = block_numbers(blocks, depth)
-        after: dict[int, Tokens] = {}
+        after = {}
         scales = scales_by_block(drop_path, depth)
         x = self.patch_embed(images).unflatten(1, self.grid)             # (B, H, W, C)
         for stage in self.layers:

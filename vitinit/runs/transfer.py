@@ -71,7 +71,7 @@ def start_from(model: nn.Module, tensors: Tensors, path: Path | str, grid: Grid 
     tensors, change = as_in(model, tensors, grid, path)
     heads = _classifiers(target, tensors, rows)
     new_head = not any(name.startswith("head.") for name in heads)
-    loaded: dict[str, Tensor] = {}
+    loaded = {}
     dropped, surplus = list[str](), list[str]()
     for name, value in tensors.items():
         if name == "pos_embed" and name in target and not model.learns_positions:

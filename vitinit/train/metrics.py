@@ -189,7 +189,7 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
     """
     rate = progress.epoch_steps * global_batch / progress.seconds        # images/s, all processes
     tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
-    row: dict[str, Any] = dict.fromkeys(METRICS) | {
+    row = dict.fromkeys(METRICS) | {
         "epoch": progress.epochs + 1, "lr": lr,
         "train_loss": progress.loss_sum / progress.epoch_steps, "images_per_second": rate,
         "val_loss": results[0].loss if results else None,
