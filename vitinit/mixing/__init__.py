@@ -16,6 +16,7 @@ share of an attention matrix lies on the token that an impulse filter would pick
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +154,7 @@ def _read_attention(attention: Attention | SimpleAttention, heads: Heads, x: Ten
 def _read_windows(block: SwinBlock, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
     """The matrices of all windows as one (N, N), by token number on the unshifted map."""
     weights = block.attn.mixing_weights(x, mask)[:, heads]               # (B·M, h, w², w²)
-    tokens = torch.arange(block.grid[0] * block.grid[1], device=x.device).view(block.grid)
+    tokens = torch.arange(prod(block.grid), device=x.device).view(block.grid)
     tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
     tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=block.window[0], w=block.window[1])
     weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))      # (M, w²) tokens
@@ -179,7 +180,7 @@ def _read_depthwise(layer: DepthwiseConv, channels: Heads, x: Tensor) -> Tensor:
 
 def among_patches(weights: Tensor, grid: Grid) -> Tensor:
     """(..., N, N) → (..., cells, cells): without prefix tokens, in float32 or higher precision."""
-    cells = grid[0] * grid[1]
+    cells = prod(grid)
     return weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
 
 

@@ -13,6 +13,7 @@ in row n // width and column n % width.
 
 from collections.abc import Callable
 from itertools import product
+from math import prod
 from typing import Literal
 
 import torch
@@ -87,7 +88,7 @@ def neighbours(offset: Offset, grid: Grid, *, circular: bool = False) -> tuple[T
 
 def shift_matrix(offset: Offset, grid: Grid) -> Tensor:
     """The (N, N) matrix of the impulse at `offset`: 1 at each token's neighbour, 0 elsewhere."""
-    matrix = torch.zeros(grid[0] * grid[1], grid[0] * grid[1])
+    matrix = torch.zeros(prod(grid), prod(grid))
     matrix[neighbours(offset, grid)] = 1.0
     return matrix
 
@@ -97,7 +98,7 @@ def convolution_matrix(kernel: Tensor, grid: Grid, *, circular: bool = False) ->
 
     kernel: (f_down, f_right). circular: wrap around at the borders instead of padding with zeros.
     """
-    matrix = kernel.new_zeros(grid[0] * grid[1], grid[0] * grid[1])
+    matrix = kernel.new_zeros(prod(grid), prod(grid))
     centre = [(size - 1) // 2 for size in kernel.shape]
     for cell in product(*map(range, kernel.shape)):
         weight, offset = kernel[cell], (cell[0] - centre[0], cell[1] - centre[1])

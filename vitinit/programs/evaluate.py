@@ -134,7 +134,8 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}    # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
-            if (eval_set, number) in columns:
+            pair = eval_set, number
+            if pair in columns:
                 batches, engine = batches_of(source, saved, made, processes), saved.recipe.engine
                 set_precision(engine.tf32)
                 with (ProgressBar(f"validate {eval_set.name}", len(batches), items=batches,
@@ -145,10 +146,10 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
                                  for model in models[number].values()]
                     results = evaluate(on_device, bar, amp=engine.amp, stop=stop,
                                        num_classes=len(source.classes), processes=processes,
-                                       columns=columns[eval_set, number])
+                                       columns=columns[pair])
                 for model in on_device:
                     model.cpu()                      # or the memory of many would add up
-                yield (eval_set, number), Finding(
+                yield pair, Finding(
                     saved.name, saved.recipe.name, eval_set, saved.size,
                     saved.recipe.data.num_classes, list(source.classes),
                     dict(zip(models[number], results)))

@@ -133,10 +133,11 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
     queries is taken. view: (3, H, W) uint8.
     """
     model, grids = trained.model, block_grids(trained.model)
-    last, patches = len(grids) - 1, grids[-1][0] * grids[-1][1]
+    last, grid = len(grids) - 1, grids[-1]
+    patches = math.prod(grid)
     weights = mixing_matrices(model, trained.inputs(view[None]), blocks=[last])[last][0]
     queries = slice(1) if model.family == "vit" and model.pool == "class" else slice(-patches, None)
-    return weights[:, queries, -patches:].mean((0, 1)).view(grids[-1]).cpu()
+    return weights[:, queries, -patches:].mean((0, 1)).view(grid).cpu()
 
 
 def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:

@@ -150,9 +150,10 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
             unread.append(path)
     if not shorter:
         return "files   none of them can be read", []
+    middle = median(shorter)
     clear = [path for path in alpha[:DECODED] if is_transparent(path, formats)]
     line = (f"files   {len(shorter):,} looked at: shorter side {min(shorter):,} to "
-            f"{max(shorter):,} px, median {median(shorter):g}, longer side up to {max(longer):,}; "
+            f"{max(shorter):,} px, median {middle:g}, longer side up to {max(longer):,}; "
             f"{', '.join(f'{mode} {count:,}' for mode, count in modes.most_common())}; "
             f"{len(sideways):,} turned by EXIF, {len(profiled):,} with a colour profile that is "
             f"not sRGB, {len(alpha):,} with an alpha channel")
@@ -167,9 +168,9 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
              "nobody sees are trained on")):
         if wrong:
             cautions.append(f"{len(listed):,} {looked} {problem}: {shortened(wrong)}")
-    if 2 * median(shorter) < side:
-        cautions.append(f"half of the images have {median(shorter):g} px or less, and are enlarged "
-                        f"to {side}: --set data.image_size={int(median(shorter))} and a smaller "
+    if 2 * middle < side:
+        cautions.append(f"half of the images have {middle:g} px or less, and are enlarged "
+                        f"to {side}: --set data.image_size={int(middle)} and a smaller "
                         "model.options.patch_size train faster")
     return line, cautions
 

@@ -61,9 +61,10 @@ class _Products(TorchFunctionMode):
 
 def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
     """The blocks, with the rotation that each is seen to make of its queries, if all do."""
+    blocks = layout.blocks
     if layout.rotary or any(block.attention is None or type(block.attention) is
-                            nn.MultiheadAttention for block in layout.blocks):   # which never turns
-        return layout.blocks
+                            nn.MultiheadAttention for block in blocks):          # which never turns
+        return blocks
     projections: dict[nn.Module, Tensor] = {}
     rotations: dict[nn.Module, Rotation | None] = {}
 
@@ -81,14 +82,14 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
     products = _Products()
     with products:
         passed(layout.model, images, after={
-            **{block.norm: partial(project, block) for block in layout.blocks},
-            **{block.attention: partial(compare, block) for block in layout.blocks}})
-    turned = [rotations.get(block.norm) for block in layout.blocks]
+            **{block.norm: partial(project, block) for block in blocks},
+            **{block.attention: partial(compare, block) for block in blocks}})
+    turned = [rotations.get(block.norm) for block in blocks]
     if None in turned and any(turned):
         raise ValueError(f"{len(turned) - turned.count(None)} of {len(turned)} blocks turn their "
                          "queries by their places, expected all or none")
     return tuple(replace(block, rotation=rotation)
-                 for block, rotation in zip(layout.blocks, turned))
+                 for block, rotation in zip(blocks, turned))
 
 
 def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
@@ -180,9 +181,9 @@ def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: Grid
                            n=len(y), r=-(-height // down))
     elif output.ndim == 3:
         output = output.unflatten(1, (height, width))
-    for shift in product({0, down // 2}, {0, across // 2}):
-        rows, columns = (height - shift[0]) // down, (width - shift[1]) // across
-        back = partial(torch.roll, shifts=(-shift[0], -shift[1]), dims=(1, 2))
+    for below, right in product({0, down // 2}, {0, across // 2}):
+        rows, columns = (height - below) // down, (width - right) // across
+        back = partial(torch.roll, shifts=(-below, -right), dims=(1, 2))
         if rows and columns:
             inside, made = (rearrange(x[:, :rows * down, :columns * across],
                                       "n (r i) (c j) d -> (n r c) (i j) d", i=down, j=across)

@@ -43,8 +43,9 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
                        checked="nothing was checked, as the Layout states no image_shape")
     else:
         images = noise_images(replace(layout, image_shape=image_shape_of(layout)), FEW, rng)
-    images = images[:FEW].detach().to(layout.blocks[0].q)
-    x = entering(layout, images)[layout.blocks[0].norm]      # (n, T, D), (T, n, D) or a Swin's map
+    first = layout.blocks[0]
+    images = images[:FEW].detach().to(first.q)
+    x = entering(layout, images)[first.norm]         # (n, T, D), (T, n, D) or a Swin's map
     count = by_image(x, len(images)).shape[1]
     grid = grid_of(layout, images[0], count, rng)
     channels, height, width = images.shape[1:]
@@ -65,7 +66,7 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
         if not (len(layout.pos_embed) or layout.rotary):
             raise ValueError("the model has no learned position embedding, and turns no queries, "
                              "by which heads find their target")
-        if layout.rotary and layout.blocks[0].k_bias is None:
+        if layout.rotary and first.k_bias is None:
             stream_of(layout)                        # raises if MLPs have no norm of their own
     return replace(layout, checked=f"{what} checked on {where}")
 

@@ -25,21 +25,22 @@ def measured(vit: Attentions, name: str, options: Mapping[str, Any],
     """
     if not has_targets(vit, name, options):
         return (), (), ()
-    aimed = targets_of(name, options, [len(block.q) for block in vit.blocks])
+    blocks, grids = vit.blocks, vit.grids
+    aimed = targets_of(name, options, [len(block.q) for block in blocks])
     if isinstance(vit, SwinLayout):
         maps = [block.bias.softmax(-1) for block in vit.blocks]
-        return *masses_on(aimed, maps, vit.grids), ()
+        return *masses_on(aimed, maps, grids), ()
     assert isinstance(vit, Layout)
     y = vit.entry(vit.positions[None])
     targets, masses = masses_on(
-        aimed, [block.mixing_weights(block.norm(y))[0] for block in vit.blocks], vit.grids)
+        aimed, [block.mixing_weights(block.norm(y))[0] for block in blocks], grids)
     if images is None:
         return targets, masses, ()
     readers = [(block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
-               for block in vit.blocks]
-    shares = mean_shares(vit.model, images.detach().to(vit.blocks[0].q), readers, vit.grids)
+               for block in blocks]
+    shares = mean_shares(vit.model, images.detach().to(blocks[0].q), readers, grids)
     aimed = [[[offset] for offset in of_block] for of_block in targets]
-    return targets, masses, masses_on(aimed, shares, vit.grids)[1]
+    return targets, masses, masses_on(aimed, shares, grids)[1]
 
 
 @dataclass(frozen=True, kw_only=True)

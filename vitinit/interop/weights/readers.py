@@ -178,9 +178,10 @@ def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
 def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
     activation = "silu" if config.get("use_gated_mlp") else "gelu"           # of DINOv3's gate
-    if name not in ARCHITECTURES.get(kind, ()) or config.get("hidden_act", "gelu") != activation:
+    stated = config.get("hidden_act", "gelu")
+    if name not in ARCHITECTURES.get(kind, ()) or stated != activation:
         raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers, with the "
-                              f"activation {config.get('hidden_act', 'gelu')}; ViT, DeiT, I-JEPA, "
+                              f"activation {stated}; ViT, DeiT, I-JEPA, "
                               "DINOv2's and 3's backbone and Swin load, with the exact GELU")
     swin = kind == "swin"
     if swin and config.get("layer_norm_eps", 1e-5) != 1e-5:

@@ -78,7 +78,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     labelled, rates = synthetic_batch(recipe, batch, device), model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     task = task_of(recipe)
-    if recipe.distill.teacher:
+    teacher, compiles = recipe.distill.teacher, recipe.engine.compile
+    if teacher:
         classes = [*map(str, range(recipe.data.num_classes))]
         task = learn_from_teacher(recipe, classes, device)
     part = labelled
@@ -107,14 +108,14 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             **arguments, num_classes=recipe.data.num_classes).to(device)
         whose = f"torchvision's {kind}"
     callee = (forward if other is model else
-              compiled(other) if recipe.engine.compile else other)
+              compiled(other) if compiles else other)
     multiply, product_flops = product(device, amp)
     few = max(1, batch // 8)                         # images, whose step takes as many launches
     loops = {"engine": engine, "bare": bare_loop(other, callee, labelled, amp, count),
              "product": multiply}
-    if not recipe.engine.compile:                    # would compile again, for another size
+    if not compiles:                                 # would compile again, for another size
         loops["few"] = lambda: engine(images=few)
-    if recipe.distill.teacher:
+    if teacher:
         loops["alone"] = lambda: engine(loss=cross_entropy)
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
@@ -123,7 +124,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     # A step of n images takes a + b·n; its share a / second, which no image adds to, is launches.
     launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
                 if batch > few and "few" in seconds else 0.0)
-    way = "compiled" if recipe.engine.compile else "eager"
+    way = "compiled" if compiles else "eager"
     return {"recipe": recipe.name, "way": f"amp {amp}, {way}", "batch": batch,
             "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
             "beside a bare loop over": whose,
@@ -133,7 +134,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             "bound by": bound_of(launches=launches, products=flops / best),
             "% of the card's rate": 100 * flops / 1e12 / card if card else None,
             "× the time without teacher": (times_as_fast(seconds["alone"], seconds["engine"])
-                                           if recipe.distill.teacher else None)}
+                                           if teacher else None)}
 
 
 def synthetic_batch(recipe: Recipe, batch: int, device: torch.device) -> Part:

@@ -138,12 +138,13 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     """
     by_recipe = defaultdict(list)
     for subject in fitting(subjects, "mass"):
-        subject = subject._replace(state=subject.state.removeprefix(f"{subject.recipe.name}, "))
+        recipe = subject.recipe.name
+        subject = subject._replace(state=subject.state.removeprefix(f"{recipe}, "))
         mass = mass_of(subject, folder, count)
         for part in PARTS:
-            print(f"{subject.recipe.name}, {subject.state}: {part}",
+            print(f"{recipe}, {subject.state}: {part}",
                   *(f"{value:.3f}" for value in getattr(mass, part)))
-        by_recipe[subject.recipe.name].append((subject, mass))
+        by_recipe[recipe].append((subject, mass))
 
     figure, axes = pyplot().subplots(2, len(by_recipe), squeeze=False, sharey=True,
                                      layout="constrained",
@@ -179,10 +180,10 @@ def heat_maps(weights: Tensor, grid: Grid, query: tuple[int, int]) -> Tensor:
     row and column, counted from 0. Raises FigureError if `query` is outside the grid.
     """
     row, column = query
-    if not (0 <= row < grid[0] and 0 <= column < grid[1]):
-        raise FigureError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of "
-                          "patches")
-    return among_patches(weights, grid)[:, row * grid[1] + column].unflatten(-1, grid)
+    rows, columns = grid
+    if not (0 <= row < rows and 0 <= column < columns):
+        raise FigureError(f"query {row},{column} is not on the {rows}×{columns} grid of patches")
+    return among_patches(weights, grid)[:, row * columns + column].unflatten(-1, grid)
 
 
 def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,

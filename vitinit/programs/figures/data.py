@@ -43,21 +43,21 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     order = np.argsort(-counts, kind="stable")
     rows = order if len(order) <= MOST_CLASSES else np.concatenate(
         [order[:MOST_CLASSES // 2], order[-MOST_CLASSES // 2:]])
-    figure, axes = pyplot().subplots(
+    figure, (images, bars) = pyplot().subplots(
         1, 2, figsize=(9.0, 0.5 * len(rows) + 1.0), width_ratios=(3, 2), layout="constrained")
     strips = [np.hstack([example(source, index) for index in of_class(source, label)])
               for label in rows]
-    axes[0].imshow(np.vstack([np.pad(strip, ((0, 0), (0, EXAMPLES * SIDE - strip.shape[1]), (0, 0)),
+    images.imshow(np.vstack([np.pad(strip, ((0, 0), (0, EXAMPLES * SIDE - strip.shape[1]), (0, 0)),
                                      constant_values=255) for strip in strips]))
     middles = SIDE * (np.arange(len(rows)) + 0.5)
-    axes[0].set(xticks=[], yticks=middles,
+    images.set(xticks=[], yticks=middles,
                 yticklabels=[as_drawn(one_line(source.classes[label], LONGEST)) for label in rows])
-    axes[1].barh(middles, counts[rows], height=0.7 * SIDE, color=BLUE)
-    axes[1].set(ylim=axes[0].get_ylim(), yticks=[], xlabel="images to train on")
+    bars.barh(middles, counts[rows], height=0.7 * SIDE, color=BLUE)
+    bars.set(ylim=images.get_ylim(), yticks=[], xlabel="images to train on")
     for middle, count in zip(middles, counts[rows]):
-        axes[1].text(count, middle, f" {count:,}", va="center", fontsize=8)
-    axes[1].margins(x=0.15)
-    axes[1].spines[["top", "right"]].set_visible(False)
+        bars.text(count, middle, f" {count:,}", va="center", fontsize=8)
+    bars.margins(x=0.15)
+    bars.spines[["top", "right"]].set_visible(False)
     hidden = f"; {len(order) - len(rows)} classes in between" if len(rows) < len(order) else ""
     files = "".join(line.partition(":")[2] for line in report.lines[1:])
     save(figure, out, f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}",

@@ -53,9 +53,10 @@ def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, d
     kernels = by_offset(patches if signed else shares_of_patches(weights, grid), grid, RADIUS)
     # How far a head attends, in patches, over all queries and keys: arXiv 2010.11929, figure 7.
     cells = torch.cartesian_prod(*map(torch.arange, grid)).float()       # (N, 2)
-    far = (patches.abs() * torch.cdist(cells, cells)).sum((1, 2)) / patches.abs().sum((1, 2))
+    sizes = patches.abs()
+    far = (sizes * torch.cdist(cells, cells)).sum((1, 2)) / sizes.sum((1, 2))
     # Sharpness: a query's largest weight minus the 1/N of uniform attention; the mean over queries.
-    peaks = patches.abs().amax(2) / (patches.abs().sum(2) if signed else 1.0)        # (h, N)
+    peaks = sizes.amax(2) / (sizes.sum(2) if signed else 1.0)            # (h, N)
     return levels.round().to(torch.uint8).numpy(), {
         "largest": rounded(largest.tolist()), "kernels": rounded(kernels.flatten(1).tolist()),
         "distance": rounded(far.tolist()),
@@ -80,9 +81,9 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
         images.append({"blocks": [view for _, view in blocks],
                        "probabilities": rounded(model(image).softmax(1)[0].tolist())
                        if model.num_classes else []})
-    masses = None
-    if has_targets(model, recipe.init.name, recipe.init.options):
-        mass = mass_on_images(model, recipe.init.name, recipe.init.options, inputs)
+    masses, init = None, recipe.init
+    if has_targets(model, init.name, init.options):
+        mass = mass_on_images(model, init.name, init.options, inputs)
         masses = [rounded(kinds) for kinds in zip(mass.centre, mass.others, mass.uniform)]
     tokens = {"class": "cls_token", "distillation": "dist_token"}
     prefix = [f"{kind} token" for kind, token in tokens.items() if hasattr(model, token)]

@@ -156,8 +156,8 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: P
     recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
     data_set = own_set(recipe.data)
     require_same_images(data_set, source := data_set.open(), path)
-    classes = list(source.classes)
-    if list(saved.classes or classes) != classes or len(classes) != recipe.data.num_classes:
+    classes, number = list(source.classes), len(source.classes)
+    if list(saved.classes or classes) != classes or number != recipe.data.num_classes:
         raise DataError(f"{data_set}: its classes are not those of {saved.name}")
     device = this_device()
     model, judged = saved.model(weights).eval().to(device), []
@@ -170,10 +170,10 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: P
                 logits = model(inputs)                                   # (B, K)
             judged.append([part.cpu() for part in (*logits.float().softmax(1).max(1), of_images)])
     shares, guesses, labels = map(torch.cat, zip(*judged))               # (n,) each
-    pairs, counts = (labels * len(classes) + guesses).unique(return_counts=True)
+    pairs, counts = (labels * number + guesses).unique(return_counts=True)
     wrong = (guesses != labels).nonzero()[:, 0]
     surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
-    hits, totals, taken = (part.bincount(minlength=len(classes)).tolist()
+    hits, totals, taken = (part.bincount(minlength=number).tolist()
                            for part in (labels[guesses == labels], labels, guesses))
     numbers = batches.views.indices                  # of the judged images in the source
     paths = source.paths if isinstance(source, ImageFiles) else None
@@ -181,7 +181,7 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str, folder: P
             "set": data_set.name, "parameters": sum(p.numel() for p in model.parameters()),
             "scores": [rounded([*score]) for score in class_scores(hits, totals, taken)],
             "balanced_accuracy": rounded(balanced_accuracy(hits, totals)),
-            "pairs": [[pair // len(classes), pair % len(classes), count]
+            "pairs": [[*divmod(pair, number), count]
                       for pair, count in zip(pairs.tolist(), counts.tolist())],
             "mistakes": [{"source": as_png(batches.views[index][0], SIDE),
                           "truth": int(labels[index]), "guess": int(guesses[index]),

@@ -94,9 +94,10 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weight
                 numbers or "none, which checkpoint.keep_epochs would have kept"))
         steps = set()
         for saved in map(open_saved, paths):
-            if epochs == "all" and saved.state.get("step") in steps:
+            step = saved.state.get("step")
+            if epochs == "all" and step in steps:
                 continue                             # last.pt, of an epoch that was kept
-            steps.add(saved.state.get("step"))
+            steps.add(step)
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
             yield Subject(saved.recipe, f"{name}, {described(saved.path)}",
                           saved.model(weights).eval(), saved.classes or (), len(runs) == 1)

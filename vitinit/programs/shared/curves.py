@@ -108,9 +108,9 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
         axis.set_xlabel("step")
         axis.set_title(words, fontsize=10)
         axis.locator_params(axis="x", nbins=4)
-    axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
-    axes[-1].yaxis.set_major_formatter("{x:g}")
-    axes[-1].yaxis.set_minor_formatter(pyplot().matplotlib.ticker.LogFormatter())
+    axis.set_yscale("log")       # of the last: gradient norms are far higher at the start
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(pyplot().matplotlib.ticker.LogFormatter())
     finish(figure, out, groups,
            f"Every tenth step, {merged} of them to a point" if merged > 1 else "Every tenth step")
 

@@ -93,13 +93,14 @@ def against_record(record: RunRecord, rows: Sequence[dict[str, Any]],
         f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
         for key in OF_MACHINE for start in starts if record.began.get(key) != start[key])
     text += f"\n\n{'; '.join(others) or 'the same kind of machine and the same code'}\n"
+    done = len(values)
     if all(then == now for both in values for then, now in both.values()):
-        return f"{text}equal to the bit: all results of epochs 1 to {len(values)}\n", True
+        return f"{text}equal to the bit: all results of epochs 1 to {done}\n", True
     key = "val_top1" if "val_top1" in values[-1] else "train_loss"
     then, now = values[-1][key]
-    text += f"apart: {key} {then:.4f} then, {now:.4f} now, after epoch {len(values)}"
-    on_record = [run.rows[len(values) - 1][key] for run in seeds if len(run.rows) >= len(values)
-                 and run.rows[len(values) - 1][key] is not None]
+    text += f"apart: {key} {then:.4f} then, {now:.4f} now, after epoch {done}"
+    lasts = [run.rows[done - 1][key] for run in seeds if len(run.rows) >= done]
+    on_record = [last for last in lasts if last is not None]
     if len(on_record) < 2:
         return f"{text}; one seed is on record, so no interval\n", False
     (mean, half), n = t_interval(on_record), len(on_record)
