@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...models import FAMILIES, MODELS, model_class
+from ...models import MODELS, model_class
 from ...models.layers import Sides, hidden_width, to_pair
 from ...models.swin import stage_grids
 from .names import (TIMM_EVA, TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN,
@@ -194,7 +194,8 @@ def counterpart(library: str, family: str, *, image_size: Sides, **options: Any
     the library has no such model.
     """
     module, table = LIBRARIES[library]
-    parameters = inspect.signature(model_class(family)).parameters
+    model = model_class(family)
+    parameters = inspect.signature(model).parameters
     defaults = {name: list(value) if isinstance(value := parameter.default, tuple) else value
                 for name, parameter in parameters.items() if name != "num_classes"}
     options = defaults | options | {"image_size": list(image_size)}
@@ -205,5 +206,5 @@ def counterpart(library: str, family: str, *, image_size: Sides, **options: Any
             return f"{module}.{candidate.model}", arguments, candidate.names
         lacking.append(needs)
     nearest = min(lacking, key=len, default=["another family"])
-    raise ValueError(f"no model of {library} takes the weights of this {FAMILIES[family]}; "
-                     f"expected {' and '.join(nearest)}")
+    raise ValueError(f"no model of {library} takes the weights of this {model.__name__}; expected "
+                     f"{' and '.join(nearest)}")
