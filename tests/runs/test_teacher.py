@@ -15,7 +15,7 @@ from torch.testing import assert_close as close
 
 import vitinit
 from vitinit.base.messages import OneLineError
-from vitinit.programs import export
+from vitinit.programs import compare, export
 from vitinit.recipe.files import Override, load_recipe
 from vitinit.runs.teacher import open_teacher
 
@@ -113,6 +113,9 @@ def test_a_program_is_read_only_if_the_user_trusts_it_beside_the_recipe(
     assert ran == [False, False, True]               # the last: this file does execute something
     student = dict(distill__teacher=program, schedule__epochs="1", data__num_classes="3")
     assert train_program.main(small_run(tmp_path / "run", "--trust-teacher", **student)) == 0
+    replay = [str(tmp_path / "run"), "--replay", "run", "--out", str(tmp_path / "again")]
+    assert compare.main(replay) == 2                 # nor does a record say that it is safe
+    assert compare.main([*replay, "--trust-teacher"]) == 0
 
 
 def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):

@@ -189,7 +189,9 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
     """Raise FileError unless a program may write a file whose name ends so, in place of any there:
     one of the same kind and none of a run's own; or a pipe, a terminal, a device.
     """
-    if path.is_dir() or not path.parent.is_dir():
+    if path.is_dir():
+        raise FileError(f"{path}: is a folder; expected a file")
+    if not path.parent.is_dir():
         raise FileError(f"{path}: expected a file in a folder that exists")
     handle = open_handle(path)
     if handle is not None:

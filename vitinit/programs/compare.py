@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..base.files import require_replaceable, write_text_atomically
 from ..base.messages import counted
-from .shared.command_line import Output, Parser, integer, run_program
+from .shared.command_line import Output, Parser, add_trust, integer, run_program
 from .shared.curves import draw_curves
 from .shared.groups import finished_runs
 from .shared.records import SUFFIX, read_runs, write_archive
@@ -41,7 +41,8 @@ def compare(args: argparse.Namespace) -> int:
         from .shared.replay import replay  # here, as a comparison trains nothing
         folder = out or Path("runs", f"replay-{args.replay}")
         text, holds = replay(read_runs(args.runs), args.replay, data_dir=args.data_dir,
-                             sets=args.set, epochs=args.epochs, folder=folder)
+                             sets=args.set, epochs=args.epochs, folder=folder,
+                             trust_teacher=args.trust_teacher)
         print(f"\n{text}", end="")
         return 0 if holds else 1
     for name in ("comparison.md", "curves.png") if out and out.exists() else ():
@@ -78,11 +79,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
                         help="with --replay: how its images are stored, such as data.name=cifar10")
     parser.add_argument("--epochs", type=integer(1), default=0,
                         help="with --replay: so many epochs from the start, and not all")
+    add_trust(parser)
     args = parser.parse_args(arguments)
     if args.out and args.pack:
         parser.error("argument --pack: not allowed with argument --out")
-    if args.replay is None and (args.data_dir or args.epochs or args.set):
-        parser.error("--data-dir, --set and --epochs are for --replay NAME")
+    if args.replay is None and (args.data_dir or args.epochs or args.set or args.trust_teacher):
+        parser.error("--data-dir, --set, --epochs and --trust-teacher are for --replay NAME")
     if others := [text for text in args.set if text.partition("=")[0] not in PLACES]:
         parser.error(f"--set {others[0]}: a replay has all from the record but where its images "
                      f"are: {', '.join(PLACES)}")

@@ -40,7 +40,7 @@ from ..runs.resume import DONE, begun_amp, require_same_recipe, task_in
 from ..runs.watching import Watchers
 from ..train.device import cores, fastest_amp, this_device
 from ..train.interruption import StopRequest
-from .shared.command_line import Parser, add_log_and_trust, add_set, integer, run_program
+from .shared.command_line import Parser, add_log, add_set, add_trust, integer, run_program
 from .shared.records import read_run, read_runs
 from .shared.results import compare_runs
 
@@ -99,7 +99,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
                         help="the K-th of N parts of the plan")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     add_set(parser, "override any key of the recipe in every run; may be repeated")
-    add_log_and_trust(parser)
+    add_log(parser)
+    add_trust(parser)
     args = parser.parse_args(arguments)
     Watchers(args.log)                               # or an error, before any run
     return args

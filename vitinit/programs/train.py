@@ -8,7 +8,7 @@ from ..init import INITS
 from ..recipe.files import RecipeError
 from ..run import Run
 from ..train.interruption import Interrupted
-from .shared.command_line import Parser, add_log_and_trust, add_set, integer, run_program
+from .shared.command_line import Parser, add_log, add_set, add_trust, integer, run_program
 
 
 def parse_arguments(arguments: list[str] | None, name: str = "train.py") -> argparse.Namespace:
@@ -32,7 +32,8 @@ def parse_arguments(arguments: list[str] | None, name: str = "train.py") -> argp
     add_set(parser, "override any key of the recipe; may be repeated")
     parser.add_argument("--verbose", action="store_true",
                         help="print all that the run's start.txt will say")
-    add_log_and_trust(parser)
+    add_log(parser)
+    add_trust(parser)
     args = parser.parse_args(arguments)
     if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")

@@ -143,10 +143,14 @@ def add_set(parser: argparse.ArgumentParser, words: str) -> None:
                         help=words)
 
 
-def add_log_and_trust(parser: Parser) -> None:
-    """Add --log and --trust-teacher, with which runs are started."""
+def add_log(parser: Parser) -> None:
+    """Add --log, with which new runs are started."""
     parser.add_argument("--log", nargs="+", action="extend", default=[],
                         help="show live curves: tensorboard, wandb, or both")
+
+
+def add_trust(parser: Parser) -> None:
+    """Add --trust-teacher: no recipe, folder or archive of runs can set it."""
     parser.add_argument("--trust-teacher", action="store_true",
                         help="read a teacher that is a program (.pt2), which can execute any code")
 

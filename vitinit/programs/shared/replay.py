@@ -32,8 +32,9 @@ class Replay(Run):
     """A recorded run once more, or its first `epochs` epochs alone (0: all)."""
 
     def __init__(self, record: RunRecord, recipe: Path, epochs: int, folder: Path,
-                 data_dir: str | None, sets: Sequence[str]) -> None:
-        super().__init__(recipe, out_dir=folder, resume="auto", data_dir=data_dir, overrides=sets)
+                 data_dir: str | None, sets: Sequence[str], trust_teacher: bool) -> None:
+        super().__init__(recipe, out_dir=folder, resume="auto", data_dir=data_dir, overrides=sets,
+                         trust_teacher=trust_teacher)
         self.record_of, self.first = record, epochs or record.epochs
 
     def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
@@ -47,11 +48,12 @@ class Replay(Run):
 
 
 def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str | None,
-           sets: Sequence[str], epochs: int) -> tuple[str, bool]:
+           sets: Sequence[str], epochs: int, trust_teacher: bool) -> tuple[str, bool]:
     """Train the run called `name` of these again, in `folder`, and go on there if that was begun.
 
     runs: all those on record, among which are the other seeds of the run. sets: texts such as
         "data.name=cifar10", for images that are elsewhere. epochs: how many from the start; 0: all.
+    trust_teacher: as of `Run`; whoever wrote an archive cannot say it.
     Returns the comparison as Markdown, and whether it holds: equal to the bit, or within what
     another seed would be expected to have. Raises CheckpointError if there is no such run, and as
     `Run.train` does.
@@ -69,7 +71,7 @@ def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str 
         # The name is from run.json, which anybody may have written.
         recipe = Path(holder, re.sub(r"[^\w.-]", "_", f"{record.recipe}.toml"))
         recipe.write_bytes(record.files["recipe.toml"])
-        again = Replay(record, recipe, epochs, folder, data_dir, sets).train()
+        again = Replay(record, recipe, epochs, folder, data_dir, sets, trust_teacher).train()
     seeds = {run.seed: run for run in runs if experiment(run) == experiment(record)
              and commit(run) == commit(record)} | {record.seed: record}
     return against_record(record, again.rows, again.folder.starts(), list(seeds.values()))
