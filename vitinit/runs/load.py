@@ -20,7 +20,7 @@ from ..train.device import fastest_amp, this_device
 from ..train.interruption import raising_signals
 from .checkpoint import model_state, read_checkpoint, stored_tensors, without_prefix
 from .folder import RunFolder
-from .model import build, task_of
+from .model import build, task_of, trained_model
 from .transfer import load_exactly, start_from
 
 # Who knows the names of tensors, and the files beside them, of other projects.
@@ -82,9 +82,9 @@ class Saved(NamedTuple):
 
     def autoencoder(self) -> MaskedAutoencoder:
         """The whole model of a run that reconstructs images, with its decoder; see `model`."""
-        model = cast(MaskedAutoencoder, task_of(self.recipe).model(build(self.recipe)))
+        model = trained_model(task_of(self.recipe), build(self.recipe), self.recipe)
         load_exactly(model, model_state(self.state, self.path), self.path)
-        return model
+        return cast(MaskedAutoencoder, model)
 
     def tensors(self, weights: str) -> dict[str, Tensor]:
         """The weights "model" or "ema" under this package's names; see `model_state`."""

@@ -26,8 +26,8 @@ def build(recipe: Recipe, source: str = "") -> Classifier:
 
 def without_data(recipe: Recipe) -> Recipe:
     """The recipe with the published set's number of classes, or 2, where the data would say it."""
-    return recipe.with_data(num_classes=recipe.data.num_classes
-                     or DATA_SETS[recipe.data.name].num_classes or 2)
+    stated = recipe.data.num_classes or DATA_SETS[recipe.data.name].num_classes
+    return recipe.with_data(num_classes=stated or 2)
 
 
 def task_of(recipe: Recipe, classes: Sequence[str] = ()) -> Task:
