@@ -17,7 +17,8 @@ The parts of an evaluation, in order; `python eval.py --help` has all options:
 
 if __name__ == "__main__":
     from vitinit.base.begin import begin
-    begin()                     # before torch is imported, and not in a loader's workers
+
+    begin()  # before torch is imported, and not in a loader's workers
 
 import sys
 

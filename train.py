@@ -24,7 +24,8 @@ and an installed package has this program as `vitinit train`.
 
 if __name__ == "__main__":
     from vitinit.base.begin import begin
-    begin()                     # before torch is imported, and not in a loader's workers
+
+    begin()  # before torch is imported, and not in a loader's workers
 
 import sys
 

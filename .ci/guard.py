@@ -39,20 +39,28 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 BASE = "f0be52c"
-PATIENCE = 300                  # seconds for a process that runs train.py
+PATIENCE = 300  # seconds for a process that runs train.py
 # Entries of rows that are measured, and so differ between two runs of the same code.
-TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "cpu_seconds",
-         "tflops_per_device", "peak_memory_gib")
-READY = "ready\n"               # what the process of all runs writes once it has the package
-PARTS = ("model", "ema", "optimizer", "scaler", "grid", "step", "classes")   # of last.pt
+TIMES = (
+    "seconds",
+    "images_per_second",
+    "waiting_seconds",
+    "waiting",
+    "cpu_seconds",
+    "tflops_per_device",
+    "peak_memory_gib",
+)
+READY = "ready\n"  # what the process of all runs writes once it has the package
+PARTS = ("model", "ema", "optimizer", "scaler", "grid", "step", "classes")  # of last.pt
 
-Result = dict[str, Any]         # {"metrics": rows, "steps": rows, "state": {name: leaf}}, or
-                                # {"error": text}
-Variants = dict[str, dict[str, Any]]     # the end of a case's name → what sets it apart
+Result = dict[str, Any]  # {"metrics": rows, "steps": rows, "state": {name: leaf}}, or
+# {"error": text}
+Variants = dict[str, dict[str, Any]]  # the end of a case's name → what sets it apart
 
 
 # ---------------------------------------------------------------------------------- the cases
 
+# fmt: off
 SMALL = {
     "data.name": "image_folder", "data.num_classes": 3, "data.image_size": 8, "data.workers": 0,
     "data.images_per_class": 0,
@@ -60,36 +68,63 @@ SMALL = {
     "optim.base_lr": 1e-2, "optim.lr_scaling": "none", "optim.eps": 1e-4, "schedule.epochs": 2,
     "schedule.warmup_epochs": 1, "schedule.warmup_lr": 0.0, "schedule.min_lr": 0.0,
     "schedule.cooldown_epochs": 0, "mix.group": 4, "engine.amp": "off", "engine.compile": False}
-QUICK = {"schedule.epochs": 1, "schedule.warmup_epochs": 0, "data.images_per_class": 8}   # 2 steps
+# fmt: on
+QUICK = {"schedule.epochs": 1, "schedule.warmup_epochs": 0, "data.images_per_class": 8}  # 2 steps
 ALL_AUGMENTATIONS = {
-    "augment.repeats": 2, "augment.crop_scale": [0.3, 1.0], "augment.crop_ratio": [0.75, 1.25],
-    "augment.crop_padding": 0, "augment.interpolation": "random",
-    "augment.erase_probability": 0.5, "rand_augment.layers": 2,
-    "rand_augment.interpolation": "random", "mix.mixup_alpha": 0.8, "mix.cutmix_alpha": 1.0,
-    "mix.label_smoothing": 0.1}
+    "augment.repeats": 2,
+    "augment.crop_scale": [0.3, 1.0],
+    "augment.crop_ratio": [0.75, 1.25],
+    "augment.crop_padding": 0,
+    "augment.interpolation": "random",
+    "augment.erase_probability": 0.5,
+    "rand_augment.layers": 2,
+    "rand_augment.interpolation": "random",
+    "mix.mixup_alpha": 0.8,
+    "mix.cutmix_alpha": 1.0,
+    "mix.label_smoothing": 0.1,
+}
 EVERYTHING = ALL_AUGMENTATIONS | {
-    "optim.name": "muon", "optim.layer_decay": 0.7, "optim.clip_norm": 1.0,
-    "optim.max_batch_per_process": 4, "ema.decay": 0.99, "ema.warmup": True,
-    "model.options.drop_path": 0.3}
+    "optim.name": "muon",
+    "optim.layer_decay": 0.7,
+    "optim.clip_norm": 1.0,
+    "optim.max_batch_per_process": 4,
+    "ema.decay": 0.99,
+    "ema.warmup": True,
+    "model.options.drop_path": 0.3,
+}
 RECONSTRUCT = {
-    "task.name": "reconstruct", "task.options.decoder_dim": 8, "task.options.decoder_depth": 1,
-    "task.options.decoder_heads": 2, "checkpoint.best_by": "val_loss"}
+    "task.name": "reconstruct",
+    "task.options.decoder_dim": 8,
+    "task.options.decoder_depth": 1,
+    "task.options.decoder_heads": 2,
+    "checkpoint.best_by": "val_loss",
+}
 
 # Family → the recipe whose model it is, and the changes that make that model tiny.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("quickstart", dict(patch_size=2, embed_dim=12, depth=2, num_heads=3)),
     "rotary_vit": ("cifar10_10k_rotary", dict(patch_size=2, embed_dim=24, depth=2, num_heads=3)),
-    "swin": ("cifar10_swin_tiny", dict(patch_size=2, embed_dim=12, depths=[2, 1],
-                                       num_heads=[3, 3], window_size=2)),
-    "mlp_mixer": ("cifar10_mixer", dict(patch_size=2, embed_dim=12, depth=2,
-                                    tokens_ratio=1.5)),
+    "swin": (
+        "cifar10_swin_tiny",
+        dict(patch_size=2, embed_dim=12, depths=[2, 1], num_heads=[3, 3], window_size=2),
+    ),
+    "mlp_mixer": ("cifar10_mixer", dict(patch_size=2, embed_dim=12, depth=2, tokens_ratio=1.5)),
     "conv_mixer": ("cifar10_convmixer", dict(patch_size=2, embed_dim=12, depth=2, kernel_size=3)),
     "simple_vit": ("cifar10_simple_vit", dict(patch_size=2, embed_dim=24, depth=2, num_heads=3)),
 }
 # The inits that each family takes, and further options of some.
 INITS: dict[str, tuple[str, ...]] = {
-    "vit": ("default", "torch", "lecun", "mimetic", "impulse", "deep_impulse", "whitened",
-            "norm_matched", "impulse_gd"),
+    "vit": (
+        "default",
+        "torch",
+        "lecun",
+        "mimetic",
+        "impulse",
+        "deep_impulse",
+        "whitened",
+        "norm_matched",
+        "impulse_gd",
+    ),
     "rotary_vit": ("default", "torch", "lecun", "impulse", "deep_impulse", "whitened"),
     "swin": ("default", "torch", "lecun", "mimetic", "impulse", "whitened"),
     "mlp_mixer": ("default", "torch", "lecun", "impulse", "whitened"),
@@ -97,8 +132,10 @@ INITS: dict[str, tuple[str, ...]] = {
     "simple_vit": ("default", "torch", "lecun", "mimetic", "impulse", "impulse_gd"),
 }
 INIT_OPTIONS: dict[tuple[str, str], Variants] = {
-    ("vit", "impulse"): {"random offsets": dict(offsets="random"), "base values": dict(
-        value_init="base", base="torch")},
+    ("vit", "impulse"): {
+        "random offsets": dict(offsets="random"),
+        "base values": dict(value_init="base", base="torch"),
+    },
     ("vit", "deep_impulse"): {"whitened patches": dict(patch_init="whitened")},
     ("vit", "mimetic"): {"values alone": dict(qk_init="base", value_init="untransposed")},
     ("rotary_vit", "impulse"): {"whitened patches": dict(patch_init="whitened")},
@@ -134,9 +171,18 @@ class Case:
         return [name for name in (self.teacher, self.start, self.same_as) if name]
 
 
-def case(name: str, family: str = "vit", init: str | None = "default", *, how: str = "Run",
-         images: str = "png", teacher: str = "", start: str = "", same_as: str = "",
-         **sets: Any) -> Case:
+def case(
+    name: str,
+    family: str = "vit",
+    init: str | None = "default",
+    *,
+    how: str = "Run",
+    images: str = "png",
+    teacher: str = "",
+    start: str = "",
+    same_as: str = "",
+    **sets: Any,
+) -> Case:
     """A case of the tiny model of a family. sets: "section__key", or "model" with its options."""
     recipe, options = FAMILIES[family]
     options = options | sets.pop("model", {})
@@ -153,8 +199,14 @@ def keyed(sets: dict[str, Any]) -> dict[str, Any]:
 def cases() -> Iterator[Case]:
     """All of them, each after those that it needs."""
     for family in FAMILIES:
-        yield case(f"family/{family}", family, "impulse", ema__decay=0.9, mix__mixup_alpha=0.8,
-                   augment__erase_probability=0.5)
+        yield case(
+            f"family/{family}",
+            family,
+            "impulse",
+            ema__decay=0.9,
+            mix__mixup_alpha=0.8,
+            augment__erase_probability=0.5,
+        )
     yield from cases_of_inits()
     yield from cases_of_models()
     yield from cases_of_data()
@@ -168,7 +220,7 @@ def cases_of_inits() -> Iterator[Case]:
             name, few = f"init/{family}/{init}", keyed(QUICK)
             if init == "impulse_gd":
                 few["init__options__steps"] = 20
-            if (family, init) == ("rotary_vit", "deep_impulse"):     # its recipe is of one mass
+            if (family, init) == ("rotary_vit", "deep_impulse"):  # its recipe is of one mass
                 few["init__options__target_mass"] = [0.66, 0.025]
             yield case(name, family, init, **few)
             for words, options in INIT_OPTIONS.get((family, init), {}).items():
@@ -179,31 +231,46 @@ def cases_of_inits() -> Iterator[Case]:
 def cases_of_models() -> Iterator[Case]:
     quick = keyed(QUICK)
     variants: Variants = {
-        "class token": dict(pool="class"), "fc_norm": dict(fc_norm=True),
-        "sincos": dict(pos_embed="sincos"), "no positions": dict(pos_embed="none"),
+        "class token": dict(pool="class"),
+        "fc_norm": dict(fc_norm=True),
+        "sincos": dict(pos_embed="sincos"),
+        "no positions": dict(pos_embed="none"),
         "qk_norm, layer scale, swiglu": dict(qk_norm=True, layer_scale=0.1, mlp="swiglu"),
         "distilled": dict(pool="class", distilled=True),
         "registers, no bias": dict(num_registers=2, qkv_bias=False),
-        "drop path": dict(drop_path=0.5)}
+        "drop path": dict(drop_path=0.5),
+    }
     for words, options in variants.items():
         yield case(f"model/vit, {words}", model=options, **quick)
     variants = {
         "axial": dict(rope_frequencies="axial"),
         "mixed, scaled": dict(rope_frequencies="mixed", rope_coordinates="scaled"),
-        "learned+rope, centred": dict(pos_embed="learned+rope", rope_coordinates="centred")}
+        "learned+rope, centred": dict(pos_embed="learned+rope", rope_coordinates="centred"),
+    }
     for words, options in variants.items():
         yield case(f"model/rotary_vit, {words}", "rotary_vit", model=options, **quick)
     yield case("model/swin, drop path", "swin", model=dict(drop_path=0.5), **quick)
     yield case("model/mlp_mixer, drop path", "mlp_mixer", model=dict(drop_path=0.5), **quick)
-    yield case("model/conv_mixer, few filters, relu", "conv_mixer", model=dict(
-        num_filters=2, train_filters=False, activation="relu"), **quick)
-    yield case("model/simple_vit, content", "simple_vit", model=dict(
-        reads="content", input_pos_embed=True, values=False), **quick)
+    yield case(
+        "model/conv_mixer, few filters, relu",
+        "conv_mixer",
+        model=dict(num_filters=2, train_filters=False, activation="relu"),
+        **quick,
+    )
+    yield case(
+        "model/simple_vit, content",
+        "simple_vit",
+        model=dict(reads="content", input_pos_embed=True, values=False),
+        **quick,
+    )
 
 
 def cases_of_data() -> Iterator[Case]:
-    crops = {"augment__crop_scale": [0.3, 1.0], "augment__crop_ratio": [0.75, 1.25],
-             "augment__crop_padding": 0}
+    crops = {
+        "augment__crop_scale": [0.3, 1.0],
+        "augment__crop_ratio": [0.75, 1.25],
+        "augment__crop_padding": 0,
+    }
     variants: Variants = {
         "none": dict(augment__flip=0.0, augment__crop_padding=0),
         "padded crops": dict(augment__crop_padding=2),
@@ -212,26 +279,54 @@ def cases_of_data() -> Iterator[Case]:
         "random interpolation": dict(augment__interpolation="random", **crops),
         "randaugment": dict(rand_augment__layers=2, rand_augment__probability=1.0),
         "randaugment, random interpolation": dict(
-            rand_augment__layers=2, rand_augment__interpolation="random"),
+            rand_augment__layers=2, rand_augment__interpolation="random"
+        ),
         "erasing, pixel": dict(augment__erase_probability=1.0),
         "erasing, rand": dict(augment__erase_probability=0.5, augment__erase_fill="rand"),
         "erasing, const, after mixing": dict(
-            augment__erase_probability=0.5, augment__erase_fill="const",
-            augment__erase_after_mix=True, mix__mixup_alpha=0.8),
-        "mixup": dict(mix__mixup_alpha=0.8), "cutmix": dict(mix__cutmix_alpha=1.0),
+            augment__erase_probability=0.5,
+            augment__erase_fill="const",
+            augment__erase_after_mix=True,
+            mix__mixup_alpha=0.8,
+        ),
+        "mixup": dict(mix__mixup_alpha=0.8),
+        "cutmix": dict(mix__cutmix_alpha=1.0),
         "mixup, cutmix, smoothing": dict(
-            mix__mixup_alpha=0.8, mix__cutmix_alpha=1.0, mix__label_smoothing=0.1,
-            mix__probability=0.7),
+            mix__mixup_alpha=0.8,
+            mix__cutmix_alpha=1.0,
+            mix__label_smoothing=0.1,
+            mix__probability=0.7,
+        ),
         "repeats": dict(augment__repeats=3),
-        "all": keyed(ALL_AUGMENTATIONS)}
+        "all": keyed(ALL_AUGMENTATIONS),
+    }
     for words, changes in variants.items():
         yield case(f"augment/{words}", **changes)
-    for operation in ("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize",
-                      "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness", "ShearX",
-                      "ShearY", "TranslateX", "TranslateY"):
-        yield case(f"randaugment/{operation}", images="jpeg", rand_augment__layers=1,
-                   rand_augment__probability=1.0, rand_augment__operations=[operation],
-                   **keyed(QUICK))
+    for operation in (
+        "AutoContrast",
+        "Equalize",
+        "Invert",
+        "Rotate",
+        "Posterize",
+        "Solarize",
+        "SolarizeAdd",
+        "Color",
+        "Contrast",
+        "Brightness",
+        "Sharpness",
+        "ShearX",
+        "ShearY",
+        "TranslateX",
+        "TranslateY",
+    ):
+        yield case(
+            f"randaugment/{operation}",
+            images="jpeg",
+            rand_augment__layers=1,
+            rand_augment__probability=1.0,
+            rand_augment__operations=[operation],
+            **keyed(QUICK),
+        )
     padded = dict(augment__crop_padding=2, images="square")
     decoded = dict(data__on_device_gib=0.0, same_as="data/images on the device")
     variants = {
@@ -240,67 +335,121 @@ def cases_of_data() -> Iterator[Case]:
         "two workers": padded | decoded | dict(data__workers=2),
         "jpeg": dict(images="jpeg", **crops),
         "jpeg as stored": dict(images="jpeg", data__apply_exif_orientation=False, **crops),
-        "oblong": dict(images="jpeg", data__image_size=[8, 12], eval__crop_pct=0.875,
-                       eval__interpolation="bilinear"),
+        "oblong": dict(
+            images="jpeg",
+            data__image_size=[8, 12],
+            eval__crop_pct=0.875,
+            eval__interpolation="bilinear",
+        ),
         "subset": dict(data__subset=0.8, data__subset_seed="run", run__seed=3),
-        "held out": dict(data__held_out_per_class=4, data__subset_seed=5)}
+        "held out": dict(data__held_out_per_class=4, data__subset_seed=5),
+    }
     for words, changes in variants.items():
         yield case(f"data/{words}", **changes)
 
 
 def cases_of_training() -> Iterator[Case]:
     variants: Variants = {
-        "adamw": dict(optim__name="adamw"), "muon": dict(optim__name="muon"),
-        "muon, factor, momentum": dict(optim__name="muon", optim__muon_factor=2.5,
-                                       optim__muon_momentum=0.9),
+        "adamw": dict(optim__name="adamw"),
+        "muon": dict(optim__name="muon"),
+        "muon, factor, momentum": dict(
+            optim__name="muon", optim__muon_factor=2.5, optim__muon_momentum=0.9
+        ),
         "layer decay": dict(optim__layer_decay=0.7, optim__weight_decay=0.5),
-        "clipping": dict(optim__clip_norm=0.1), "no clipping": dict(optim__clip_norm=0.0),
+        "clipping": dict(optim__clip_norm=0.1),
+        "no clipping": dict(optim__clip_norm=0.0),
         "linear scaling": dict(optim__lr_scaling="linear", optim__base_lr=0.1),
         "accumulation": dict(optim__max_batch_per_process=4, mix__mixup_alpha=0.8),
         "moving average": dict(ema__decay=0.9),
         "moving average with warm-up": dict(ema__decay=0.99, ema__warmup=True),
         "one cycle": dict(schedule__shape="one_cycle", schedule__warmup_epochs=0),
         "cosine after warm-up": dict(schedule__cosine_after_warmup=True),
-        "epochs and a cool-down": dict(schedule__step_on="epoch", schedule__min_lr=1e-3,
-                                       schedule__cooldown_epochs=1),
+        "epochs and a cool-down": dict(
+            schedule__step_on="epoch", schedule__min_lr=1e-3, schedule__cooldown_epochs=1
+        ),
         "bf16": dict(engine__amp="bf16"),
         "contiguous": dict(engine__channels_last=False),
-        "seed": dict(run__seed=7)}
+        "seed": dict(run__seed=7),
+    }
     for words, changes in variants.items():
         yield case(f"train/{words}", **changes)
     yield case("train/everything", init="mimetic", **keyed(EVERYTHING))
     yield case("train/everything, bf16", init="mimetic", **keyed(EVERYTHING), engine__amp="bf16")
-    yield case("train/conv_mixer, accumulation, muon", "conv_mixer", "impulse", optim__name="muon",
-               optim__max_batch_per_process=4, mix__mixup_alpha=0.8)
+    yield case(
+        "train/conv_mixer, accumulation, muon",
+        "conv_mixer",
+        "impulse",
+        optim__name="muon",
+        optim__max_batch_per_process=4,
+        mix__mixup_alpha=0.8,
+    )
     yield case("train/head", start="family/vit", optim__train="head", ema__decay=0.9)
-    yield case("train/finetuned, larger images", start="family/vit", init=None,
-               data__image_size=12, init__checkpoint_weights="ema")
+    yield case(
+        "train/finetuned, larger images",
+        start="family/vit",
+        init=None,
+        data__image_size=12,
+        init__checkpoint_weights="ema",
+    )
     yield case("reconstruct", **keyed(RECONSTRUCT))
-    yield case("reconstruct, everything", init="mimetic", **keyed(
-        EVERYTHING | RECONSTRUCT | {"mix.mixup_alpha": 0.0, "mix.cutmix_alpha": 0.0,
-                                    "mix.label_smoothing": 0.0}), task__options__mask_ratio=0.5)
+    yield case(
+        "reconstruct, everything",
+        init="mimetic",
+        **keyed(
+            EVERYTHING
+            | RECONSTRUCT
+            | {"mix.mixup_alpha": 0.0, "mix.cutmix_alpha": 0.0, "mix.label_smoothing": 0.0}
+        ),
+        task__options__mask_ratio=0.5,
+    )
     yield case("reconstruct, then classify", start="reconstruct")
     yield case("teacher/hard", teacher="family/conv_mixer", distill__kind="hard")
-    yield case("teacher/soft", teacher="family/conv_mixer", distill__kind="soft",
-               distill__tau=1.7, distill__alpha=0.3, **keyed(ALL_AUGMENTATIONS))
-    yield case("teacher/two heads", teacher="family/vit", distill__kind="soft",
-               distill__weights="ema", model=dict(pool="class", distilled=True))
+    yield case(
+        "teacher/soft",
+        teacher="family/conv_mixer",
+        distill__kind="soft",
+        distill__tau=1.7,
+        distill__alpha=0.3,
+        **keyed(ALL_AUGMENTATIONS),
+    )
+    yield case(
+        "teacher/two heads",
+        teacher="family/vit",
+        distill__kind="soft",
+        distill__weights="ema",
+        model=dict(pool="class", distilled=True),
+    )
 
 
 def cases_of_processes() -> Iterator[Case]:
     everything = keyed(EVERYTHING)
     yield case("train.py", init="mimetic", how="train.py", same_as="train/everything", **everything)
-    yield case("python -c", init="mimetic", how="python -c", same_as="train/everything",
-               **everything)
+    yield case(
+        "python -c", init="mimetic", how="python -c", same_as="train/everything", **everything
+    )
     yield case("two processes/vit", init="mimetic", how="two processes", **everything)
-    yield case("two processes/conv_mixer", "conv_mixer", "impulse", how="two processes",
-               optim__max_batch_per_process=3, ema__decay=0.9, mix__mixup_alpha=0.8)
+    yield case(
+        "two processes/conv_mixer",
+        "conv_mixer",
+        "impulse",
+        how="two processes",
+        optim__max_batch_per_process=3,
+        ema__decay=0.9,
+        mix__mixup_alpha=0.8,
+    )
     long = everything | dict(schedule__epochs=25)
     yield case("interrupted/never", init="mimetic", **long)
-    yield case("interrupted/SIGTERM", init="mimetic", how="SIGTERM", same_as="interrupted/never",
-               **long)
-    yield case("interrupted/SIGKILL", init="mimetic", how="SIGKILL", same_as="interrupted/never",
-               **long, checkpoint__every_steps=3)
+    yield case(
+        "interrupted/SIGTERM", init="mimetic", how="SIGTERM", same_as="interrupted/never", **long
+    )
+    yield case(
+        "interrupted/SIGKILL",
+        init="mimetic",
+        how="SIGKILL",
+        same_as="interrupted/never",
+        **long,
+        checkpoint__every_steps=3,
+    )
 
 
 def with_needed(names: Iterable[str]) -> list[str]:
@@ -318,12 +467,14 @@ def chosen(pattern: str) -> list[str]:
 
 # ---------------------------------------------------------------------------------- the images
 
+
 def draw_images(root: Path) -> None:
     """Write png/ (10×14 pixels), square/ (8×8) and jpeg/ (40×56, some of them turned by EXIF):
     train/ and val/ of three classes, 17 and 7 noisy images each that differ in hue.
     """
     import numpy as np
     from PIL import Image
+
     rng = np.random.default_rng(0)
     for kind, size in {"png": (10, 14), "square": (8, 8), "jpeg": (40, 56)}.items():
         for split, count in (("train", 17), ("val", 7)):
@@ -343,6 +494,7 @@ def draw_images(root: Path) -> None:
 
 
 # ------------------------------------------------------------------------- the runs of one tree
+
 
 @dataclass(frozen=True)
 class Place:
@@ -368,14 +520,24 @@ class Place:
 
 def environment(tree: Path) -> dict[str, str]:
     """Variables of a process that imports the package of this tree, and has one thread."""
-    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1",
-                         "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | {
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def arguments_of(one: Case, place: Place) -> list[str]:
     """The arguments of train.py. JSON's texts, lists, numbers and booleans are those of TOML."""
-    words = ["--recipe", one.recipe, "--data-dir", str(place.images / one.images),
-             "--out-dir", str(place.folder(one.name))]
+    words = [
+        "--recipe",
+        one.recipe,
+        "--data-dir",
+        str(place.images / one.images),
+        "--out-dir",
+        str(place.folder(one.name)),
+    ]
     if one.init is not None:
         words += ["--init", one.init]
     for key, value in place.sets(one).items():
@@ -385,29 +547,47 @@ def arguments_of(one: Case, place: Place) -> list[str]:
 
 def keywords_of(one: Case, place: Place) -> dict[str, Any]:
     """The arguments of `vitinit.Run`."""
-    return dict(recipe=one.recipe, init=one.init, data_dir=str(place.images / one.images),
-                out_dir=str(place.folder(one.name)), overrides=place.sets(one))
+    return dict(
+        recipe=one.recipe,
+        init=one.init,
+        data_dir=str(place.images / one.images),
+        out_dir=str(place.folder(one.name)),
+        overrides=place.sets(one),
+    )
 
 
 def train_here(one: Case, place: Place) -> None:
     import vitinit
+
     vitinit.Run(**keywords_of(one, place)).train()
 
 
 def train_by_code(one: Case, place: Place) -> None:
     code = f"import vitinit; vitinit.Run(**{keywords_of(one, place)!r}).train()"
-    require(0, subprocess.run([sys.executable, "-c", code], cwd=place.tree, timeout=PATIENCE,
-                              env=environment(place.tree)).returncode)
+    require(
+        0,
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=place.tree,
+            timeout=PATIENCE,
+            env=environment(place.tree),
+        ).returncode,
+    )
 
 
 def train_by_program(one: Case, place: Place, *, processes: int = 1) -> None:
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone",
-                     f"--nproc_per_node={processes}"]
-    require(0, subprocess.run([*launcher, str(place.tree / "train.py"), *arguments_of(one, place)],
-                              cwd=place.tree, env=environment(place.tree),
-                              timeout=PATIENCE).returncode)
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    require(
+        0,
+        subprocess.run(
+            [*launcher, str(place.tree / "train.py"), *arguments_of(one, place)],
+            cwd=place.tree,
+            env=environment(place.tree),
+            timeout=PATIENCE,
+        ).returncode,
+    )
 
 
 def train_interrupted(one: Case, place: Place, *, number: signal.Signals) -> None:
@@ -415,8 +595,9 @@ def train_interrupted(one: Case, place: Place, *, number: signal.Signals) -> Non
     folder = place.folder(one.name)
     rows = folder / "metrics.jsonl"
     program = [sys.executable, str(place.tree / "train.py")]
-    with subprocess.Popen([*program, *arguments_of(one, place)], cwd=place.tree,
-                          env=environment(place.tree)) as process:
+    with subprocess.Popen(
+        [*program, *arguments_of(one, place)], cwd=place.tree, env=environment(place.tree)
+    ) as process:
         end = time.monotonic() + PATIENCE
         while process.poll() is None and time.monotonic() < end:
             if rows.exists() and rows.stat().st_size:
@@ -428,8 +609,15 @@ def train_interrupted(one: Case, place: Place, *, number: signal.Signals) -> Non
         finally:
             process.kill()
     require(128 + number if number == signal.SIGTERM else -number, process.returncode)
-    require(0, subprocess.run([*program, "--resume", str(folder)], cwd=place.tree, timeout=PATIENCE,
-                              env=environment(place.tree)).returncode)
+    require(
+        0,
+        subprocess.run(
+            [*program, "--resume", str(folder)],
+            cwd=place.tree,
+            timeout=PATIENCE,
+            env=environment(place.tree),
+        ).returncode,
+    )
 
 
 def require(expected: int, status: int) -> None:
@@ -439,18 +627,25 @@ def require(expected: int, status: int) -> None:
 
 
 WAYS: dict[str, Callable[[Case, Place], None]] = {
-    "Run": train_here, "python -c": train_by_code, "train.py": train_by_program,
+    "Run": train_here,
+    "python -c": train_by_code,
+    "train.py": train_by_program,
     "two processes": partial(train_by_program, processes=2),
     "SIGTERM": partial(train_interrupted, number=signal.SIGTERM),
-    "SIGKILL": partial(train_interrupted, number=signal.SIGKILL)}
+    "SIGKILL": partial(train_interrupted, number=signal.SIGKILL),
+}
 
 
 def result_of(folder: Path) -> Result:
     """What a finished run has left."""
     import torch
+
     saved = torch.load(folder / "last.pt", weights_only=True, map_location="cpu")
-    return {"metrics": rows_of(folder / "metrics.jsonl"), "steps": rows_of(folder / "steps.jsonl"),
-            "state": dict(leaves({part: saved.get(part) for part in PARTS}))}
+    return {
+        "metrics": rows_of(folder / "metrics.jsonl"),
+        "steps": rows_of(folder / "steps.jsonl"),
+        "state": dict(leaves({part: saved.get(part) for part in PARTS})),
+    }
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -466,6 +661,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     shape, norm and digest.
     """
     import torch
+
     if isinstance(value, torch.Tensor):
         content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         digest = hashlib.sha256(content).hexdigest()
@@ -490,6 +686,7 @@ def work(place: Place, names: list[str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     import vitinit
+
     found = Path(vitinit.__file__).resolve().parent
     if found != (place.tree / "vitinit").resolve():
         raise SystemExit(f"the package of {found} was imported, and not that of {place.tree}")
@@ -501,14 +698,18 @@ def work(place: Place, names: list[str]) -> None:
             try:
                 WAYS[one.how](one, place)
                 result = result_of(place.folder(one.name))
-            except Exception as error:               # the other cases are run nevertheless
-                result = {"error": f"{type(error).__name__}: {error}".replace(
-                    str(place.runs), "RUNS").replace(str(place.tree), "TREE")}
+            except Exception as error:  # the other cases are run nevertheless
+                result = {
+                    "error": f"{type(error).__name__}: {error}".replace(
+                        str(place.runs), "RUNS"
+                    ).replace(str(place.tree), "TREE")
+                }
             lines.write(json.dumps([one.name, result]) + "\n")
             lines.flush()
 
 
 # ------------------------------------------------------------------------------- the comparison
+
 
 def results_of(place: Place, names: list[str], log: Path) -> Iterator[tuple[str, Result]]:
     """Train the cases of these names in a process of its own; yield the results as they come. A
@@ -517,10 +718,19 @@ def results_of(place: Place, names: list[str], log: Path) -> Iterator[tuple[str,
     """
     left = list(names)
     while left:
-        command = [sys.executable, __file__, "--work",
-                   json.dumps([str(place.tree), str(place.images), str(place.runs), left])]
-        with subprocess.Popen(command, env=environment(place.tree), stdout=subprocess.PIPE,
-                              text=True, cwd=place.images) as process:
+        command = [
+            sys.executable,
+            __file__,
+            "--work",
+            json.dumps([str(place.tree), str(place.images), str(place.runs), left]),
+        ]
+        with subprocess.Popen(
+            command,
+            env=environment(place.tree),
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=place.images,
+        ) as process:
             try:
                 assert process.stdout is not None
                 is_ready = process.stdout.readline() == READY
@@ -534,10 +744,10 @@ def results_of(place: Place, names: list[str], log: Path) -> Iterator[tuple[str,
                 if (place.runs / "log.txt").exists():
                     shutil.copyfile(place.runs / "log.txt", log)
         ended = {"error": f"the process of all runs ended, with status {process.returncode}"}
-        guilty = left[:1] if is_ready else left      # without the package there are no runs at all
+        guilty = left[:1] if is_ready else left  # without the package there are no runs at all
         for name in guilty:
             yield name, ended
-        left = left[len(guilty):]
+        left = left[len(guilty) :]
 
 
 def difference(before: Result, now: Result) -> str:
@@ -558,8 +768,9 @@ def difference(before: Result, now: Result) -> str:
 def first_entry(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The first entry that differs, in words; "" if none does. NaN equals NaN."""
     for key in dict.fromkeys([*before, *now]):
-        old, new = (json.dumps(entries[key]) if key in entries else "nothing"
-                    for entries in (before, now))
+        old, new = (
+            json.dumps(entries[key]) if key in entries else "nothing" for entries in (before, now)
+        )
         if old != new:
             return f"{key} is {shortened(old)}, now {shortened(new)}"
     return ""
@@ -572,8 +783,12 @@ def shortened(text: str) -> str:
 
 def commit_of(name: str) -> str:
     """The full hash of a commit of this repository; the program ends where there is none."""
-    found = subprocess.run(["git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"],
-                           cwd=CHECKOUT, text=True, stdout=subprocess.PIPE)
+    found = subprocess.run(
+        ["git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"],
+        cwd=CHECKOUT,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
     if found.returncode:
         raise SystemExit(f"guard.py: --base {name}: no such commit in {CHECKOUT}")
     return found.stdout.strip()
@@ -582,8 +797,9 @@ def commit_of(name: str) -> str:
 def unpack(commit: str, folder: Path) -> None:
     """Write the files of a commit."""
     folder.mkdir()
-    with subprocess.Popen(["git", "archive", commit], cwd=CHECKOUT,
-                          stdout=subprocess.PIPE) as archive:
+    with subprocess.Popen(
+        ["git", "archive", commit], cwd=CHECKOUT, stdout=subprocess.PIPE
+    ) as archive:
         subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, check=True)
     require(0, archive.returncode)
 
@@ -598,8 +814,9 @@ def machine() -> str:
     return " ".join([cpu, platform.python_version(), *versions])
 
 
-def results_of_base(commit: str, names: list[str], cache: Path, images: Path, parent: Path
-                    ) -> dict[str, Result]:
+def results_of_base(
+    commit: str, names: list[str], cache: Path, images: Path, parent: Path
+) -> dict[str, Result]:
     """The results of a commit, from the cache as far as they are there. parent: a folder for its
     files and runs, that is removed later.
     """
@@ -613,10 +830,14 @@ def results_of_base(commit: str, names: list[str], cache: Path, images: Path, pa
         wanted = with_needed(missing)
         place = Place(parent / "base", images, parent / "base_runs")
         known |= results_of(place, wanted, cache / "base.log")
-        file.write_text(json.dumps({name: result for name, result in known.items()
-                                    if "error" not in result}))
-        print(f"base    {commit[:12]}: {len(wanted)} cases in {time.monotonic() - start:.0f} s, "
-              f"kept in {file}", flush=True)
+        file.write_text(
+            json.dumps({name: result for name, result in known.items() if "error" not in result})
+        )
+        print(
+            f"base    {commit[:12]}: {len(wanted)} cases in {time.monotonic() - start:.0f} s, "
+            f"kept in {file}",
+            flush=True,
+        )
     else:
         print(f"base    {commit[:12]}: {len(names)} cases, from {file}", flush=True)
     return known
@@ -647,8 +868,10 @@ def compare(base: str, pattern: str, cache: Path) -> int:
             print(f"{name:<42}  {words or 'equal to the bit'}", flush=True)
             if words:
                 differing.append(name)
-    print(f"\n{len(names) - len(differing)} of {len(names)} cases are equal to the bit to those of "
-          f"{commit[:12]}, in {time.monotonic() - start:.0f} s; what they printed: {log}")
+    print(
+        f"\n{len(names) - len(differing)} of {len(names)} cases are equal to the bit to those of "
+        f"{commit[:12]}, in {time.monotonic() - start:.0f} s; what they printed: {log}"
+    )
     for name in differing:
         print(f"differs {name}")
     return 1 if differing else 0
@@ -657,12 +880,20 @@ def compare(base: str, pattern: str, cache: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base", default=BASE, help=f"the earlier commit; default {BASE}")
-    parser.add_argument("--only", default="", metavar="PATTERN",
-                        help="the cases in whose names this regular expression is found")
-    parser.add_argument("--cache", type=Path, help="folder of what the base computes; default "
-                        "vitinit-guard in the user's folder of caches")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="PATTERN",
+        help="the cases in whose names this regular expression is found",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="folder of what the base computes; default "
+        "vitinit-guard in the user's folder of caches",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases alone")
-    parser.add_argument("--work", help=argparse.SUPPRESS)    # how this program calls itself
+    parser.add_argument("--work", help=argparse.SUPPRESS)  # how this program calls itself
     args = parser.parse_args()
     if args.work:
         tree, images, runs, names = json.loads(args.work)

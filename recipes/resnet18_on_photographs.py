@@ -33,8 +33,14 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", required=True)
 parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
 args = parser.parse_args()
-recipe = load_recipe("photos", overrides(data_dir=args.data_dir, seed=args.seed, sets=[
-    "rand_augment.layers=0", "data.workers=0", *args.set]))
+recipe = load_recipe(
+    "photos",
+    overrides(
+        data_dir=args.data_dir,
+        seed=args.seed,
+        sets=["rand_augment.layers=0", "data.workers=0", *args.set],
+    ),
+)
 
 with joined() as processes, StopRequest() as stop:
     data = open_data(recipe, processes, dry_run=False)
@@ -42,21 +48,23 @@ with joined() as processes, StopRequest() as stop:
     model = torchvision.models.resnet18(num_classes=len(data.whole_set.classes))
     model = model.to(processes.device, memory_format=torch.channels_last)
     batches, first, seconds = data.train_batches, 0, 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
-                                weight_decay=5e-4)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * batches.steps_per_epoch)
+        optimizer, args.lr, total_steps=args.epochs * batches.steps_per_epoch
+    )
     parts, last = (model, optimizer, schedule), Path(args.out).with_suffix(".pt")
     if last.exists() and (saved := torch.load(last))["arguments"] == vars(args):
         first, seconds = saved["epochs"], saved["seconds"]
         for part, state in zip(parts, saved["states"]):
             part.load_state_dict(state)
     for epoch in range(first, args.epochs):
-        began = time.process_time()                  # CPU seconds of training and loading alone
+        began = time.process_time()  # CPU seconds of training and loading alone
         model.train()
         for _, micro_batches in batches.steps(epoch):
             for micro_batch in micro_batches:
-                images, targets = micro_batch.prepare()                  # (B, 3, H, W), (B, K)
+                images, targets = micro_batch.prepare()  # (B, 3, H, W), (B, K)
                 with autocast(processes.device, "bf16"):
                     logits = model(images.to(memory_format=torch.channels_last))
                 (F.cross_entropy(logits.float(), targets) / len(micro_batches)).backward()
@@ -64,13 +72,33 @@ with joined() as processes, StopRequest() as stop:
             schedule.step()
             optimizer.zero_grad()
         seconds += time.process_time() - began
-        [result] = evaluate([model], data.val_batches, amp="bf16", processes=processes, stop=stop,
-                            num_classes=len(data.whole_set.classes))
-        row = {"data": args.data_dir, "seed": args.seed, "lr": args.lr, "epochs": args.epochs,
-               "epoch": epoch + 1, "val_top1": result.top1, "cpu_seconds": seconds}
+        [result] = evaluate(
+            [model],
+            data.val_batches,
+            amp="bf16",
+            processes=processes,
+            stop=stop,
+            num_classes=len(data.whole_set.classes),
+        )
+        row = {
+            "data": args.data_dir,
+            "seed": args.seed,
+            "lr": args.lr,
+            "epochs": args.epochs,
+            "epoch": epoch + 1,
+            "val_top1": result.top1,
+            "cpu_seconds": seconds,
+        }
         print(json.dumps(row), flush=True)
         with open(args.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        torch.save({"arguments": vars(args), "epochs": epoch + 1, "seconds": seconds,
-                    "states": [part.state_dict() for part in parts]}, last)
+        torch.save(
+            {
+                "arguments": vars(args),
+                "epochs": epoch + 1,
+                "seconds": seconds,
+                "states": [part.state_dict() for part in parts],
+            },
+            last,
+        )
     last.unlink()

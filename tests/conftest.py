@@ -34,8 +34,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def signals_are_heard() -> None:
     """Restore the handlers of signals, of which a background shell may have set some to ignore."""
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else
-                      signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -97,6 +98,7 @@ def without_matplotlib(monkeypatch) -> None:
         if name.startswith("matplotlib"):
             raise ImportError(name)
         return real(name, *arguments, **keywords)
+
     monkeypatch.setattr(builtins, "__import__", without)
 
 
@@ -112,6 +114,7 @@ def without_heif(monkeypatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def drawn_tree(tmp_path_factory) -> Callable[[tuple[int, int]], Path]:
     """Height and width → the folder that `image_tree` is a copy of."""
+
     @cache
     def draw(size: tuple[int, int]) -> Path:
         rng, root = np.random.default_rng(0), tmp_path_factory.mktemp("drawn")
@@ -124,6 +127,7 @@ def drawn_tree(tmp_path_factory) -> Callable[[tuple[int, int]], Path]:
                     pixels[..., channel] += 40
                     Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:02}.png")
         return root
+
     return draw
 
 
@@ -145,36 +149,65 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
     that Muon trains beside those of AdamW. Mixing has three groups of four images per step. eps is
     large for the reason given in train/test_loop.py."""
     sets = {
-        "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
-        "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
-        "optim.base_lr": "1e-3", "optim.eps": "1e-4", "optim.clip_norm": "1.0",
-        "optim.name": "muon", "optim.layer_decay": "0.7",
-        "ema.decay": "0.99", "ema.warmup": "true", "schedule.epochs": "3",
-        "model.options.embed_dim": "12", "model.options.depth": "2", "model.options.num_heads": "3",
+        "data.name": "image_folder",
+        "data.num_classes": "3",
+        "data.image_size": "8",
+        "eval.batch_size": "4",
+        "optim.global_batch": "12",
+        "optim.max_batch_per_process": "4",
+        "optim.base_lr": "1e-3",
+        "optim.eps": "1e-4",
+        "optim.clip_norm": "1.0",
+        "optim.name": "muon",
+        "optim.layer_decay": "0.7",
+        "ema.decay": "0.99",
+        "ema.warmup": "true",
+        "schedule.epochs": "3",
+        "model.options.embed_dim": "12",
+        "model.options.depth": "2",
+        "model.options.num_heads": "3",
         "model.options.drop_path": "0.3",
-        "augment.repeats": "2", "augment.crop_scale": "[0.3, 1.0]",
-        "augment.crop_ratio": "[0.75, 1.25]", "augment.crop_padding": "0",
-        "augment.interpolation": "random", "augment.erase_probability": "0.5",
-        "rand_augment.layers": "2", "rand_augment.interpolation": "random",
-        "mix.group": "4", "mix.mixup_alpha": "0.8", "mix.cutmix_alpha": "1.0",
-        "mix.label_smoothing": "0.1", "engine.amp": "off",
+        "augment.repeats": "2",
+        "augment.crop_scale": "[0.3, 1.0]",
+        "augment.crop_ratio": "[0.75, 1.25]",
+        "augment.crop_padding": "0",
+        "augment.interpolation": "random",
+        "augment.erase_probability": "0.5",
+        "rand_augment.layers": "2",
+        "rand_augment.interpolation": "random",
+        "mix.group": "4",
+        "mix.mixup_alpha": "0.8",
+        "mix.cutmix_alpha": "1.0",
+        "mix.label_smoothing": "0.1",
+        "engine.amp": "off",
     }
 
     def arguments(out_dir: Path, *more: str, init: str = "mimetic", **changes: str) -> list[str]:
         values = sets | {key.replace("__", "."): value for key, value in changes.items()}
-        return ["--recipe", "quickstart", "--init", init, "--data-dir", str(image_tree),
-                "--out-dir", str(out_dir),
-                *(word for key, value in values.items() for word in ("--set", f"{key}={value}")),
-                *more]
+        return [
+            "--recipe",
+            "quickstart",
+            "--init",
+            init,
+            "--data-dir",
+            str(image_tree),
+            "--out-dir",
+            str(out_dir),
+            *(word for key, value in values.items() for word in ("--set", f"{key}={value}")),
+            *more,
+        ]
+
     return arguments
 
 
 @pytest.fixture(scope="session")
 def runs_made(tmp_path_factory) -> Callable[[tuple], Path]:
     """The folder of the run of this key."""
+
     @cache
     def folder(key: tuple) -> Path:
         return tmp_path_factory.mktemp("straight") / "run"
+
     return folder
 
 
@@ -182,11 +215,13 @@ def runs_made(tmp_path_factory) -> Callable[[tuple], Path]:
 def straight(train_program, small_run, runs_made) -> Callable[..., Path]:
     """The folder of a finished `small_run` that was never stopped. Each is made once a session: a
     test that writes to it copies it."""
+
     def run(**changes: str) -> Path:
         folder = runs_made(tuple(sorted(changes.items())))
         if not folder.exists():
             assert train_program.main(small_run(folder, **changes)) == 0
         return folder
+
     return run
 
 
@@ -195,22 +230,52 @@ def written_run(tmp_path: Path) -> Callable[..., Path]:
     """Writes the small files of a run that did not take place, with a line of metrics per top-1.
     epochs: the number of epochs in the recipe, by default the number of lines.
     start: further entries of run.json."""
-    def write(name: str, tops: list[float | None], *, emas: list[float | None] | None = None,
-              epochs: int | None = None, seed: int = 0, init: str = "default",
-              recipe: str = "quickstart", seconds: float | None = 3.0, start: dict | None = None,
-              sets: tuple[str, ...] = ()) -> Path:
+
+    def write(
+        name: str,
+        tops: list[float | None],
+        *,
+        emas: list[float | None] | None = None,
+        epochs: int | None = None,
+        seed: int = 0,
+        init: str = "default",
+        recipe: str = "quickstart",
+        seconds: float | None = 3.0,
+        start: dict | None = None,
+        sets: tuple[str, ...] = (),
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        resolved = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", overrides(
-            init=init, seed=seed, sets=[f"schedule.epochs={epochs or len(tops)}", "engine.amp=off",
-                                         *sets]))
+        resolved = load_recipe(
+            REPOSITORY / "recipes" / "quickstart.toml",
+            overrides(
+                init=init,
+                seed=seed,
+                sets=[f"schedule.epochs={epochs or len(tops)}", "engine.amp=off", *sets],
+            ),
+        )
         (folder / "recipe.toml").write_text(resolved.as_toml(), encoding="utf-8")
-        (folder / "run.json").write_text(json.dumps([{
-            "command": ["train.py", "--recipe", recipe], "git_commit": "c0ffee", "torch": "2.7",
-            "python": "3.11", "device": "CPU", "processes": 1} | (start or {})]))
-        rows = [dict.fromkeys(METRICS) | {"epoch": epoch, "val_top1": top, "ema_top1": ema,
-                                          "seconds": seconds}
-                for epoch, (top, ema) in enumerate(zip(tops, emas or [None] * len(tops)), 1)]
+        (folder / "run.json").write_text(
+            json.dumps(
+                [
+                    {
+                        "command": ["train.py", "--recipe", recipe],
+                        "git_commit": "c0ffee",
+                        "torch": "2.7",
+                        "python": "3.11",
+                        "device": "CPU",
+                        "processes": 1,
+                    }
+                    | (start or {})
+                ]
+            )
+        )
+        rows = [
+            dict.fromkeys(METRICS)
+            | {"epoch": epoch, "val_top1": top, "ema_top1": ema, "seconds": seconds}
+            for epoch, (top, ema) in enumerate(zip(tops, emas or [None] * len(tops)), 1)
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
+
     return write

@@ -7,8 +7,9 @@ import numpy as np
 from torch import Tensor, nn
 
 
-def counted_by_hand(model: nn.Module, images: Sequence[Tensor], labels: Iterable[int],
-                    chosen: Sequence[int]) -> tuple[float, float, float, np.ndarray]:
+def counted_by_hand(
+    model: nn.Module, images: Sequence[Tensor], labels: Iterable[int], chosen: Sequence[int]
+) -> tuple[float, float, float, np.ndarray]:
     """Loss, top-1 and top-5 in percent, and the confusion matrix (K, K) of images (3, H, W).
     chosen: the model's classes that compete; labels count within them. A rank is the number of
     classes that are ahead."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-PATIENCE = 240                  # seconds
+PATIENCE = 240  # seconds
 PRELOAD = ["vitinit.run"]
 
 
@@ -34,13 +34,14 @@ class Fork:
         vitinit.run, and takes a function that can be pickled.
     environment: variables that are set there alone."""
 
-    def __init__(self, function: Callable[[], Any], folder: Path, method: str = "fork",
-                 **environment: str) -> None:
+    def __init__(
+        self, function: Callable[[], Any], folder: Path, method: str = "fork", **environment: str
+    ) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         context = multiprocessing.get_context(method)
         if method == "forkserver":
-            if forkserver._forkserver._preload_modules != PRELOAD:   # an earlier test's server
+            if forkserver._forkserver._preload_modules != PRELOAD:  # an earlier test's server
                 forkserver._forkserver._stop()
             context.set_forkserver_preload(PRELOAD)
         self.process = context.Process(target=_work, args=(function, folder, environment))
@@ -59,8 +60,12 @@ class Fork:
 
 def _work(function: Callable[[], Any], folder: Path, environment: dict[str, str]) -> None:
     os.environ |= environment
-    with (open(folder / "out", "w") as out, open(folder / "err", "w") as err,
-          contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+    with (
+        open(folder / "out", "w") as out,
+        open(folder / "err", "w") as err,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             (folder / "result").write_bytes(pickle.dumps(function()))
         except BaseException:
@@ -68,17 +73,33 @@ def _work(function: Callable[[], Any], folder: Path, environment: dict[str, str]
             raise
 
 
-def in_two_processes(function: Callable[..., Any], folder: Path, *arguments: Any,
-                     store: torch.distributed.TCPStore | None = None, attempt: int = 0
-                     ) -> list[Ended]:
+def in_two_processes(
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    store: torch.distributed.TCPStore | None = None,
+    attempt: int = 0,
+) -> list[Ended]:
     """Call a function of a test file in two processes, which have the variables of torchrun; as
     there, the launcher keeps the store, over all attempts."""
     store = store or launchers_store()
     call = partial(_call, inspect.getfile(function), function.__name__, arguments)
-    forks = [Fork(call, folder / str(rank), "forkserver", RANK=str(rank), LOCAL_RANK=str(rank),
-                  WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
-                  TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="tests",
-                  TORCHELASTIC_RESTART_COUNT=str(attempt)) for rank in (0, 1)]
+    forks = [
+        Fork(
+            call,
+            folder / str(rank),
+            "forkserver",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(store.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RUN_ID="tests",
+            TORCHELASTIC_RESTART_COUNT=str(attempt),
+        )
+        for rank in (0, 1)
+    ]
     try:
         return [fork.ended() for fork in forks]
     finally:

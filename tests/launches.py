@@ -23,10 +23,11 @@ class Launches(TorchDispatchMode):
     def count(self) -> int:
         return self.by_name.total()
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (),
-                           keywords: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple = (), keywords: dict | None = None
+    ) -> Any:
         result = function(*arguments, **keywords or {})
-        if function.namespace != "prim" and not function.is_view:    # "prim": queries of the device
+        if function.namespace != "prim" and not function.is_view:  # "prim": queries of the device
             self.by_name[function.name()] += 1
         if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             source = arguments[1] if function is torch.ops.aten.copy_.default else arguments[0]

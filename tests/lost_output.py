@@ -17,8 +17,11 @@ def lost_stream(kind: str) -> Iterator[TextIO]:
         stream = open(descriptor, "w")
         os.close(other)
     else:
-        stream = open("/dev/full" if kind == "disk" else os.devnull, "w",
-                      encoding="ascii" if kind == "ascii" else None)
+        stream = open(
+            "/dev/full" if kind == "disk" else os.devnull,
+            "w",
+            encoding="ascii" if kind == "ascii" else None,
+        )
     if kind == "closed":
         stream.close()
     yield stream

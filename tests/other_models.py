@@ -8,18 +8,30 @@ from torch import Tensor, nn
 from vitinit.interop.in_place.receipt import Report
 from vitinit.mixing import target_mass
 
-DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7                             # patches of 4 × 4 pixels
-LAYERS = {      # by kind: layers of Q, K, V or one of all, proj, number of heads, norms of a block
+DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7  # patches of 4 × 4 pixels
+LAYERS = {  # by kind: layers of Q, K, V or one of all, proj, number of heads, norms of a block
     "timm": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),
-    "eva": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),           # its biases lie apart
+    "eva": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),  # its biases lie apart
     "timm, separate": (["q_proj", "k_proj", "v_proj"], "proj", "num_heads", ("norm1", "norm2")),
     "vit-pytorch": (["to_qkv"], "to_out.0", "heads", ("norm", "norm2")),
-    "transformers 5": (["q_proj", "k_proj", "v_proj"], "o_proj", "num_attention_heads",
-                       ("layernorm_before", "layernorm_after")),
-    "transformers 4": (["attention.query", "attention.key", "attention.value"], "output.dense",
-                       "attention.num_attention_heads", ("layernorm_before", "layernorm_after")),
-    "siglip": (["k_proj", "v_proj", "q_proj"], "out_proj", "num_heads",
-               ("layer_norm1", "layer_norm2")),
+    "transformers 5": (
+        ["q_proj", "k_proj", "v_proj"],
+        "o_proj",
+        "num_attention_heads",
+        ("layernorm_before", "layernorm_after"),
+    ),
+    "transformers 4": (
+        ["attention.query", "attention.key", "attention.value"],
+        "output.dense",
+        "attention.num_attention_heads",
+        ("layernorm_before", "layernorm_after"),
+    ),
+    "siglip": (
+        ["k_proj", "v_proj", "q_proj"],
+        "out_proj",
+        "num_heads",
+        ("layer_norm1", "layer_norm2"),
+    ),
 }
 
 
@@ -30,7 +42,7 @@ def put(module: nn.Module, path: str, value: object) -> None:
             setattr(module, name, nn.Module())
         module = getattr(module, name)
     if isinstance(value, nn.Module):
-        module.add_module(last, value)               # also under a number, as in an nn.Sequential
+        module.add_module(last, value)  # also under a number, as in an nn.Sequential
     else:
         setattr(module, last, value)
 
@@ -40,13 +52,20 @@ class OtherAttention(nn.Module):
         super().__init__()
         names, proj, heads, norms = LAYERS[kind]
         for name in names:
-            put(self, name, nn.Linear(DIM, DIM * (3 if len(names) == 1 else 1),
-                                      bias=kind not in ("transformers 5", "vit-pytorch", "eva")))
+            put(
+                self,
+                name,
+                nn.Linear(
+                    DIM,
+                    DIM * (3 if len(names) == 1 else 1),
+                    bias=kind not in ("transformers 5", "vit-pytorch", "eva"),
+                ),
+            )
         put(self, proj, nn.Linear(DIM, DIM))
         put(self, heads, HEADS)
         self.norm = nn.LayerNorm(DIM) if kind == "vit-pytorch" else nn.Identity()
         self.names, self.last, self.scale = names, proj, (DIM // HEADS) ** -0.5
-        self.turn = lambda x: x                      # of queries and of keys
+        self.turn = lambda x: x  # of queries and of keys
         if kind == "eva":
             self.q_bias, self.v_bias = (nn.Parameter(torch.randn(DIM)) for _ in "qv")
             self.register_buffer("k_bias", torch.zeros(DIM), persistent=False)
@@ -59,8 +78,10 @@ class OtherAttention(nn.Module):
         if len(found) == 1:
             parts = next(iter(found.values())).chunk(3, -1)
         else:
-            parts = [next(value for name, value in found.items()
-                          if name.split(".")[-1][0] == letter) for letter in "qkv"]
+            parts = [
+                next(value for name, value in found.items() if name.split(".")[-1][0] == letter)
+                for letter in "qkv"
+            ]
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         q, k = self.turn(q), self.turn(k)
         self.seen = (torch.einsum("nhqd, nhkd -> nhqk", q, k) * self.scale).softmax(-1)
@@ -75,17 +96,19 @@ def turning(kind: str, seed: int) -> Callable[[Tensor], Tensor]:
     omega = torch.rand(HEADS, 11, 2, generator=rng) * 2 - 1
     if kind != "mixed":
         omega = torch.stack([torch.arange(11) % 2, 1 - torch.arange(11) % 2], 1) / (
-            1 + torch.arange(11)[:, None] / 3)
+            1 + torch.arange(11)[:, None] / 3
+        )
     places = torch.cartesian_prod(*map(torch.arange, GRID)) + (kind == "halves") * 0.5
-    angles = (places[:, None, None] * omega).sum(-1).transpose(0, 1).double()        # (h, N, 11)
+    angles = (places[:, None, None] * omega).sum(-1).transpose(0, 1).double()  # (h, N, 11)
 
     def turn(x: Tensor) -> Tensor:
         cos, sin = angles.cos().to(x), angles.sin().to(x)
-        first, last = x[..., :-GRID[0] * GRID[1], :], x[..., -GRID[0] * GRID[1]:, :]
+        first, last = x[..., : -GRID[0] * GRID[1], :], x[..., -GRID[0] * GRID[1] :, :]
         a, b = last.chunk(2, -1) if kind == "halves" else (last[..., ::2], last[..., 1::2])
         parts = [a * cos - b * sin, a * sin + b * cos]
         last = torch.cat(parts, -1) if kind == "halves" else torch.stack(parts, -1).flatten(-2)
         return torch.cat([first, last], -2)
+
     return turn
 
 
@@ -102,7 +125,7 @@ class OtherBlock(nn.Module):
     def __init__(self, kind: str, post_norm: bool, gamma: float | None) -> None:
         super().__init__()
         self.norms, self.post_norm = LAYERS[kind][3], post_norm
-        outside = kind != "vit-pytorch"              # whose norm is in the attention
+        outside = kind != "vit-pytorch"  # whose norm is in the attention
         self.add_module(self.norms[0], nn.LayerNorm(DIM) if outside else nn.Identity())
         self.attn = OtherAttention(kind)
         self.ls1 = nn.Identity() if gamma is None else Scale(gamma)
@@ -122,32 +145,47 @@ class OtherViT(nn.Module):
     """no_embed_class: prefix tokens have no positions; "registers": only the class token has.
     rope: a kind of `turning`; positions: whether others are learned."""
 
-    def __init__(self, kind: str, depth: int = 3, *, class_token: bool = True, registers: int = 0,
-                 no_embed_class: bool | str = False, gamma: float | None = None,
-                 post_norm: bool = False, rope: str = "", positions: bool = True) -> None:
+    def __init__(
+        self,
+        kind: str,
+        depth: int = 3,
+        *,
+        class_token: bool = True,
+        registers: int = 0,
+        no_embed_class: bool | str = False,
+        gamma: float | None = None,
+        post_norm: bool = False,
+        rope: str = "",
+        positions: bool = True,
+    ) -> None:
         super().__init__()
         self.kind, self.bare = kind, no_embed_class
         hugging = kind.startswith("transformers")
         if class_token:
             self.cls_token = nn.Parameter(torch.randn(1, 1, DIM))
         if registers:
-            self.register_parameter("register_tokens" if hugging else "reg_token",
-                                    nn.Parameter(torch.randn(1, registers, DIM)))
-        rows = GRID[0] * GRID[1] + {False: class_token + registers, True: 0, "registers": 1}[
-            no_embed_class]
+            self.register_parameter(
+                "register_tokens" if hugging else "reg_token",
+                nn.Parameter(torch.randn(1, registers, DIM)),
+            )
+        rows = (
+            GRID[0] * GRID[1]
+            + {False: class_token + registers, True: 0, "registers": 1}[no_embed_class]
+        )
         places = torch.randn(1, rows, DIM) * 0.02
         if kind == "siglip":
             self.position_embedding = nn.Embedding(rows, DIM)
         elif positions:
-            self.register_parameter("position_embeddings" if hugging else "pos_embed",
-                                    nn.Parameter(places))
+            self.register_parameter(
+                "position_embeddings" if hugging else "pos_embed", nn.Parameter(places)
+            )
         self.patch_embed = nn.Module()
         self.patch_embed.proj, self.patch_embed.grid_size = nn.Conv2d(3, DIM, 4, 4), GRID
         self.blocks = nn.ModuleList(OtherBlock(kind, post_norm, gamma) for _ in range(depth))
         for number, block in enumerate(self.blocks if rope else []):
             block.attn.turn = turning(rope, number)
         self.norm = nn.LayerNorm(DIM)
-        if kind == "siglip":                         # pools, in no list of blocks
+        if kind == "siglip":  # pools, in no list of blocks
             self.pool = nn.MultiheadAttention(DIM, HEADS)
         self.head = nn.Linear(DIM, CLASSES)
 
@@ -155,14 +193,20 @@ class OtherViT(nn.Module):
         x = self.patch_embed.proj(images).flatten(2).mT
         own = dict((*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)))
         before = [token.expand(len(x), -1, -1) for name, token in own.items() if "token" in name]
-        positions = (self.position_embedding.weight[None] if self.kind == "siglip" else
-                     next((own[name] for name in own if name.startswith("pos")), 0.0))
+        positions = (
+            self.position_embedding.weight[None]
+            if self.kind == "siglip"
+            else next((own[name] for name in own if name.startswith("pos")), 0.0)
+        )
         if self.bare == "registers":
             x = torch.cat([before[0], x], 1) + positions
             x = torch.cat([x[:, :1], before[1], x[:, 1:]], 1)
         else:
-            x = torch.cat([*before, x + positions], 1) if self.bare else torch.cat(
-                [*before, x], 1) + positions
+            x = (
+                torch.cat([*before, x + positions], 1)
+                if self.bare
+                else torch.cat([*before, x], 1) + positions
+            )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))

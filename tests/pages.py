@@ -24,6 +24,7 @@ RECIPES, PACKAGE = REPOSITORY / "recipes", REPOSITORY / "vitinit"
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 CODE = ("bash", "sh", "python", "py")
 # Where each output that a page shows is compared, by how it begins: (page, output) → (file, test).
+# fmt: off
 COMPARED = {
     ("README.md", "tests/data/cifar10/airplane/0000.jpg"): (
         "test_readme.py", "test_the_model_in_the_box_predicts_what_the_readme_shows"),
@@ -39,10 +40,20 @@ COMPARED = {
         "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
     ("vitinit/data/README.md", "left out: "): (
         "data/test_sources.py", "test_the_lines_that_the_page_quotes_are_said")}
-WRITTEN = {"recipe.toml", "report.md", "comparison.md"}      # files that programs write
-OTHERS = {"--standalone", "--nproc_per_node", "--node_rank", "--shutdown_timeout", "--shm-size",
-          "--signals_to_handle", "--max-restarts", "--master_addr", "--rdzv_backend",
-          "--rdzv_endpoint"}                                 # options of torchrun and of containers
+# fmt: on
+WRITTEN = {"recipe.toml", "report.md", "comparison.md"}  # files that programs write
+OTHERS = {
+    "--standalone",
+    "--nproc_per_node",
+    "--node_rank",
+    "--shutdown_timeout",
+    "--shm-size",
+    "--signals_to_handle",
+    "--max-restarts",
+    "--master_addr",
+    "--rdzv_backend",
+    "--rdzv_endpoint",
+}  # options of torchrun and of containers
 
 
 class Page(NamedTuple):
@@ -94,8 +105,11 @@ def read_page(path: Path) -> Page:
     return Page(path, path.read_text(encoding="utf-8"))
 
 
-PAGES = [read_page(path) for pattern in ("*.md", "recipes/**/*.md", "vitinit/**/*.md")
-         for path in sorted(REPOSITORY.glob(pattern))]
+PAGES = [
+    read_page(path)
+    for pattern in ("*.md", "recipes/**/*.md", "vitinit/**/*.md")
+    for path in sorted(REPOSITORY.glob(pattern))
+]
 README = next(page for page in PAGES if page.name == "README.md")
 
 
@@ -116,21 +130,32 @@ def bad_files(page: Page) -> Iterator[str]:
     spans = page.code_spans()
     for code in spans:
         ours = code.endswith((".py", ".md", ".toml")) or code.split("/")[0] in tops and "/" in code
-        if ours and re.fullmatch(r"[\w./-]+", code) and code not in WRITTEN and not any(
-                (folder / code).exists() for folder in (page.path.parent, PACKAGE, REPOSITORY)):
+        if (
+            ours
+            and re.fullmatch(r"[\w./-]+", code)
+            and code not in WRITTEN
+            and not any(
+                (folder / code).exists() for folder in (page.path.parent, PACKAGE, REPOSITORY)
+            )
+        ):
             yield f"{code}: no such file"
     if page.path.name == "README.md" and page.path.is_relative_to(PACKAGE):
         listed = {code.rpartition("/")[2] for code in spans} | {"__init__.py"}
-        yield from (f"{path.name}: not listed" for path in page.path.parent.glob("*.py")
-                    if path.name not in listed)
+        yield from (
+            f"{path.name}: not listed"
+            for path in page.path.parent.glob("*.py")
+            if path.name not in listed
+        )
 
 
 def bad_commits(page: Page) -> Iterator[str]:
     """Commits that the history lacks; nothing where there is no whole history."""
     if (REPOSITORY / ".git").exists() and not (REPOSITORY / ".git" / "shallow").exists():
         for commit in re.findall(r"\bcommit\s+`?([0-9a-f]{7,40})\b", page.prose, re.IGNORECASE):
-            if subprocess.run(["git", "-C", REPOSITORY, "cat-file", "-e", f"{commit}^{{commit}}"],
-                              capture_output=True).returncode:
+            if subprocess.run(
+                ["git", "-C", REPOSITORY, "cat-file", "-e", f"{commit}^{{commit}}"],
+                capture_output=True,
+            ).returncode:
                 yield f"{commit}: no such commit"
 
 
@@ -140,14 +165,22 @@ def bad_outputs(page: Page) -> Iterator[str]:
     """
     if not page.path.is_relative_to(PACKAGE / "programs" / "lessons"):
         values = r"^(.*#.*?) ([\[(][\[(\"\d].*)$"
-        outputs = [(page.text[:block.start()].rstrip().rpartition("\n\n")[2], block[2])
-                   for block in FENCED.finditer(page.text) if block[1] not in CODE]
-        outputs += [found for language in CODE for code in page.blocks(language)
-                    for found in re.findall(values, code, flags=re.MULTILINE)]
+        outputs = [
+            (page.text[: block.start()].rstrip().rpartition("\n\n")[2], block[2])
+            for block in FENCED.finditer(page.text)
+            if block[1] not in CODE
+        ]
+        outputs += [
+            found
+            for language in CODE
+            for code in page.blocks(language)
+            for found in re.findall(values, code, flags=re.MULTILINE)
+        ]
         outputs += [("", code) for code in page.code_spans() if code.startswith("left out: ")]
         for before, output in outputs:
-            if not any(name == page.name and output.startswith(begin) for name, begin in COMPARED
-                       ) and not re.search(r"\bshortened\b|\bsuch as$", before):
+            if not any(
+                name == page.name and output.startswith(begin) for name, begin in COMPARED
+            ) and not re.search(r"\bshortened\b|\bsuch as$", before):
                 yield f"{output.splitlines()[0]}: compared by no test of COMPARED"
 
 
@@ -162,21 +195,34 @@ def bad_formulas(page: Page) -> Iterator[str]:
 def known_options() -> set[str]:
     """The options of all our programs, as their sources name them, and others'."""
     sources = [*PACKAGE.rglob("*.py"), *REPOSITORY.glob("*.py")]
-    return OTHERS | {word for path in sources for word in
-                     re.findall(r"[\"'](--[a-z][a-z-]*)[\"']", path.read_text("utf-8"))}
+    return OTHERS | {
+        word
+        for path in sources
+        for word in re.findall(r"[\"'](--[a-z][a-z-]*)[\"']", path.read_text("utf-8"))
+    }
 
 
 @cache
 def known_keys() -> set[str]:
     """All keys of recipes, each of which states all, with the options of every model and init."""
     tables = [tomllib.loads(path.read_text("utf-8")) for path in RECIPES.glob("*.toml")]
-    functions = {"model": list(map(model_class, FAMILIES)),
-                 "init": [init_function(init, family) for init, families in INITS.items()
-                          for family in families]}
-    return {f"{section}.{key}" for table in tables for section in table
-            for key in (table[section] if isinstance(table[section], dict) else ())} | {
-        f"{section}.options.{name}" for section in functions for function in functions[section]
-        for name in inspect.signature(function).parameters}
+    functions = {
+        "model": list(map(model_class, FAMILIES)),
+        "init": [
+            init_function(init, family) for init, families in INITS.items() for family in families
+        ],
+    }
+    return {
+        f"{section}.{key}"
+        for table in tables
+        for section in table
+        for key in (table[section] if isinstance(table[section], dict) else ())
+    } | {
+        f"{section}.options.{name}"
+        for section in functions
+        for function in functions[section]
+        for name in inspect.signature(function).parameters
+    }
 
 
 def bad_words(page: Page) -> Iterator[str]:
@@ -185,8 +231,9 @@ def bad_words(page: Page) -> Iterator[str]:
     for code in page.code_spans():
         if re.match("python|torchrun|--", code):
             options = re.findall(r"(?:^|\s)(--[a-z][a-z_-]*)(?==|$|\s)", code)
-            yield from (f"{code}: no option {option}" for option in options
-                        if option not in known_options())
+            yield from (
+                f"{code}: no option {option}" for option in options if option not in known_options()
+            )
         for key in re.findall(rf"(?:^|[\s\"'])((?:{sections})\.[a-z_.]+)(?=$|[\s\"'=])", code):
             if key not in known_keys() and not key.endswith((".py", ".toml", ".json", "tensors")):
                 yield f"{key}: no such key"
@@ -196,28 +243,32 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     """Which of our programs a command starts, and its arguments: ("train.py", ["--recipe", …])."""
     for place, word in enumerate(words):
         if word in ("train.py", "eval.py"):
-            return word, words[place + 1:]
-        if word == "vitinit" and words[place + 1:]:
-            return f"vitinit {words[place + 1]}", words[place + 2:]
+            return word, words[place + 1 :]
+        if word == "vitinit" and words[place + 1 :]:
+            return f"vitinit {words[place + 1]}", words[place + 2 :]
     return None
 
 
 def bad_commands(page: Page) -> Iterator[str]:
-    """Commands in bash blocks whose arguments, recipe, init or overrides a program of ours refuses.
-    """
+    """Commands in bash blocks whose arguments, recipe, init or overrides a program of ours refuses."""
     for words in page.commands():
         program, arguments = program_of(words) or ("", [])
         try:
             if program:
                 args = vars(parser_of(program)([*map(os.path.expandvars, arguments)]))
-                lists = {name: value.split(",") if isinstance(value, str) else value or []
-                         for name, value in args.items() if name in ("recipe", "init")}
-                sets = (args.get("set") or []) + [text for _, *sets in args.get("variant") or []
-                                                  for text in sets]
+                lists = {
+                    name: value.split(",") if isinstance(value, str) else value or []
+                    for name, value in args.items()
+                    if name in ("recipe", "init")
+                }
+                sets = (args.get("set") or []) + [
+                    text for _, *sets in args.get("variant") or [] for text in sets
+                ]
                 for recipe in lists.get("recipe", []):
                     for init in lists.get("init") or [None]:
-                        load_recipe(recipe, overrides(init=init, sets=sets,
-                                                      data_dir=args.get("data_dir")))
+                        load_recipe(
+                            recipe, overrides(init=init, sets=sets, data_dir=args.get("data_dir"))
+                        )
         except (OneLineError, ImportError) as error:
             yield f"{' '.join(words)}: {error}"
 

@@ -11,6 +11,6 @@ def refused(kind: type[Exception], function: Callable, *arguments: Any, **option
     with pytest.raises(kind) as caught:
         function(*arguments, **options)
     message = str(caught.value)
-    del caught                                       # else its frames live on, and what they hold
+    del caught  # else its frames live on, and what they hold
     assert message.isprintable()
     return message

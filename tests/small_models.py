@@ -11,6 +11,7 @@ import vitinit
 from vitinit.init import INITS, stated_family
 
 SIMPLE = dict(patch_size=4, embed_dim=68, depth=2, num_heads=4)
+# fmt: off
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {     # name in the table of models, sizes
     "vit": ("vit_tiny", dict(patch_size=4, embed_dim=54, depth=2, num_heads=3)),
     "rotary": ("vit_tiny", dict(patch_size=4, embed_dim=60, depth=2, num_heads=3,
@@ -24,16 +25,18 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {     # name in the table of mode
         reads=reads, input_pos_embed=reads == "content"))
        for reads in ("content", "position", "free")},
 }
+# fmt: on
 # By names in that table, for images of 16×16 pixels or a multiple of them.
 SMALL = {
     "vit_tiny": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, drop_path=0.3),
-    "swin_tiny": dict(patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4,
-                      drop_path=0.3),
+    "swin_tiny": dict(
+        patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4, drop_path=0.3
+    ),
     "mixer_s16": dict(patch_size=4, embed_dim=24, depth=2, drop_path=0.3),
     "convmixer_256_8": dict(patch_size=2, embed_dim=24, depth=2, kernel_size=3),
     "simple_vit": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3),
 }
-QUICK = {"impulse_gd": dict(steps=3)}                # it searches for a thousand steps by default
+QUICK = {"impulse_gd": dict(steps=3)}  # it searches for a thousand steps by default
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -56,11 +59,12 @@ def inits_of(family: str) -> list[str]:
     return [init for init, families in INITS.items() if stated_family(*SIZES[family]) in families]
 
 
-def after(init: str, model: nn.Module, seed: int = 0, fill: float = math.nan, **options: Any
-          ) -> dict[str, Tensor]:
+def after(
+    init: str, model: nn.Module, seed: int = 0, fill: float = math.nan, **options: Any
+) -> dict[str, Tensor]:
     """The state after an init, for which what constructors drew must not matter: it is `fill`."""
     for name, value in model.state_dict().items():
-        if model.family != "simple_vit" or name != "pos_embed":          # which is fixed
+        if model.family != "simple_vit" or name != "pos_embed":  # which is fixed
             value.fill_(7 if name.endswith("num_batches_tracked") else fill)
     return state_of(written(init, model, seed, **QUICK.get(init, {}) | options))
 
@@ -96,13 +100,19 @@ def linear(state: dict[str, Tensor], x: Tensor, layer: str) -> Tensor:
     return x @ state[f"{layer}.weight"].T + state[f"{layer}.bias"]
 
 
-def assert_same_function(model: nn.Module, logits: Tensor, expected: Tensor,
-                         parameters: dict[str, Tensor], atol: float = 1e-12) -> None:
+def assert_same_function(
+    model: nn.Module,
+    logits: Tensor,
+    expected: Tensor,
+    parameters: dict[str, Tensor],
+    atol: float = 1e-12,
+) -> None:
     """Logits are the expected ones, of which `parameters` have the gradients of the model's."""
-    assert logits.std() > 0.1                        # not a comparison of zeros
+    assert logits.std() > 0.1  # not a comparison of zeros
     torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
     logits.square().sum().backward()
     expected.square().sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, parameters[name].grad, rtol=1e-9, atol=1e-9,
-                                   msg=name)
+        torch.testing.assert_close(
+            parameter.grad, parameters[name].grad, rtol=1e-9, atol=1e-9, msg=name
+        )

@@ -30,17 +30,28 @@ def as_in_a_wheel(setup: configparser.ConfigParser, repository: Path) -> dict[st
         outside = repository / folders.get(name, inside)
         patterns = setup["options.package_data"].get(name, "").split(",")
         for pattern in filter(None, ["*.py", *map(str.strip, patterns)]):
-            found |= {f"{inside}/{path.relative_to(outside).as_posix()}": path
-                      for path in outside.glob(pattern) if path.is_file()}
+            found |= {
+                f"{inside}/{path.relative_to(outside).as_posix()}": path
+                for path in outside.glob(pattern)
+                if path.is_file()
+            }
     return found
 
 
 def test_a_wheel_contains_all_code_recipes_models_and_lessons(setup, repository):
     found = set(as_in_a_wheel(setup, repository).values())
-    for pattern in ("vitinit/**/*.py", "vitinit/**/*.txt", "vitinit/**/*.html",
-                    "vitinit/**/*.css", "recipes/*.toml", "recipes/*.tar.xz",
-                    "recipes/trained/*/*", "vitinit/programs/lessons/*.md",
-                    "vitinit/programs/lessons/images/*", "tests/data/cifar10/*/*"):
+    for pattern in (
+        "vitinit/**/*.py",
+        "vitinit/**/*.txt",
+        "vitinit/**/*.html",
+        "vitinit/**/*.css",
+        "recipes/*.toml",
+        "recipes/*.tar.xz",
+        "recipes/trained/*/*",
+        "vitinit/programs/lessons/*.md",
+        "vitinit/programs/lessons/images/*",
+        "tests/data/cifar10/*/*",
+    ):
         files = set(repository.glob(pattern))
         assert files and files <= found, pattern
     assert len([path for path in found if path.suffix == ".jpg"]) == 50
@@ -79,14 +90,19 @@ assert sweep.main(["--recipe", "quickstart", "--seeds", "1", "--data-dir",
     word for text in small.split() for word in ("--set", text))]) == 0
 assert evaluate.main(["runs/quickstart-default-s1"]) == 0
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, text=True, timeout=240,
-                            env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
-                            capture_output=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=elsewhere,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+    )
     assert result.returncode == 0, result.stderr
     assert "1 of 1 images are classified as their folder says" in result.stdout
     assert "blocks of code print what the page shows" in result.stdout
-    assert "\n| default | 1 | " in result.stdout      # compared
-    start, = json.loads((elsewhere / "runs/quickstart-default-s1/run.json").read_bytes())
+    assert "\n| default | 1 | " in result.stdout  # compared
+    (start,) = json.loads((elsewhere / "runs/quickstart-default-s1/run.json").read_bytes())
     assert start["recipe"] == "quickstart" and start["git_commit"] == "unknown"
     assert start["arguments"]["changes"]["model.options.depth"] == 1
 
@@ -94,8 +110,13 @@ assert evaluate.main(["runs/quickstart-default-s1"]) == 0
 def test_every_extra_that_is_named_exists(setup, repository):
     extras = set(setup["options.extras_require"])
     texts = [repository / name for name in ("README.md", "train.py", "eval.py", "setup.cfg")]
-    for pattern in ("vitinit/**/*.py", "vitinit/**/*.md", "recipes/*.toml", "recipes/*.md",
-                    "tests/**/*.py"):
+    for pattern in (
+        "vitinit/**/*.py",
+        "vitinit/**/*.md",
+        "recipes/*.toml",
+        "recipes/*.md",
+        "tests/**/*.py",
+    ):
         texts += repository.glob(pattern)
     named = {}
     for path in texts:

@@ -18,8 +18,11 @@ from launches import Launches
 from optimisers import OPTIMISERS, state_of
 from small_models import SMALL
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
-                                           unset_fake_temporarily)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from vitinit import models
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
@@ -51,8 +54,9 @@ AUGMENTATION = Augmentation(0, (SIZE, SIZE), DEIT.augment, DEIT.rand_augment, DE
 def as_if_there_were_a_gpu(monkeypatch) -> None:
     # autocast and GradScaler would switch themselves off.
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.amp.grad_scaler, "amp_definitely_not_available", lambda: False,
-                        raising=False)
+    monkeypatch.setattr(
+        torch.amp.grad_scaler, "amp_definitely_not_available", lambda: False, raising=False
+    )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *arguments, **options: True)
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
@@ -63,26 +67,39 @@ def build(name: str, device: torch.device) -> nn.Module:
     # FakeTensorMode torch 2.11 would build a real one there.
     family, sizes = models.MODELS[name]
     kind = models.model_class(family)
-    with device:                                     # modules of fake tensors cannot be moved
+    with device:  # modules of fake tensors cannot be moved
         return kind(num_classes=CLASSES, image_size=SIZE, **sizes | SMALL[name])
 
 
-def fresh_state(name: str, amp: str, device: torch.device = CUDA, *, optimiser: str = "adamw"
-                ) -> TrainState:
+def fresh_state(
+    name: str, amp: str, device: torch.device = CUDA, *, optimiser: str = "adamw"
+) -> TrainState:
     model, other = build(name, device), build(name, device)
-    model.__deepcopy__ = lambda memo: other          # nor copied, as a moving average needs
-    return state_of(model, OPTIMISERS[optimiser](model), ema=Ema(model, decay=0.9, warmup=True),
-                    scaler=torch.amp.GradScaler(device.type, enabled=amp == "fp16"))
+    model.__deepcopy__ = lambda memo: other  # nor copied, as a moving average needs
+    return state_of(
+        model,
+        OPTIMISERS[optimiser](model),
+        ema=Ema(model, decay=0.9, warmup=True),
+        scaler=torch.amp.GradScaler(device.type, enabled=amp == "fp16"),
+    )
 
 
 def loaded() -> Iterator[Batch]:
     """Batches as a loader yields them: images and labels on the host, and all random draws."""
     for step in itertools.count():
-        with unset_fake_temporarily():               # the host reads the draws
-            drawn = OnHost(AUGMENTATION.draws(Samples(
-                step, [SampleKey(step, image) for image in range(BATCH)], np.zeros(BATCH))))
-        yield Batch(torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
-                    torch.zeros(BATCH, dtype=torch.int64), drawn)
+        with unset_fake_temporarily():  # the host reads the draws
+            drawn = OnHost(
+                AUGMENTATION.draws(
+                    Samples(
+                        step, [SampleKey(step, image) for image in range(BATCH)], np.zeros(BATCH)
+                    )
+                )
+            )
+        yield Batch(
+            torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
+            torch.zeros(BATCH, dtype=torch.int64),
+            drawn,
+        )
 
 
 def training_steps() -> Iterator:
@@ -100,28 +117,54 @@ def training_steps() -> Iterator:
 def read(monkeypatch) -> list[tuple[int, int]]:
     """`read_losses`, which waits for the device, replaced by counts of losses and of skip flags."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(loop, "read_losses", lambda state, processes: found.append(
-        (len(state.progress.losses), len(state.progress.skipped))))
+    monkeypatch.setattr(
+        loop,
+        "read_losses",
+        lambda state, processes: found.append(
+            (len(state.progress.losses), len(state.progress.skipped))
+        ),
+    )
     return found
 
 
-def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
-          device: torch.device) -> None:
+def train(
+    state: TrainState, steps: Iterable, amp: str, clip_norm: float, device: torch.device
+) -> None:
     def drop_path_at(step: int) -> Tensor | None:
         rates = state.model.drop_path_rates
         rng = np.random.default_rng(step)
         return draw_drop_path(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
-    train_epochs(GivenSteps(state, state.model, steps, learning_rate=lambda step: 1e-3, amp=amp,
-                            drop_path=drop_path_at, clip_norm=clip_norm, global_batch=12),
-                 Processes(0, 0, 1, device), StopRequest())
+
+    train_epochs(
+        GivenSteps(
+            state,
+            state.model,
+            steps,
+            learning_rate=lambda step: 1e-3,
+            amp=amp,
+            drop_path=drop_path_at,
+            clip_norm=clip_norm,
+            global_batch=12,
+        ),
+        Processes(0, 0, 1, device),
+        StopRequest(),
+    )
 
 
-@pytest.mark.parametrize("name, amp, clip_norm, optimiser", [
-    ("vit_tiny", "fp16", 1.0, "adamw"), ("vit_tiny", "fp16", 0.0, "muon"),
-    ("swin_tiny", "bf16", 1.0, "muon"), ("mixer_s16", "bf16", 1.0, "adamw"),
-    ("convmixer_256_8", "fp16", 0.0, "adamw"), ("simple_vit", "off", 0.0, "adamw")])
-def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu, read, monkeypatch,
-                                                         name, amp, clip_norm, optimiser):
+@pytest.mark.parametrize(
+    "name, amp, clip_norm, optimiser",
+    [
+        ("vit_tiny", "fp16", 1.0, "adamw"),
+        ("vit_tiny", "fp16", 0.0, "muon"),
+        ("swin_tiny", "bf16", 1.0, "muon"),
+        ("mixer_s16", "bf16", 1.0, "adamw"),
+        ("convmixer_256_8", "fp16", 0.0, "adamw"),
+        ("simple_vit", "off", 0.0, "adamw"),
+    ],
+)
+def test_a_step_mixes_up_no_device_and_waits_for_nothing(
+    as_if_there_were_a_gpu, read, monkeypatch, name, amp, clip_norm, optimiser
+):
     """From the loader's batches to the moving average. Reading the losses waits, but only every
     tenth step does that."""
     backward_passes = []
@@ -133,11 +176,12 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
             backward_passes.append(loss)
             for parameter in state.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
+
         monkeypatch.setattr(Tensor, "backward", backward)
         with Launches() as launches:
             train(state, training_steps(), amp, clip_norm, CUDA)
     assert len(backward_passes) == STEPS * ACCUMULATION
-    assert read == [(STEPS, STEPS if amp == "fp16" else 0)]           # at the end of the epoch
+    assert read == [(STEPS, STEPS if amp == "fp16" else 0)]  # at the end of the epoch
     assert launches.uploads > 0 and launches.downloads == 0
     tensors = [*state.model.state_dict().values(), *state.ema.model.state_dict().values()]
     moments = [value for values in state.optimizer.state.values() for value in values.values()]
@@ -168,18 +212,33 @@ def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatc
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             for size in (BATCH, BATCH, BATCH - 1):
                 seen.append(size)
-                yield prepare((torch.zeros(size, 3, SIZE, SIZE, dtype=torch.uint8),
-                               torch.zeros(size, dtype=torch.int64)))
+                yield prepare(
+                    (
+                        torch.zeros(size, 3, SIZE, SIZE, dtype=torch.uint8),
+                        torch.zeros(size, dtype=torch.int64),
+                    )
+                )
+
         counted = []
 
         def summed(processes: Processes, values: Tensor) -> Tensor:
             counted.append((values.device, values.shape))
             return values
+
         monkeypatch.setattr(Processes, "sum", summed)
         with Launches() as launches, pytest.raises(DataDependentOutputException):
-            evaluate([model, model], batches(), num_classes=CLASSES, amp=amp, processes=ALONE,
-                     stop=StopRequest(), columns=torch.arange(CLASSES))
+            evaluate(
+                [model, model],
+                batches(),
+                num_classes=CLASSES,
+                amp=amp,
+                processes=ALONE,
+                stop=StopRequest(),
+                columns=torch.arange(CLASSES),
+            )
     # Everything was counted on the device before the host read the first number.
     assert seen == [BATCH, BATCH, BATCH - 1] and launches.downloads == 0
-    assert counted == [(CUDA, size) for size in [
-        (2, 2), (2, CLASSES), (2, CLASSES), (CLASSES,), *[(CLASSES, CLASSES)] * 2]]
+    assert counted == [
+        (CUDA, size)
+        for size in [(2, 2), (2, CLASSES), (2, CLASSES), (CLASSES,), *[(CLASSES, CLASSES)] * 2]
+    ]

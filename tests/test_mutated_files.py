@@ -46,18 +46,28 @@ from vitinit.train.state import Ema, TrainState
 
 RUN = Path(__file__).parent / "runs" / "data" / "stopped_at_88e7f50"
 COUNT = int(os.environ.get("VITINIT_MUTATIONS", 50))
-MEMORY = 600                    # MiB that reading a mutated file may add to the largest so far
+MEMORY = 600  # MiB that reading a mutated file may add to the largest so far
 DEEP: Any = []
 for _ in range(70):
     DEEP = [DEEP]
+# fmt: off
 VALUES = (None, True, -1, 0, 1, 1.5, -0.5, 2**31, 2**63, 10**400, 1e308, math.nan, math.inf, "",
           "x", "7", "x" * 300, [], [1], ["a", "b", "c"], {}, {"a": 1}, DEEP, [[1, 2], [3]])
-TENSORS = (torch.ones(1).expand(2**18, 2**18), torch.ones(3), torch.ones(3).long(), torch.ones(()),
-           torch.ones(2, 2).to_sparse(), torch.ones(3).to(torch.float8_e4m3fn),
-           torch.ones(3, device="meta"), torch.full((3,), math.nan), torch.ones(0),
-           torch.ones(3).cfloat())
+# fmt: on
+TENSORS = (
+    torch.ones(1).expand(2**18, 2**18),
+    torch.ones(3),
+    torch.ones(3).long(),
+    torch.ones(()),
+    torch.ones(2, 2).to_sparse(),
+    torch.ones(3).to(torch.float8_e4m3fn),
+    torch.ones(3, device="meta"),
+    torch.full((3,), math.nan),
+    torch.ones(0),
+    torch.ones(3).cfloat(),
+)
 SHARED: Any = [1]
-for _ in range(40):             # 2^40 numbers, if it is written out
+for _ in range(40):  # 2^40 numbers, if it is written out
     SHARED = [SHARED, SHARED]
 
 
@@ -66,9 +76,15 @@ def altered(value: Any, random: Random, odd: tuple) -> Any:
     if not isinstance(value, (dict, list, tuple)) or not value or random.random() < 0.08:
         if isinstance(value, torch.Tensor) and random.random() < 0.5:
             wrong = random.choice([math.nan, -math.inf, -1.0])
-            return random.choice([value.double(), value[None], value.long(), value.flatten()[:1],
-                                  torch.full_like(value, wrong) if value.is_floating_point()
-                                  else value])
+            return random.choice(
+                [
+                    value.double(),
+                    value[None],
+                    value.long(),
+                    value.flatten()[:1],
+                    torch.full_like(value, wrong) if value.is_floating_point() else value,
+                ]
+            )
         return random.choice(odd)
     if isinstance(value, dict):
         key = random.choice([*value])
@@ -80,17 +96,29 @@ def altered(value: Any, random: Random, odd: tuple) -> Any:
     place = random.randrange(len(value))
     parts = [*value]
     other = altered(parts[place], random, odd)
-    parts[place:place + 1] = random.choice([[], [parts[place]] * 2, [other], [other]])
+    parts[place : place + 1] = random.choice([[], [parts[place]] * 2, [other], [other]])
     return type(value)(parts)
 
 
 def damaged(content: bytes, random: Random) -> bytes:
     """The bytes cut short, or with some of them changed, repeated, added or replaced."""
     place, end = sorted(random.randrange(len(content) + 1) for _ in range(2))
-    more = random.choice([bytes(random.choices(range(256), k=3)), b"[" * 2000, b"{\"a\":" * 999,
-                          b"9" * 400, b"a." * 2000, b"\0", b"\n", b"1e99", content[place:end][:99]])
-    return content[:place] + random.choice([b"", more, more + content[place:],
-                                            more + content[place + 1:], more + content[end:]])
+    more = random.choice(
+        [
+            bytes(random.choices(range(256), k=3)),
+            b"[" * 2000,
+            b'{"a":' * 999,
+            b"9" * 400,
+            b"a." * 2000,
+            b"\0",
+            b"\n",
+            b"1e99",
+            content[place:end][:99],
+        ]
+    )
+    return content[:place] + random.choice(
+        [b"", more, more + content[place:], more + content[place + 1 :], more + content[end:]]
+    )
 
 
 def written(table: Any, random: Random) -> bytes:
@@ -104,16 +132,23 @@ def written(table: Any, random: Random) -> bytes:
 def require_run(run: RunRecord) -> None:
     epochs = [row["epoch"] for row in run.rows]
     assert epochs == sorted({*epochs}) and all(type(epoch) is int for epoch in epochs)
-    assert all(value is None or type(value) in (int, float) and not abs(value) > 2**63
-               or type(value) is float for row in run.rows for value in row.values())
+    assert all(
+        value is None
+        or type(value) in (int, float)
+        and not abs(value) > 2**63
+        or type(value) is float
+        for row in run.rows
+        for value in row.values()
+    )
     assert all(type(word) is str for start in run.starts for word in start.get("command", []))
     assert {type(run.seed), type(run.epochs)} == {int} and type(run.validated_on) is str
 
 
 def require_recipe(recipe: Recipe) -> None:
     again = from_dict(recipe.as_dict(), "again")
-    assert again == recipe and all(type(value) is not float or math.isfinite(value)
-                                   for value in recipe.keys.values())
+    assert again == recipe and all(
+        type(value) is not float or math.isfinite(value) for value in recipe.keys.values()
+    )
 
 
 def require_model(trained: vitinit.Trained) -> None:
@@ -129,8 +164,20 @@ class Kinds:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "run"
         self.state = read_checkpoint_file(RUN / "last.pt")
-        assert export.main([str(RUN), "--to", "safetensors", "--names", "transformers",
-                            "--out", str(folder / "transformers")]) == 0
+        assert (
+            export.main(
+                [
+                    str(RUN),
+                    "--to",
+                    "safetensors",
+                    "--names",
+                    "transformers",
+                    "--out",
+                    str(folder / "transformers"),
+                ]
+            )
+            == 0
+        )
         assert export.main([str(RUN), "--to", "safetensors", "--out", str(folder / "timm")]) == 0
         write_archive([read_run(RUN)], folder / "whole.tar.xz")
         self.recipe = from_dict(self.state["recipe"], "")
@@ -141,8 +188,14 @@ class Kinds:
 
     def text(self, name: str, random: Random) -> bytes:
         """The mutated contents of a text of a run."""
-        content = (RUN / name).read_bytes() if name != "steps.jsonl" else b"".join(
-            b'{"step": %d0, "loss": 1.5, "lr": 0.1, "grad_norm": null}\n' % n for n in range(1, 6))
+        content = (
+            (RUN / name).read_bytes()
+            if name != "steps.jsonl"
+            else b"".join(
+                b'{"step": %d0, "loss": 1.5, "lr": 0.1, "grad_norm": null}\n' % n
+                for n in range(1, 6)
+            )
+        )
         if name.endswith(".jsonl") and random.random() < 0.7:
             lines = content.splitlines(keepends=True)
             place = random.randrange(len(lines))
@@ -175,10 +228,19 @@ class Kinds:
         name = random.choice([path.name for path in folder.glob("*.json")])
         (folder / name).write_bytes(written(json.loads((folder / name).read_bytes()), random))
         described = read_description(folder / "model.safetensors")
-        assert described is None or described.classes is None or (
-            all(type(word) is str for word in described.classes))
-        require_model(vitinit.load(folder, recipe=None if library == "transformers" and described
-                                   and described.recipe else str(RUN / "recipe.toml")))
+        assert (
+            described is None
+            or described.classes is None
+            or (all(type(word) is str for word in described.classes))
+        )
+        require_model(
+            vitinit.load(
+                folder,
+                recipe=None
+                if library == "transformers" and described and described.recipe
+                else str(RUN / "recipe.toml"),
+            )
+        )
 
     def index(self, random: Random) -> None:
         self.run.mkdir()
@@ -190,8 +252,11 @@ class Kinds:
 
     def archive(self, random: Random) -> None:
         content = lzma.decompress((self.folder / "whole.tar.xz").read_bytes())
-        packed = (damaged((self.folder / "whole.tar.xz").read_bytes(), random)
-                  if random.random() < 0.3 else lzma.compress(damaged(content, random), preset=0))
+        packed = (
+            damaged((self.folder / "whole.tar.xz").read_bytes(), random)
+            if random.random() < 0.3
+            else lzma.compress(damaged(content, random), preset=0)
+        )
         (self.folder / "odd.tar.xz").write_bytes(packed)
         for record in read_runs([self.folder / "odd.tar.xz"]):
             require_run(record)
@@ -201,8 +266,11 @@ class Kinds:
         content = (self.folder / "timm" / "model.safetensors").read_bytes()
         end = 8 + int.from_bytes(content[:8], "little")
         head = written(json.loads(content[8:end]), random)
-        path.write_bytes(damaged(content, random) if random.random() < 0.3 else
-                         len(head).to_bytes(8, "little") + head + content[end:])
+        path.write_bytes(
+            damaged(content, random)
+            if random.random() < 0.3
+            else len(head).to_bytes(8, "little") + head + content[end:]
+        )
         require_model(vitinit.load(path, recipe=str(RUN / "recipe.toml")))
 
     def notes_of_a_program(self, random: Random) -> None:
@@ -212,11 +280,20 @@ class Kinds:
         with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(path, "w") as other:
             for part in archive.infolist():
                 content = archive.read(part)
-                other.writestr(part, written(json.loads(content), random)
-                               if part.filename.endswith("vitinit.json") else content)
+                other.writestr(
+                    part,
+                    written(json.loads(content), random)
+                    if part.filename.endswith("vitinit.json")
+                    else content,
+                )
         opened = program(path, self.recipe, torch.device("cpu"))
-        assert all(type(value) is float and math.isfinite(value)
-                   for value in (*opened.teacher.mean, *opened.teacher.std)) and opened.outputs == 3
+        assert (
+            all(
+                type(value) is float and math.isfinite(value)
+                for value in (*opened.teacher.mean, *opened.teacher.std)
+            )
+            and opened.outputs == 3
+        )
         assert opened.classes is None or [*map(type, opened.classes)] == [str] * 3
 
     def bytes_of_a_checkpoint(self, random: Random) -> None:
@@ -227,20 +304,28 @@ class Kinds:
         state = altered(self.state, random, VALUES[:20] + TENSORS + (SHARED, {1, 2}, 1j))
         key = random.choice(["progress", "classes", "grid", "optimizer", "ema", "scaler", "recipe"])
         if random.random() < 0.7:
-            state = {**self.state, key: altered(self.state[key], random, VALUES[:20] + TENSORS + (
-                SHARED,))}
+            state = {
+                **self.state,
+                key: altered(self.state[key], random, VALUES[:20] + TENSORS + (SHARED,)),
+            }
         torch.save(state, self.fresh() / "last.pt")
         self.both_readers()
 
     def both_readers(self) -> None:
         """Of weights alone, and of the whole state, from which training goes on."""
         model = build(self.recipe)
-        state = TrainState(model, optimizer_for(model, self.recipe.optim),
-                           torch.amp.GradScaler("cpu", enabled=False),
-                           Ema(model, decay=0.9, warmup=False), Progress())
+        state = TrainState(
+            model,
+            optimizer_for(model, self.recipe.optim),
+            torch.amp.GradScaler("cpu", enabled=False),
+            Ema(model, decay=0.9, warmup=False),
+            Progress(),
+        )
         refused = []
-        for read in (lambda: require_model(vitinit.load(self.run)),
-                     lambda: state.load_state_dict(RunFolder(self.run).load_last(), self.run)):
+        for read in (
+            lambda: require_model(vitinit.load(self.run)),
+            lambda: state.load_state_dict(RunFolder(self.run).load_last(), self.run),
+        ):
             try:
                 read()
             except OneLineError as error:
@@ -248,22 +333,32 @@ class Kinds:
         if len(refused) < 2:
             assert {type(value) for value in vars(state.progress).values()} >= {int, float}
             for values in state.optimizer.state.values():
-                assert all(value.isfinite().all() and value.dtype == torch.float32
-                           for value in values.values())
+                assert all(
+                    value.isfinite().all() and value.dtype == torch.float32
+                    for value in values.values()
+                )
             assert all(value.isfinite().all() for value in state.ema.model.state_dict().values())
         for error in refused:
             raise error
 
 
 READERS: dict[str, Callable[[Kinds, Random], None]] = {
-    **{name: lambda kinds, random, name=name: kinds.of_a_run(name, random)
-       for name in ("run.json", "metrics.jsonl", "steps.jsonl", "recipe.toml")},
-    "a recipe": Kinds.a_recipe, "index.json": Kinds.index, "archive": Kinds.archive,
-    **{name: lambda kinds, random, name=name: kinds.foreign(name, random)
-       for name in ("transformers", "timm")},
-    "safetensors": Kinds.safetensors, "vitinit.json": Kinds.notes_of_a_program,
+    **{
+        name: lambda kinds, random, name=name: kinds.of_a_run(name, random)
+        for name in ("run.json", "metrics.jsonl", "steps.jsonl", "recipe.toml")
+    },
+    "a recipe": Kinds.a_recipe,
+    "index.json": Kinds.index,
+    "archive": Kinds.archive,
+    **{
+        name: lambda kinds, random, name=name: kinds.foreign(name, random)
+        for name in ("transformers", "timm")
+    },
+    "safetensors": Kinds.safetensors,
+    "vitinit.json": Kinds.notes_of_a_program,
     "checkpoint, bytes": Kinds.bytes_of_a_checkpoint,
-    "checkpoint, values": Kinds.values_of_a_checkpoint}
+    "checkpoint, values": Kinds.values_of_a_checkpoint,
+}
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +369,7 @@ def kinds(tmp_path_factory) -> Kinds:
 @pytest.mark.parametrize("kind", READERS)
 def test_a_mutated_file_is_refused_in_one_line_or_read_as_what_it_may_be(kinds, kind, capsys):
     counts, count = {"refused": 0, "read": 0}, COUNT // (10 if kind == "vitinit.json" else 1)
-    for number in range(count):        # a program takes a fifth of a second to load
+    for number in range(count):  # a program takes a fifth of a second to load
         shutil.rmtree(kinds.run, ignore_errors=True)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
@@ -295,7 +390,8 @@ def test_a_mutated_file_is_refused_in_one_line_or_read_as_what_it_may_be(kinds, 
 
 # Each program with a kind of file that it reads.
 PROGRAMS = [
-    (compare.main, ["{run}"], "run.json"), (compare.main, ["{run}"], "recipe.toml"),
+    (compare.main, ["{run}"], "run.json"),
+    (compare.main, ["{run}"], "recipe.toml"),
     (evaluate.main, ["{run}"], "checkpoint, values"),
     (predict.main, ["{run}", "{run}"], "checkpoint, values"),
     (export.main, ["{run}", "--to", "run", "--out", "{run}/out"], "run.json"),
@@ -304,7 +400,8 @@ PROGRAMS = [
     (train.main, ["--resume", "{run}"], "checkpoint, values"),
     (train.main, ["--resume", "{run}"], "metrics.jsonl"),
     (train.main, ["--recipe", "{run}/../odd.toml", "--dry-run"], "a recipe"),
-    (sweep.main, ["--recipe", "{run}/../odd.toml", "--seeds", "0", "--dry-run"], "a recipe")]
+    (sweep.main, ["--recipe", "{run}/../odd.toml", "--seeds", "0", "--dry-run"], "a recipe"),
+]
 
 
 @pytest.mark.parametrize("main, words, kind", PROGRAMS)
@@ -321,20 +418,38 @@ def test_no_program_ends_in_a_traceback_for_a_mutated_file(kinds, main, words, k
 
 # Of which nothing is trained, drawn or measured: of some, only the arguments are parsed.
 COMMAND_LINES = {
-    "train.py": lambda words: train.main(["--dry-run", *words]), "eval.py": evaluate.main,
+    "train.py": lambda words: train.main(["--dry-run", *words]),
+    "eval.py": evaluate.main,
     "vitinit compare": compare.main,
     "vitinit sweep": lambda words: sweep.main(["--dry-run", *words]),
-    **{name: lambda words, name=name, parse=program.parse_arguments: run_program(
-        name, lambda: parse(words) and None)
-       for name, program in (("vitinit figures", figures), ("vitinit bench", bench))}}
+    **{
+        name: lambda words, name=name, parse=program.parse_arguments: run_program(
+            name, lambda: parse(words) and None
+        )
+        for name, program in (("vitinit figures", figures), ("vitinit bench", bench))
+    },
+}
+# fmt: off
 WORDS = ("", "none", "a\nb", "ü", "'", "%s", "../..", "-1", "[", "cifar10", "quickstart", "0",
          "0-3", "1,x", "288", "9" * 30, "nan", "absent.toml", "imagenet=", "cifar10=/", "runs",
          "/dev/null", "--", "x=1", "section.key=1", "attention", "step")
-SMALLEST = {"data.name": "image_folder", "data.root": "images", "data.num_classes": 3,
-            "data.image_size": 32, "data.workers": 0, "data.subset": 1.0,
-            "data.images_per_class": 0, "optim.global_batch": 8, "optim.max_batch_per_process": 4,
-            "mix.group": 4, "schedule.warmup_lr": 0.0, "schedule.min_lr": 0.0, "eval.batch_size": 2,
-            "distill.teacher": ""}
+# fmt: on
+SMALLEST = {
+    "data.name": "image_folder",
+    "data.root": "images",
+    "data.num_classes": 3,
+    "data.image_size": 32,
+    "data.workers": 0,
+    "data.subset": 1.0,
+    "data.images_per_class": 0,
+    "optim.global_batch": 8,
+    "optim.max_batch_per_process": 4,
+    "mix.group": 4,
+    "schedule.warmup_lr": 0.0,
+    "schedule.min_lr": 0.0,
+    "eval.batch_size": 2,
+    "distill.teacher": "",
+}
 
 
 def changed_recipe(random: Random) -> list[str]:
@@ -342,18 +457,25 @@ def changed_recipe(random: Random) -> list[str]:
     recipe = load_recipe(random.choice(sorted(RECIPES.glob("*.toml"))), [])
     options = next(sizes for name, sizes in SMALL.items() if recipe.model.name[:4] == name[:4])
     values = SMALLEST | {f"model.options.{key}": value for key, value in options.items()}
-    name = random.choice([name for name in INITS if name != "impulse_gd"])     # which takes long
+    name = random.choice([name for name in INITS if name != "impulse_gd"])  # which takes long
     for _ in range(random.choice([1, 1, 2, 3])):
         key = random.choice([*recipe.keys])
         value = (recipe.keys | values)[key]
         if isinstance(value, (list, tuple)) and random.random() < 0.5:
             values[key] = [random.choice(VALUES[1:]) for _ in value]
-        elif type(value) in (int, float) and random.random() < 0.8:      # to get past the type
+        elif type(value) in (int, float) and random.random() < 0.8:  # to get past the type
             values[key] = random.choice([2 * value, -value, value + 1, value * 0.5])
         else:
             values[key] = random.choice(VALUES[1:])
-    return ["--recipe", recipe.name, "--init", name, "--set", "init.options={}", *(
-        word for key, value in values.items() for word in ("--set", f"{key}={to_toml(value)}"))]
+    return [
+        "--recipe",
+        recipe.name,
+        "--init",
+        name,
+        "--set",
+        "init.options={}",
+        *(word for key, value in values.items() for word in ("--set", f"{key}={to_toml(value)}")),
+    ]
 
 
 def test_random_arguments_and_values_of_recipes_end_in_one_line(image_tree, monkeypatch, capsys):
@@ -378,17 +500,29 @@ def test_random_arguments_and_values_of_recipes_end_in_one_line(image_tree, monk
         except BaseException as error:
             raise AssertionError(number, name, words) from error
         said = capsys.readouterr().err
-        assert (statuses[-1], said) == (0, "") or statuses[-1] == 2 and (
-            said.startswith(f"{name}: ") and said[:-1].isprintable()), (number, name, words, said)
+        assert (
+            (statuses[-1], said) == (0, "")
+            or statuses[-1] == 2
+            and (said.startswith(f"{name}: ") and said[:-1].isprintable())
+        ), (number, name, words, said)
     assert min(statuses.count(0), statuses.count(2)) > 5
 
 
-@pytest.mark.parametrize("parse, text", [
-    (parse_json, b"9" * 400), (parse_toml, b"a=" + b"9" * 400), (parse_toml, b"a=0x" + b"f" * 400),
-    (parse_json, b"[" * 10**5), (parse_json, b"[" * 66 + b"]" * 66),
-    (parse_toml, b"a=" + b"[" * 10**4), (parse_toml, b"a." * 2000 + b"b=1"),
-    (parse_toml, b"a.b." * 99 + b"c=1"),
-    (parse_json, b" " * 2**24 + b"1"), (parse_toml, b" " * 2**16 + b"\na=1")])
+@pytest.mark.parametrize(
+    "parse, text",
+    [
+        (parse_json, b"9" * 400),
+        (parse_toml, b"a=" + b"9" * 400),
+        (parse_toml, b"a=0x" + b"f" * 400),
+        (parse_json, b"[" * 10**5),
+        (parse_json, b"[" * 66 + b"]" * 66),
+        (parse_toml, b"a=" + b"[" * 10**4),
+        (parse_toml, b"a." * 2000 + b"b=1"),
+        (parse_toml, b"a.b." * 99 + b"c=1"),
+        (parse_json, b" " * 2**24 + b"1"),
+        (parse_toml, b" " * 2**16 + b"\na=1"),
+    ],
+)
 def test_a_text_beyond_the_limits_is_refused(parse, text):
     with pytest.raises(ValueError, match="^it has over |^it is nested over 64 deep$"):
         parse(text)

@@ -3,9 +3,24 @@
 import re
 
 import pytest
-from pages import (CHECKS, COMPARED, PACKAGE, PAGES, README, RECIPES, REPOSITORY, Page,
-                   bad_commands, bad_commits, bad_files, bad_formulas, bad_links, bad_outputs,
-                   bad_words, program_of)
+from pages import (
+    CHECKS,
+    COMPARED,
+    PACKAGE,
+    PAGES,
+    README,
+    RECIPES,
+    REPOSITORY,
+    Page,
+    bad_commands,
+    bad_commits,
+    bad_files,
+    bad_formulas,
+    bad_links,
+    bad_outputs,
+    bad_words,
+    program_of,
+)
 
 from vitinit.__main__ import PROGRAMS
 from vitinit.data.datasets import DATA_SETS, EVAL_SETS
@@ -28,20 +43,30 @@ def test_what_a_page_says_is_so(page):
 def test_every_folder_has_a_page_that_can_be_reached_and_every_program_is_shown():
     own = {path.parent / "README.md" for path in PACKAGE.glob("*/__init__.py")}
     assert own <= {page.path for page in PAGES}
-    linked = {(page.path.parent / link.partition("#")[0]).resolve()
-              for page in PAGES for link in page.links()}
+    linked = {
+        (page.path.parent / link.partition("#")[0]).resolve()
+        for page in PAGES
+        for link in page.links()
+    }
     assert {page.path for page in PAGES} - {README.path} <= linked
-    shown = {found[0] for page in PAGES for words in page.commands()
-             if (found := program_of(words))}
+    shown = {
+        found[0] for page in PAGES for words in page.commands() if (found := program_of(words))
+    }
     assert shown >= {"train.py", "eval.py"} | {f"vitinit {name}" for name in PROGRAMS} - {
-        "vitinit train", "vitinit eval"}
+        "vitinit train",
+        "vitinit eval",
+    }
 
 
-@pytest.mark.parametrize("name, title, entries", [
-    ("recipes/README.md", "All recipes", {path.stem for path in RECIPES.glob("*.toml")}),
-    ("vitinit/init/README.md", "The inits", set(INITS)),
-    ("vitinit/models/README.md", "The names", set(MODELS)),
-    ("vitinit/data/README.md", "The data sets", {*DATA_SETS, *EVAL_SETS})])
+@pytest.mark.parametrize(
+    "name, title, entries",
+    [
+        ("recipes/README.md", "All recipes", {path.stem for path in RECIPES.glob("*.toml")}),
+        ("vitinit/init/README.md", "The inits", set(INITS)),
+        ("vitinit/models/README.md", "The names", set(MODELS)),
+        ("vitinit/data/README.md", "The data sets", {*DATA_SETS, *EVAL_SETS}),
+    ],
+)
 def test_a_table_is_complete(name, title, entries):
     section = next(page for page in PAGES if page.name == name).section(title)
     rows = [line.split("|") for line in section.text.splitlines() if line.startswith("|")]
@@ -55,30 +80,52 @@ def test_each_output_that_is_compared_is_on_its_page_and_its_test_is_there():
         assert f"\ndef {test}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("check, text, found", [
-    (bad_links, "[a](recipes/nowhere.md)", "recipes/nowhere.md: no such file"),
-    (bad_links, "[a](recipes/README.md#nowhere)", "recipes/README.md#nowhere: no such heading"),
-    (bad_links, "![a\nb](../outside.png)", "../outside.png: no such file"),
-    (bad_links, "## A b, c!\n\n[a](#a-b-c) [d](#a-b)", "#a-b: no such heading"),
-    (bad_files, "in `vitinit/nowhere`", "vitinit/nowhere: no such file"),
-    (bad_files, "in `init/impulse.py`, `nowhere.py`", "nowhere.py: no such file"),
-    pytest.param(bad_commits, "as of commit\n`0123456`", "0123456: no such commit",
-                 marks=pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no history")),
-    (bad_commands, "```bash\ntorchrun train.py --recipe quickstart \\\n    --set optim.base=1\n```",
-     "optim.base"),
-    (bad_commands, "```bash\nvitinit nowhere a\n```", "No program"),
-    (bad_commands, "```bash\nvitinit compare --nowhere a\n```", "--nowhere"),
-    (bad_commands, "```bash\nvitinit sweep --recipe quickstart --init nowhere --seeds 0"
-     "\n```", "nowhere"),
-    (bad_outputs, "Its output:\n\n```text\nloss 1.5\n```", "loss 1.5: compared by no test"),
-    (bad_outputs, "Shortened:\n\n```py\nf()\n```\n\n```\nloss 1.5\n```", "loss 1.5: compared"),
-    (bad_outputs, "```py\nf(x)    # such as [1, 2]\ng(x)    # pairs: [(1, 2)]\n```", "[(1, 2)]: "),
-    (bad_outputs, "and `left out: 2 .heic`", "left out: 2 .heic: compared by no test"),
-    (bad_formulas, "of $x$, and of $ y$", "of $ y$: a formula that is none"),
-    (bad_words, "with `--job 2`", "no option --job"),
-    (bad_words, "with\n`--set init.options.target_mas=1`", "init.options.target_mas: no such key")])
+@pytest.mark.parametrize(
+    "check, text, found",
+    [
+        (bad_links, "[a](recipes/nowhere.md)", "recipes/nowhere.md: no such file"),
+        (bad_links, "[a](recipes/README.md#nowhere)", "recipes/README.md#nowhere: no such heading"),
+        (bad_links, "![a\nb](../outside.png)", "../outside.png: no such file"),
+        (bad_links, "## A b, c!\n\n[a](#a-b-c) [d](#a-b)", "#a-b: no such heading"),
+        (bad_files, "in `vitinit/nowhere`", "vitinit/nowhere: no such file"),
+        (bad_files, "in `init/impulse.py`, `nowhere.py`", "nowhere.py: no such file"),
+        pytest.param(
+            bad_commits,
+            "as of commit\n`0123456`",
+            "0123456: no such commit",
+            marks=pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no history"),
+        ),
+        (
+            bad_commands,
+            "```bash\ntorchrun train.py --recipe quickstart \\\n    --set optim.base=1\n```",
+            "optim.base",
+        ),
+        (bad_commands, "```bash\nvitinit nowhere a\n```", "No program"),
+        (bad_commands, "```bash\nvitinit compare --nowhere a\n```", "--nowhere"),
+        (
+            bad_commands,
+            "```bash\nvitinit sweep --recipe quickstart --init nowhere --seeds 0\n```",
+            "nowhere",
+        ),
+        (bad_outputs, "Its output:\n\n```text\nloss 1.5\n```", "loss 1.5: compared by no test"),
+        (bad_outputs, "Shortened:\n\n```py\nf()\n```\n\n```\nloss 1.5\n```", "loss 1.5: compared"),
+        (
+            bad_outputs,
+            "```py\nf(x)    # such as [1, 2]\ng(x)    # pairs: [(1, 2)]\n```",
+            "[(1, 2)]: ",
+        ),
+        (bad_outputs, "and `left out: 2 .heic`", "left out: 2 .heic: compared by no test"),
+        (bad_formulas, "of $x$, and of $ y$", "of $ y$: a formula that is none"),
+        (bad_words, "with `--job 2`", "no option --job"),
+        (
+            bad_words,
+            "with\n`--set init.options.target_mas=1`",
+            "init.options.target_mas: no such key",
+        ),
+    ],
+)
 def test_a_planted_mistake_is_found(check, text, found):
-    mistake, = check(Page(README.path, text))
+    (mistake,) = check(Page(README.path, text))
     assert found in mistake
 
 

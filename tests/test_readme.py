@@ -29,14 +29,19 @@ def form(line: str) -> str:
     return line.replace("epochs", "epoch")
 
 
-def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, train_program,
-                                                     eval_program, capsys):
+def test_the_quickstart_trains_and_its_run_evaluates(
+    tmp_path, monkeypatch, train_program, eval_program, capsys
+):
     monkeypatch.chdir(tmp_path)
     section = README.section("Three minutes")
     commands = section.commands()
     train = next(words for words in commands if "train.py" in words)
-    assert train_program.main([*train[2:], "--set", "schedule.epochs=1", "--set",
-                               "data.images_per_class=11"]) == 0
+    assert (
+        train_program.main(
+            [*train[2:], "--set", "schedule.epochs=1", "--set", "data.images_per_class=11"]
+        )
+        == 0
+    )
     shown = [line for line in section.blocks("")[0].splitlines() if not re.search("…|%\\|", line)]
     assert len(shown) == 7
     assert {*map(form, shown)} <= {*map(form, capsys.readouterr().out.splitlines())}
@@ -53,23 +58,25 @@ def test_the_model_in_the_box_predicts_what_the_readme_shows(monkeypatch, capsys
     monkeypatch.chdir(REPOSITORY)
     section = README.section("Use it")
     command = next(words for words in section.commands() if words[:2] == ["vitinit", "predict"])
-    assert predict.main([*command[2:command.index("--sheet")]]) == 0
+    assert predict.main([*command[2 : command.index("--sheet")]]) == 0
     printed = capsys.readouterr().out.splitlines()
     number = re.compile(r"\d+\.\d+")
     shown = [line for line in section.blocks("")[0].splitlines() if line != "…"]
     assert shown.pop() == f"wrote {command[command.index('--sheet') + 1]}"
     assert len(shown) == 3
     for line in shown:
-        found, = [other for other in printed if number.sub("#", other) == number.sub("#", line)]
+        (found,) = [other for other in printed if number.sub("#", other) == number.sub("#", line)]
         assert [float(value) for value in number.findall(found)] == pytest.approx(
-            [float(value) for value in number.findall(line)], abs=0.2)
-    code, = section.blocks("python")
+            [float(value) for value in number.findall(line)], abs=0.2
+        )
+    (code,) = section.blocks("python")
     *before, last = code.strip().splitlines()
     call, _, expected = last.partition("#")
     names: dict = {}
     exec("\n".join(before), names)
-    for (found, share), (name, rounded) in zip(eval(call, names), literal_eval(expected.strip()),
-                                               strict=True):
+    for (found, share), (name, rounded) in zip(
+        eval(call, names), literal_eval(expected.strip()), strict=True
+    ):
         assert found == name and share == pytest.approx(rounded, abs=0.02)
 
 
@@ -81,12 +88,19 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     run = REPOSITORY / "tests" / "runs" / "data" / "version_12"
     (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(run)
-    with_class_token = load_recipe(run / "recipe.toml",
-                                   overrides(sets=["model.options.pool=class"]))
+    with_class_token = load_recipe(
+        run / "recipe.toml", overrides(sets=["model.options.pool=class"])
+    )
     other = tmp_path / "runs" / "deit_small-impulse-s0"
     other.mkdir()
-    torch.save({"model": build(with_class_token).state_dict(), "classes": ["a", "b", "c"],
-                "recipe": with_class_token.as_dict()}, other / "last.pt")
+    torch.save(
+        {
+            "model": build(with_class_token).state_dict(),
+            "classes": ["a", "b", "c"],
+            "recipe": with_class_token.as_dict(),
+        },
+        other / "last.pt",
+    )
     (tmp_path / "photographs").mkdir()
     monkeypatch.chdir(tmp_path)
     image = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3))
@@ -103,22 +117,39 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     exec(program.replace("32, 32", "8, 8"), names)
     assert names["logits"].shape == (5, 3) and names["classes"] == ["blue", "green", "red"]
     opened = []
-    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(
-        create_model=lambda name, pretrained: opened.append(name.removeprefix("local-dir:"))))
-    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
-        AutoModelForImageClassification=types.SimpleNamespace(from_pretrained=opened.append)))
+    monkeypatch.setitem(
+        sys.modules,
+        "timm",
+        types.SimpleNamespace(
+            create_model=lambda name, pretrained: opened.append(name.removeprefix("local-dir:"))
+        ),
+    )
+    monkeypatch.setitem(
+        sys.modules,
+        "transformers",
+        types.SimpleNamespace(
+            AutoModelForImageClassification=types.SimpleNamespace(from_pretrained=opened.append)
+        ),
+    )
     exec(folder, {})
     assert all((tmp_path / name / "config.json").exists() for name in opened) and len(opened) == 2
     built = types.SimpleNamespace(load_state_dict=lambda weights: names.update(weights=weights))
-    monkeypatch.setitem(sys.modules, "timm.models.vision_transformer",
-                        types.SimpleNamespace(VisionTransformer=lambda **sizes: built))
+    monkeypatch.setitem(
+        sys.modules,
+        "timm.models.vision_transformer",
+        types.SimpleNamespace(VisionTransformer=lambda **sizes: built),
+    )
     exec(timms, {})
     assert "blocks.0.attn.qkv.weight" in names["weights"]
 
 
-@pytest.mark.parametrize("name, result, shape", [
-    ("vitinit/models/README.md", "logits", (2, 10)),
-    ("vitinit/init/README.md", "attention", (2, 3, 65, 65))])
+@pytest.mark.parametrize(
+    "name, result, shape",
+    [
+        ("vitinit/models/README.md", "logits", (2, 10)),
+        ("vitinit/init/README.md", "attention", (2, 3, 65, 65)),
+    ],
+)
 def test_the_code_of_a_page_gives_the_shape_that_it_states(name, result, shape):
     code, *_ = next(page for page in PAGES if page.name == name).blocks("python")
     assert str(shape) in code
@@ -146,7 +177,7 @@ def test_a_model_a_data_set_a_loss_and_a_task_are_added_as_the_pages_show(tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vitinit.models.MODELS", dict(MODELS))
     monkeypatch.setattr("vitinit.data.datasets.DATA_SETS", dict(DATA_SETS))
-    monkeypatch.setitem(TASKS, "binary", None)       # until the page's row, which then goes away
+    monkeypatch.setitem(TASKS, "binary", None)  # until the page's row, which then goes away
     for name in ("cat_1", "cat_02", "dog_001"):
         (tmp_path / "photos" / "train").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (5, 7)).save(tmp_path / "photos" / "train" / f"{name}.jpg")
@@ -154,10 +185,16 @@ def test_a_model_a_data_set_a_loss_and_a_task_are_added_as_the_pages_show(tmp_pa
     small = {'{"schedule.epochs": 3': '{"data.images_per_class": 6, "schedule.epochs": 1'}
     losses = []
     for page, title, changes in (
-            ("models", "How to add a model", {}), ("data", "How to add a data set", {}),
-            ("train", "How to add a loss", small), ("tasks", "How to add a task", small)):
-        code, = next(each for each in PAGES if each.name == f"vitinit/{page}/README.md"
-                     ).section(title).blocks("python")
+        ("models", "How to add a model", {}),
+        ("data", "How to add a data set", {}),
+        ("train", "How to add a loss", small),
+        ("tasks", "How to add a task", small),
+    ):
+        (code,) = (
+            next(each for each in PAGES if each.name == f"vitinit/{page}/README.md")
+            .section(title)
+            .blocks("python")
+        )
         for old, new in changes.items():
             assert old in code
             code = code.replace(old, new)
@@ -168,20 +205,24 @@ def test_a_model_a_data_set_a_loss_and_a_task_are_added_as_the_pages_show(tmp_pa
     source = names["source"]
     assert source.classes == ["cat", "dog"] and source.labels.tolist() == [0, 0, 1]
     assert source.image(2).shape == (3, 7, 5)
-    assert 0.2 < losses[0] < 1.0                     # ten decisions at a probability of about 1/2
+    assert 0.2 < losses[0] < 1.0  # ten decisions at a probability of about 1/2
     assert losses[0] == losses[1]
 
 
 def test_the_numbers_of_quickstart_and_cifar10_10k_are_those_of_their_records():
     """Each init's and each difference, paired by seed, on its card; the inits' also in tables."""
     runs = read_archive(REPOSITORY / "recipes" / "quickstart.tar.xz")
-    last = {init: [run.rows[-1] for run in runs if run.keys["init.name"] == init]
-            for init in ("default", "impulse")}
+    last = {
+        init: [run.rows[-1] for run in runs if run.keys["init.name"] == init]
+        for init in ("default", "impulse")
+    }
     page = next(page for page in PAGES if page.name == "recipes/README.md")
     for init, rows in last.items():
         top1, ema = ([row[key] for row in rows] for key in ("val_top1", "ema_top1"))
-        assert (f"| `{init}` | {mean_and_std(top1)} % | {mean_and_std(ema)} % | "
-                f"{', '.join(f'{value:.1f}' for value in top1)} |") in page.text
+        assert (
+            f"| `{init}` | {mean_and_std(top1)} % | {mean_and_std(ema)} % | "
+            f"{', '.join(f'{value:.1f}' for value in top1)} |"
+        ) in page.text
         assert f"| {mean_and_std(top1, 1)} (3) |" in page.text
     mean, half = t_interval([two["val_top1"] - one["val_top1"] for one, two in zip(*last.values())])
     assert f"is {mean:.1f} ± {half:.1f} points" in " ".join(README.text.split())
@@ -196,8 +237,9 @@ def test_the_numbers_of_quickstart_and_cifar10_10k_are_those_of_their_records():
     card = " ".join(card.replace("#", " ").split())
     assert archive.name in {part for page in PAGES for part in page.text.split("`")}
     for name, values in top1.items():
-        assert (f" {name} {mean_and_std(values)} % ({', '.join(f'{v:.2f}' for v in values)})"
-                in card), name
+        assert (
+            f" {name} {mean_and_std(values)} % ({', '.join(f'{v:.2f}' for v in values)})" in card
+        ), name
     differences = re.findall(r"(\S+) minus (\S+) (\S+ ± [\d.]+)", card)
     assert len(differences) >= len(top1)
     for one, other, shown in differences:
@@ -212,7 +254,11 @@ def test_the_numbers_of_quickstart_and_cifar10_10k_are_those_of_their_records():
 def test_the_two_processes_of_the_test_command_share_all_files_of_tests():
     """Also a file or folder that is added later belongs to one of the patterns."""
     *_, both = README.section("Run the tests").blocks("bash")[0].splitlines()
-    files = [file for patterns in re.findall(r"pytest ([^&;]+)", both)
-             for pattern in patterns.split() for place in REPOSITORY.glob(pattern)
-             for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
+    files = [
+        file
+        for patterns in re.findall(r"pytest ([^&;]+)", both)
+        for pattern in patterns.split()
+        for place in REPOSITORY.glob(pattern)
+        for file in (place.rglob("test_*.py") if place.is_dir() else [place])
+    ]
     assert sorted(files) == sorted((REPOSITORY / "tests").rglob("test_*.py"))

@@ -16,6 +16,7 @@ from vitinit.train.loop import set_precision, tune_convolutions
 from vitinit.train.metrics import Evaluation
 
 # All values of one type are different, and none is the default of the function that takes it.
+# fmt: off
 WRITTEN = {
     "augment": dict(repeats=3, crop_scale=[0.37, 0.97], crop_ratio=[0.71, 1.31], crop_padding=2,
                     flip=0.11, interpolation="bilinear", erase_probability=0.13,
@@ -39,18 +40,32 @@ WRITTEN = {
                  every_epochs=3),
     "checkpoint": dict(every_epochs=2, every_steps=3, keep_epochs=[0, 4], best_by="val_loss"),
 }
+# fmt: on
 
 
 def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, monkeypatch):
-    seen: dict[str, list[tuple[tuple, dict]]] = {}   # the arguments of each call, by function
-    for name in ("Augmentation", "TrainSampler", "ToDevice", "TrainToDevice", "EvalViews",
-                 "EvaluationBatches", "optimizer_for", "plan_batches", "learning_rate", "Ema",
-                 "set_precision", "train_epochs", "evaluate"):
+    seen: dict[str, list[tuple[tuple, dict]]] = {}  # the arguments of each call, by function
+    for name in (
+        "Augmentation",
+        "TrainSampler",
+        "ToDevice",
+        "TrainToDevice",
+        "EvalViews",
+        "EvaluationBatches",
+        "optimizer_for",
+        "plan_batches",
+        "learning_rate",
+        "Ema",
+        "set_precision",
+        "train_epochs",
+        "evaluate",
+    ):
         place = next(place for place in (vitinit.run, start, data, labels) if hasattr(place, name))
 
         def recorded(*arguments, name=name, real=getattr(place, name), **options):
             seen.setdefault(name, []).append((arguments, options))
             return real(*arguments, **options)
+
         monkeypatch.setattr(place, name, recorded)
     compiled, written, save = [], [], RunFolder.save
 
@@ -58,16 +73,22 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
         if path.name == "last.pt":
             written.append((state["progress"]["step"], state["progress"]["epochs"]))
         return save(self, state, path)
+
     monkeypatch.setattr(RunFolder, "save", saved)
-    monkeypatch.setattr(vitinit.run.torch, "compile", lambda model: (
-        compiled.append(model), model)[1])
-    sets = {f"{title}__{key}": to_toml(value) for title, body in WRITTEN.items()
-            for key, value in body.items()}
+    monkeypatch.setattr(
+        vitinit.run.torch, "compile", lambda model: (compiled.append(model), model)[1]
+    )
+    sets = {
+        f"{title}__{key}": to_toml(value)
+        for title, body in WRITTEN.items()
+        for key, value in body.items()
+    }
     assert train_program.main(small_run(tmp_path / "run", **sets)) == 0
 
     def options(name: str) -> dict:
         return seen[name][0][1]
-    for title, body in WRITTEN.items():              # every key is here
+
+    for title, body in WRITTEN.items():  # every key is here
         fields = {field.name for field in dataclasses.fields(sections.SECTIONS[title])}
         assert fields == set(body), title
     for part, title in zip(seen["Augmentation"][0][0][2:], ("augment", "rand_augment", "mix")):
@@ -84,11 +105,13 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
-    for name, keys in {"EvalViews": ["crop_pct", "interpolation"],
-                       "EvaluationBatches": ["batch_size", "cache_gib"]}.items():
+    for name, keys in {
+        "EvalViews": ["crop_pct", "interpolation"],
+        "EvaluationBatches": ["batch_size", "cache_gib"],
+    }.items():
         assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
     run, *_ = seen["train_epochs"][0][0]
-    assert run.epochs == 5                           # with the cool-down
+    assert run.epochs == 5  # with the cool-down
     assert (run.amp, run.clip_norm, run.save_every) == ("bf16", 0.61, 3)
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.
@@ -96,12 +119,25 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     assert [row["val_loss"] is not None for row in rows] == [False, False, True, False, True]
     assert [row["lr"] for row in rows[3:]] == [1e-6, 1e-6]
     assert {path.name for path in (tmp_path / "run").glob("epoch_*.pt")} == {
-        "epoch_0000.pt", "epoch_0004.pt"}
+        "epoch_0000.pt",
+        "epoch_0004.pt",
+    }
     # At the start, every third step, the ends of the second and fourth epoch of four steps, and
     # before and after the last evaluation.
-    assert written == [(0, 0), (3, 0), (6, 1), (8, 2), (9, 2), (12, 2), (15, 3), (16, 4), (18, 4),
-                       (20, 4), (20, 5)]
-    assert len(compiled) == 3                        # the model to train, and model and average
+    assert written == [
+        (0, 0),
+        (3, 0),
+        (6, 1),
+        (8, 2),
+        (9, 2),
+        (12, 2),
+        (15, 3),
+        (16, 4),
+        (18, 4),
+        (20, 4),
+        (20, 5),
+    ]
+    assert len(compiled) == 3  # the model to train, and model and average
 
 
 def test_the_best_checkpoint_is_that_by_the_recipe(train_program, small_run, tmp_path, monkeypatch):
@@ -111,8 +147,11 @@ def test_the_best_checkpoint_is_that_by_the_recipe(train_program, small_run, tmp
 
         def scripted(*arguments, **options):
             loss, top1, ema_top1 = next(found)
-            return [Evaluation(loss, top1, 90.0, 21, *[[7] * 3] * 3, None),
-                    Evaluation(1.0, ema_top1, 90.0, 21, *[[7] * 3] * 3, None)]
+            return [
+                Evaluation(loss, top1, 90.0, 21, *[[7] * 3] * 3, None),
+                Evaluation(1.0, ema_top1, 90.0, 21, *[[7] * 3] * 3, None),
+            ]
+
         monkeypatch.setattr(labels, "evaluate", scripted)
         assert train_program.main(small_run(tmp_path / best_by, checkpoint__best_by=best_by)) == 0
         assert checkpoint(tmp_path / best_by, "best.pt")["progress"]["epochs"] == epoch
@@ -120,8 +159,11 @@ def test_the_best_checkpoint_is_that_by_the_recipe(train_program, small_run, tmp
 
 def test_switches_of_torch_are_set_where_the_recipe_says():
     """cuDNN times its kernels for convolutional models, unless bits matter."""
-    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32,
-              torch.backends.cudnn.benchmark)
+    before = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    )
     try:
         for wanted in (True, False):
             set_precision(wanted)

@@ -25,18 +25,32 @@ PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")
 SMALL = IN_SECONDS | {"schedule.epochs": 2, "data.workers": 1, "data.on_device_gib": 0.0}
 
 
-def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_program, eval_program,
-                                                                      tmp_path, monkeypatch):
+def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(
+    train_program, eval_program, tmp_path, monkeypatch
+):
     """To the bit; only its record differs. Outside of the main thread it takes no signals, also
     where workers load the images."""
     typed, called, made = tmp_path / "typed", tmp_path / "called", []
-    assert train_program.main(["--recipe", "quickstart", "--seed", "7", "--out-dir", str(typed), *(
-        word for key, value in SMALL.items() for word in ("--set", f"{key}={value}"))]) == 0
+    assert (
+        train_program.main(
+            [
+                "--recipe",
+                "quickstart",
+                "--seed",
+                "7",
+                "--out-dir",
+                str(typed),
+                *(word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")),
+            ]
+        )
+        == 0
+    )
     monkeypatch.setattr(sys, "argv", ["notebook", "--recipe", "deit_base"])
 
     def train_and_evaluate() -> None:
         made.append(vitinit.Run("quickstart", seed=7, out_dir=called, overrides=SMALL).train())
         made.append(eval_program.main([str(called)]))
+
     thread = threading.Thread(target=train_and_evaluate)
     thread.start()
     thread.join()
@@ -48,8 +62,11 @@ def test_a_run_in_python_is_that_of_the_command_line_also_in_a_thread(train_prog
     assert torch.equal(run.state.model.head.bias, last["head.bias"])
     first, second = (json.loads((folder / "run.json").read_text())[0] for folder in (typed, called))
     assert first["command"][:3] == ["train.py", "--recipe", "quickstart"]
-    assert "command" not in second and second["arguments"] == first["arguments"] | {
-        "out_dir": str(called)} and second["arguments"]["changes"] == {"run.seed": 7} | SMALL
+    assert (
+        "command" not in second
+        and second["arguments"] == first["arguments"] | {"out_dir": str(called)}
+        and second["arguments"]["changes"] == {"run.seed": 7} | SMALL
+    )
     assert read_run(called).recipe == first["recipe"] == "quickstart"
     run = vitinit.Run("quickstart", seed=np.int64(7), overrides={"run.seed": np.uint8(3)})
     assert [type(change.value) for change in run.request.changes] == [int, int]
@@ -65,26 +82,28 @@ def test_an_objective_of_ones_own_stays_and_none_asks_no_teacher(monkeypatch):
     run.rehearse()
     assert run.objective is len
     assert {"data.root", "data.workers", "data.image_size"} & compared[0].keys() == {
-        "data.image_size"}
+        "data.image_size"
+    }
     run = vitinit.Run("quickstart", overrides={"distill.teacher": "cifar10_small"})
     run.objective = len
     assert "leave one of them out" in refused(RecipeError, run.rehearse)
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    code, = PAGE.section("In Python").blocks("python")
+    (code,) = PAGE.section("In Python").blocks("python")
     for key, value in SMALL.items():
         code = code.replace('{"', f'{{"{key}": {value}, "', 1)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     *_, last = capsys.readouterr().out.splitlines()
-    top1, = [row["val_top1"] for row in rows_of(Path("runs/mine")) if row["epoch"] == 3]
+    (top1,) = [row["val_top1"] for row in rows_of(Path("runs/mine")) if row["epoch"] == 3]
     assert last == f"{top1} 0.002 runs/mine"
 
 
 @pytest.mark.parametrize("program, skipped", [("train", {"learn_from_teacher"}), ("eval", set())])
-def test_the_page_of_a_program_names_its_parts_in_order(program, skipped, repository, tmp_path,
-                                                        monkeypatch):
+def test_the_page_of_a_program_names_its_parts_in_order(
+    program, skipped, repository, tmp_path, monkeypatch
+):
     page = (repository / f"{program}.py").read_text()
     assert page.count("\n") <= 90
     parts = re.findall(r"^    \w[\w ]*  +(vitinit/\S+\.py) +(\w+)  ", page, flags=re.MULTILINE)
@@ -98,11 +117,22 @@ def test_the_page_of_a_program_names_its_parts_in_order(program, skipped, reposi
             part = (os.path.relpath(frame.f_code.co_filename, repository), frame.f_code.co_name)
             if part in parts and part not in entered:
                 entered.append(part)
-    monkeypatch.setattr(sys, "argv", [f"{program}.py", str(tmp_path / "run")] if program == "eval"
-                        else [f"{program}.py", "--recipe", "quickstart", "--out-dir",
-                              str(tmp_path / "run"), *(word for key, value in SMALL.items()
-                                                       for word in ("--set", f"{key}={value}"))])
-    handler = signal.getsignal(signal.SIGINT)        # which the program sets for its imports
+
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [f"{program}.py", str(tmp_path / "run")]
+        if program == "eval"
+        else [
+            f"{program}.py",
+            "--recipe",
+            "quickstart",
+            "--out-dir",
+            str(tmp_path / "run"),
+            *(word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")),
+        ],
+    )
+    handler = signal.getsignal(signal.SIGINT)  # which the program sets for its imports
     sys.setprofile(note)
     try:
         with pytest.raises(SystemExit, match="0"):

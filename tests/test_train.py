@@ -26,46 +26,77 @@ def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp
     arguments = small_run(folder, init="impulse", checkpoint__keep_epochs="[0, 2]")
     assert train_program.main(arguments) == 0
     assert sorted(os.listdir(folder)) == [
-        "best.pt", "epoch_0000.pt", "epoch_0002.pt", "images.txt", "last.pt", "metrics.jsonl",
-        "previous.pt", "recipe.toml", "run.json", "run.lock", "start.txt", "steps.jsonl"]
+        "best.pt",
+        "epoch_0000.pt",
+        "epoch_0002.pt",
+        "images.txt",
+        "last.pt",
+        "metrics.jsonl",
+        "previous.pt",
+        "recipe.toml",
+        "run.json",
+        "run.lock",
+        "start.txt",
+        "steps.jsonl",
+    ]
     rows = rows_of(folder)
     assert [list(row) for row in rows] == [list(METRICS)] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]
-    assert all(isinstance(row[key], float) for row in rows for key in METRICS if key not in
-               ("epoch", "skipped_steps", "share_of_rate", "val_top5", "ema_top5"))
-    for key in ("share_of_rate", "val_top5", "ema_top5"):        # on a CPU, and of three classes
+    assert all(
+        isinstance(row[key], float)
+        for row in rows
+        for key in METRICS
+        if key not in ("epoch", "skipped_steps", "share_of_rate", "val_top5", "ema_top5")
+    )
+    for key in ("share_of_rate", "val_top5", "ema_top5"):  # on a CPU, and of three classes
         assert [row[key] for row in rows] == [None] * 3
-    step, = rows_of(folder, "steps")                            # one row for twelve steps
+    (step,) = rows_of(folder, "steps")  # one row for twelve steps
     assert tuple(step) == StepRow._fields and step["step"] == 10 and step["scale"] is None
     assert rows[2]["lr"] < step["lr"] < rows[1]["lr"]
     last = checkpoint(folder)
     assert {"model", "ema", "optimizer", "scaler", "step", "recipe"} <= last.keys()
     assert last["step"] == 12
     assert max(row["val_top1"] for row in rows) == checkpoint(folder, "best.pt")["progress"]["best"]
-    start, = json.loads((folder / "run.json").read_text())
-    assert {"recipe", "arguments", "command", "git_commit", "torch", "python", "device",
-            "processes"} <= start.keys()
+    (start,) = json.loads((folder / "run.json").read_text())
+    assert {
+        "recipe",
+        "arguments",
+        "command",
+        "git_commit",
+        "torch",
+        "python",
+        "device",
+        "processes",
+    } <= start.keys()
     printed = capsys.readouterr().out
     assert "12 = 1 process × 3 micro-batches × 4 images" in printed
-    assert "init    impulse: {base = \"default\", kernel_size = 3" in printed
+    assert 'init    impulse: {base = "default", kernel_size = 3' in printed
     # All options are written out, and the recorded recipe repeats the run.
     recipe = load_recipe(folder / "recipe.toml")
     assert recipe.init.options["qk_norm"] == 7.0 and recipe.model.options["mlp_ratio"] == 4.0
     again = tmp_path / "again"
-    assert train_program.main(["--recipe", str(folder / "recipe.toml"), "--out-dir",
-                               str(again)]) == 0
+    assert (
+        train_program.main(["--recipe", str(folder / "recipe.toml"), "--out-dir", str(again)]) == 0
+    )
     assert_identical(checkpoint(folder)["model"], checkpoint(again)["model"])
 
 
-def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, straight,
-                                                tmp_path, monkeypatch, capsys):
+def test_a_run_starts_from_another_runs_weights(
+    train_program, stop_before, small_run, straight, tmp_path, monkeypatch, capsys
+):
     """At another resolution, from the moving average, with two heads, and the first as teacher.
     When resumed, it does not read the weights again."""
     second, teacher = tmp_path / "second", straight()
     first = shutil.copytree(teacher, tmp_path / "first")
-    how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",
-               checkpoint__keep_epochs="[0]", model__name="vit_tiny_distilled",
-               model__options__pool="class", distill__teacher=str(teacher))
+    how = dict(
+        init__checkpoint=str(first),
+        init__checkpoint_weights="ema",
+        data__image_size="12",
+        checkpoint__keep_epochs="[0]",
+        model__name="vit_tiny_distilled",
+        model__options__pool="class",
+        distill__teacher=str(teacher),
+    )
     monkeypatch.setattr("vitinit.run.StopRequest", stop_before(5))
     assert train_program.main(small_run(second, "--verbose", **how)) == 128 + signal.SIGTERM
     printed = capsys.readouterr().out
@@ -82,16 +113,22 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
 
 CANNOT_START = [
     (dict(init__checkpoint="nowhere.pt"), "nowhere.pt: no such checkpoint"),
-    (dict(init="impulse", model__options__pos_embed="sincos"),
-     "cannot use the model's fixed position embedding"),
-    (dict(optim__max_batch_per_process="1"), "optim.max_batch_per_process = 1, but images are "
-     "mixed in pairs; expected at least 2, or mix.probability = 0"),
+    (
+        dict(init="impulse", model__options__pos_embed="sincos"),
+        "cannot use the model's fixed position embedding",
+    ),
+    (
+        dict(optim__max_batch_per_process="1"),
+        "optim.max_batch_per_process = 1, but images are "
+        "mixed in pairs; expected at least 2, or mix.probability = 0",
+    ),
     (dict(optim__global_batch="103", mix__probability="0"), "51 images in 2 views each, fewer"),
     (dict(model__options__patch_size="5"), "train.py: recipe quickstart: patches of 5×5 pixels do"),
     (dict(optim__name="muon", model__options__depth="0"), "train.py: recipe quickstart: "),
     (dict(data__images_per_class="18"), "class 'blue' has 17 images, too few to train on 18"),
     (dict(data__root="nowhere"), "nowhere: no such folder; image_folder is train/<class>/… and"),
-    (dict(data__root="nowhere", data__name="shapes"), "shapes is drawn and needs no folder: leave")]
+    (dict(data__root="nowhere", data__name="shapes"), "shapes is drawn and needs no folder: leave"),
+]
 
 
 def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, capsys):
@@ -103,24 +140,30 @@ def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, 
 
 
 def test_batches_that_are_probably_a_mistake_are_a_warning_at_the_start(
-        train_program, small_run, tmp_path, capsys):
+    train_program, small_run, tmp_path, capsys
+):
     for changes, warning in (
-            (dict(augment__repeats="4"), "some of the mix.group = 4 images that share a draw of "),
-            (dict(optim__global_batch="13", mix__mixup_alpha="0", mix__cutmix_alpha="0"),
-             "micro-batches have 1 image: ")):
+        (dict(augment__repeats="4"), "some of the mix.group = 4 images that share a draw of "),
+        (
+            dict(optim__global_batch="13", mix__mixup_alpha="0", mix__cutmix_alpha="0"),
+            "micro-batches have 1 image: ",
+        ),
+    ):
         assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
-        batches, updates, *_ = [line for line in capsys.readouterr().out.splitlines()
-                                if line.startswith("warning ")]
+        batches, updates, *_ = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("warning ")
+        ]
         assert batches.startswith(f"warning {warning}") and "updates in all" in updates
 
 
-def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run, tmp_path, capsys,
-                                                       monkeypatch):
+def test_a_dry_run_shows_everything_and_writes_nothing(
+    train_program, small_run, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     arguments = small_run(tmp_path / "run", "--dry-run", "--verbose", eval__batch_size="13")
     assert train_program.main(arguments) == 0
-    printed = capsys.readouterr().out                # few images, or a CPU would take minutes
+    printed = capsys.readouterr().out  # few images, or a CPU would take minutes
     assert "images (8, 3, 8, 8) → logits (8, 3); nothing was written" in printed
     assert "steps   12 = 3 epochs × 4, by Muon and AdamW, learning rate up to 0.001" in printed
     assert "lr      peak 0.001; first step 1e-06" in printed
@@ -128,8 +171,9 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_dry_run_lists_all_images_that_cannot_be_read(train_program, small_run, image_tree,
-                                                        tmp_path, capsys, workers):
+def test_a_dry_run_lists_all_images_that_cannot_be_read(
+    train_program, small_run, image_tree, tmp_path, capsys, workers
+):
     arguments = small_run(tmp_path / "run", "--dry-run", data__workers=workers)
     assert train_program.main(arguments) == train_program.main([*arguments, "--read-images"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -141,7 +185,8 @@ def test_a_dry_run_lists_all_images_that_cannot_be_read(train_program, small_run
     assert train_program.main([*arguments, "--read-images"]) == 1 < len(damaged)
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.partition(": not a readable image, 8 bytes (")[0] for line in lines] == [
-        str(path) for path in damaged]
+        str(path) for path in damaged
+    ]
     assert last == f"images  {len(damaged)} of 72 cannot be read; nothing was written"
     assert not (tmp_path / "run").exists()
     arguments.remove("--dry-run")
@@ -154,39 +199,50 @@ def test_dark_16_bit_images_are_a_warning(train_program, small_run, image_tree, 
         Image.fromarray(np.full((10, 14), 4095, np.uint16)).save(path)
     assert train_program.main(small_run(tmp_path / "run", "--dry-run")) == 0
     assert "\nwarning 51 images of 16 bits were looked at, and their highest value is 6.2 %" in (
-        capsys.readouterr().out)
+        capsys.readouterr().out
+    )
 
 
 def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
-        train_program, small_run, tmp_path, monkeypatch, capsys):
+    train_program, small_run, tmp_path, monkeypatch, capsys
+):
     found = []
 
     def measured(model, name, options, images):
         found.append((mass_on_images(model, name, options, images), images))
         return found[-1][0]
+
     monkeypatch.setattr("vitinit.watch.mass.mass_on_images", measured)
-    arguments = small_run(tmp_path / "run", "--dry-run", "--verbose", init="deep_impulse",
-                          model__options__patch_size="2", model__options__embed_dim="48")
+    arguments = small_run(
+        tmp_path / "run",
+        "--dry-run",
+        "--verbose",
+        init="deep_impulse",
+        model__options__patch_size="2",
+        model__options__embed_dim="48",
+    )
     assert train_program.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     init = next(number for number, line in enumerate(lines) if line.startswith("init "))
-    (mass, images), = found
+    ((mass, images),) = found
     assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
-    assert lines[init + 2].startswith("batch ") and images.shape == (51, 3, 8, 8)    # all there are
+    assert lines[init + 2].startswith("batch ") and images.shape == (51, 3, 8, 8)  # all there are
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", init="default")) == 0
-    assert "\nmass " not in capsys.readouterr().out   # a baseline has no targets
+    assert "\nmass " not in capsys.readouterr().out  # a baseline has no targets
 
 
-@pytest.mark.parametrize("name, step, workers", [("train/green/05.png", 5, "2"),
-                                                 ("val/blue/03.png", 4, "0")])
-def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, straight, image_tree,
-                                                   tmp_path, capsys, name, step, workers):
+@pytest.mark.parametrize(
+    "name, step, workers", [("train/green/05.png", 5, "2"), ("val/blue/03.png", 4, "0")]
+)
+def test_a_broken_image_costs_no_step_and_no_epoch(
+    train_program, small_run, straight, image_tree, tmp_path, capsys, name, step, workers
+):
     """The run stops with one line that names the file, and resumes once the image is repaired.
     tests/data/test_loader.py has how a program ends whose workers are at work."""
     broken = tmp_path / "broken"
     image = image_tree / name
     content = image.read_bytes()
-    image.write_bytes(content[:len(content) // 2])
+    image.write_bytes(content[: len(content) // 2])
     capsys.readouterr()
     assert train_program.main(small_run(broken, data__workers=workers)) == 2
     output = capsys.readouterr()
@@ -197,14 +253,15 @@ def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, str
     assert_same_run(straight(data__workers="0"), broken)
 
 
-@pytest.mark.parametrize("init, workers", [("deep_impulse", "0"), ("default", "0"),
-                                           ("default", "1")])
-def test_too_little_memory_for_an_image_names_its_file(train_program, small_run, image_tree,
-                                                       tmp_path, capsys, monkeypatch, init,
-                                                       workers):
+@pytest.mark.parametrize(
+    "init, workers", [("deep_impulse", "0"), ("default", "0"), ("default", "1")]
+)
+def test_too_little_memory_for_an_image_names_its_file(
+    train_program, small_run, image_tree, tmp_path, capsys, monkeypatch, init, workers
+):
     monkeypatch.setattr(images, "resize", Mock(side_effect=RuntimeError("not enough memory: 9 GB")))
     assert train_program.main(small_run(tmp_path / "run", init=init, data__workers=workers)) == 2
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     path, _, reason = line.removeprefix("train.py: ").partition(": ")
     assert image_tree / "train" in Path(path).parents
     assert reason.startswith("too little memory to read it (not enough memory: 9 GB)")
@@ -212,13 +269,19 @@ def test_too_little_memory_for_an_image_names_its_file(train_program, small_run,
 
 def test_a_diverging_run_leaves_a_last_good_checkpoint(train_program, small_run, tmp_path, capsys):
     folder = tmp_path / "run"
-    assert train_program.main(small_run(folder, optim__base_lr="1e30", optim__clip_norm="0",
-                                        checkpoint__every_steps="1")) == 1
+    assert (
+        train_program.main(
+            small_run(
+                folder, optim__base_lr="1e30", optim__clip_norm="0", checkpoint__every_steps="1"
+            )
+        )
+        == 1
+    )
     error = capsys.readouterr().err
     assert "the weights after step 2 are not finite" in error and error.count("\n") == 1
     assert f"{folder / 'last.pt'} is from before, but would go" in error
     last = checkpoint(folder)
-    assert last["step"] == 1                         # the learning rate of step 0 is warmup_lr
+    assert last["step"] == 1  # the learning rate of step 0 is warmup_lr
     assert all(value.isfinite().all() for value in last["model"].values())
 
 
@@ -232,18 +295,23 @@ def phone(tmp_path) -> Path:
         folder.mkdir(parents=True)
         for index in range(13):
             pixels = rng.integers(0, 160, (8, 8, 3))
-            pixels[:4, :, channel] += 60             # the upper half; the right one, once upright
+            pixels[:4, :, channel] += 60  # the upper half; the right one, once upright
             Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:02}.png", exif=exif)
         (folder / "film.mov").touch()
     return tmp_path / "photos"
 
 
-ONE_FOLDER = dict(data__num_classes="0", data__held_out_per_class="3", schedule__epochs="1",
-                  data__apply_exif_orientation="true")
+ONE_FOLDER = dict(
+    data__num_classes="0",
+    data__held_out_per_class="3",
+    schedule__epochs="1",
+    data__apply_exif_orientation="true",
+)
 
 
-def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_program, small_run,
-                                                            phone, tmp_path, capsys):
+def test_one_folder_without_val_is_trained_on_and_evaluated(
+    train_program, eval_program, small_run, phone, tmp_path, capsys
+):
     folder = tmp_path / "run"
     command = small_run(folder, "--data-dir", str(phone), "--resume", "auto", **ONE_FOLDER)
     assert train_program.main([*command, "--dry-run"]) == 0 and not folder.exists()
@@ -251,7 +319,7 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
     lines = capsys.readouterr().out.splitlines()
     assert "data    image_folder: 20 of 26 images, 2 classes, 8×8; 6 held out" in lines
     line = f"warning left out: 2 .mov in {phone}"
-    assert lines.count(line) == 2                    # by the dry run and the run
+    assert lines.count(line) == 2  # by the dry run and the run
     assert "num_classes = 2" in (folder / "recipe.toml").read_text(encoding="utf-8")
     assert checkpoint(folder)["recipe"]["data"]["num_classes"] == 2
     assert rows_of(folder)[0]["val_top5"] is None and not any("top-5" in line for line in lines)
@@ -266,7 +334,8 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
 
 
 def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
-        train_program, eval_program, small_run, phone, tmp_path, monkeypatch):
+    train_program, eval_program, small_run, phone, tmp_path, monkeypatch
+):
     decoded = {True: [], False: []}
     real, turn = sources.decode_image, None
 
@@ -274,6 +343,7 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
         assert options == {"apply_exif_orientation": turn}
         decoded[turn].append(path)
         return real(path, *view, **options)
+
     monkeypatch.setattr(sources, "decode_image", recorded)
     both = tmp_path / "both"
     both.mkdir()
@@ -281,8 +351,11 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
         (both / split).symlink_to(phone)
     for turn, root, held_out in ((True, phone, 3), (False, both, 0), (True, both, 0)):
         folder = tmp_path / f"{turn} {root.name}"
-        changes = ONE_FOLDER | dict(data__held_out_per_class=str(held_out), eval__cache_gib="0.0",
-                                    data__apply_exif_orientation=str(turn).lower())
+        changes = ONE_FOLDER | dict(
+            data__held_out_per_class=str(held_out),
+            eval__cache_gib="0.0",
+            data__apply_exif_orientation=str(turn).lower(),
+        )
         assert train_program.main(small_run(folder, "--data-dir", str(root), **changes)) == 0
         before = len(decoded[turn])
         assert eval_program.main([str(folder)]) == 0
@@ -290,9 +363,9 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, eval_program,
-                                                   tmp_path, image_tree, capsys, monkeypatch,
-                                                   family):
+def test_every_family_trains_resumes_and_evaluates(
+    train_program, stop_before, eval_program, tmp_path, image_tree, capsys, monkeypatch, family
+):
     """With all augmentation, and in fp16 with a loss scale, which changes. BatchNorm's statistics
     are saved and restored, too, and it goes on with its micro-batches of 4 alone, which are also
     the largest of at most 5 that fit."""
@@ -319,15 +392,15 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     assert found["ema"]["top1"] == pytest.approx(rows_of(straight)[-1]["ema_top1"])
 
 
-def test_a_classifier_trained_alone_leaves_the_rest_and_resumes(train_program, stop_before,
-                                                                small_run, tmp_path, monkeypatch,
-                                                                capsys):
+def test_a_classifier_trained_alone_leaves_the_rest_and_resumes(
+    train_program, stop_before, small_run, tmp_path, monkeypatch, capsys
+):
     """By Muon, too, whose matrices then rest, with a moving average; what is left is exported."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     changes = dict(optim__train="head", checkpoint__keep_epochs="[0]")
     assert train_program.main(small_run(straight, **changes)) == 0
     assert "AdamW for 39 weights" in (straight / "start.txt").read_text()
-    assert vitinit.run.Run(resume=straight).train().drop_path(0) is None       # as it is noise
+    assert vitinit.run.Run(resume=straight).train().drop_path(0) is None  # as it is noise
     monkeypatch.setattr("vitinit.run.StopRequest", stop_before(5))
     assert train_program.main(small_run(stopped, **changes)) == 143
     monkeypatch.setattr("vitinit.run.StopRequest", stop_before(10**6))
@@ -338,9 +411,13 @@ def test_a_classifier_trained_alone_leaves_the_rest_and_resumes(train_program, s
         for weights in (after["model"], after["ema"]["model"]):
             assert torch.equal(value, weights[name]) == (not name.startswith("head")), name
     moments = after["optimizer"]["state"].values()
-    assert sum(moment["exp_avg"].numel() for moment in moments) == 39    # of 12 channels, 3 classes
+    assert sum(moment["exp_avg"].numel() for moment in moments) == 39  # of 12 channels, 3 classes
     assert export.main([str(straight), "--to", "run", "--out", str(tmp_path / "out")]) == 0
     capsys.readouterr()
-    assert train_program.main(family_run("cifar10_convmixer", tmp_path, tmp_path / "no",
-                                         optim__train="head")) == 2
+    assert (
+        train_program.main(
+            family_run("cifar10_convmixer", tmp_path, tmp_path / "no", optim__train="head")
+        )
+        == 2
+    )
     assert 'optim.train = "head" with model.name' in capsys.readouterr().err

@@ -18,22 +18,43 @@ HIDDEN = 4 * WIDTH
 PATCH = (2, 3)
 
 
-def drawn_tensors(*, positions: str, read: str, grid: tuple[int, int], scale: str = "",
-                  registers: str = "", class_token: bool = True, distilled: bool = False,
-                  head: bool = True, patch: tuple[int, int] = PATCH, hidden: int = HIDDEN
-                  ) -> dict[str, Tensor]:
+def drawn_tensors(
+    *,
+    positions: str,
+    read: str,
+    grid: tuple[int, int],
+    scale: str = "",
+    registers: str = "",
+    class_token: bool = True,
+    distilled: bool = False,
+    head: bool = True,
+    patch: tuple[int, int] = PATCH,
+    hidden: int = HIDDEN,
+) -> dict[str, Tensor]:
     """A checkpoint of a layout, with random tensors in float64."""
     generator = torch.Generator().manual_seed(3)
-    entries = {"all": class_token + distilled + REGISTERS * bool(registers),
-               "class and patches": 1, "patches": 0}[positions]
+    entries = {
+        "all": class_token + distilled + REGISTERS * bool(registers),
+        "class and patches": 1,
+        "patches": 0,
+    }[positions]
     shapes = {"cls_token": (1, 1, WIDTH)} if class_token else {}
     shapes |= {"dist_token": (1, 1, WIDTH)} if distilled else {}
-    shapes |= {"pos_embed": (1, entries + grid[0] * grid[1], WIDTH),
-               "patch_embed.proj.weight": (WIDTH, 3, *patch), "patch_embed.proj.bias": (WIDTH,)}
+    shapes |= {
+        "pos_embed": (1, entries + grid[0] * grid[1], WIDTH),
+        "patch_embed.proj.weight": (WIDTH, 3, *patch),
+        "patch_embed.proj.bias": (WIDTH,),
+    }
     shapes |= {registers: (1, REGISTERS, WIDTH)} if registers else {}
     for block in range(DEPTH):
-        layers = {"norm1": (WIDTH,), "attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH),
-                  "norm2": (WIDTH,), "mlp.fc1": (hidden, WIDTH), "mlp.fc2": (WIDTH, hidden)}
+        layers = {
+            "norm1": (WIDTH,),
+            "attn.qkv": (3 * WIDTH, WIDTH),
+            "attn.proj": (WIDTH, WIDTH),
+            "norm2": (WIDTH,),
+            "mlp.fc1": (hidden, WIDTH),
+            "mlp.fc2": (WIDTH, hidden),
+        }
         for layer, shape in layers.items():
             shapes[f"blocks.{block}.{layer}.weight"] = shape
             shapes[f"blocks.{block}.{layer}.bias"] = shape[:1]
@@ -42,27 +63,42 @@ def drawn_tensors(*, positions: str, read: str, grid: tuple[int, int], scale: st
     shapes |= {f"{norm}.weight": (WIDTH,), f"{norm}.bias": (WIDTH,)}
     for classifier in ["head"] * head + ["head_dist"] * (read == "both"):
         shapes |= {f"{classifier}.weight": (CLASSES, WIDTH), f"{classifier}.bias": (CLASSES,)}
-    return {key: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.4
-            for key, shape in shapes.items()}
+    return {
+        key: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.4
+        for key, shape in shapes.items()
+    }
 
 
-def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, read: str,
-                scale: str = "", registers: str = "", class_token: bool = True,
-                distilled: bool = False, head: bool = True, eps: float = 1e-6,
-                after_blocks: list[Tensor] | None = None) -> Tensor:
+def written_out(
+    tensors: dict[str, Tensor],
+    images: Tensor,
+    *,
+    positions: str,
+    read: str,
+    scale: str = "",
+    registers: str = "",
+    class_token: bool = True,
+    distilled: bool = False,
+    head: bool = True,
+    eps: float = 1e-6,
+    after_blocks: list[Tensor] | None = None,
+) -> Tensor:
     """The original model's logits, or, without a classifier, what one would read.
     after_blocks: a list to which the tokens (B, N, C) after each block are appended."""
     norm = partial(small_models.normed, tensors, eps=eps)
     linear = partial(small_models.linear, tensors)
     filters = tensors["patch_embed.proj.weight"]
-    patches = F.conv2d(images, filters, tensors["patch_embed.proj.bias"],
-                       stride=filters.shape[2:]).flatten(2).mT
+    patches = (
+        F.conv2d(images, filters, tensors["patch_embed.proj.bias"], stride=filters.shape[2:])
+        .flatten(2)
+        .mT
+    )
     one = [tensors["cls_token"].repeat(2, 1, 1)] if class_token else []
     one += [tensors["dist_token"].repeat(2, 1, 1)] if distilled else []
     some = [tensors[registers].repeat(2, 1, 1)] if registers else []
-    if positions == "patches":                       # DeiT-III, timm's no_embed_class
+    if positions == "patches":  # DeiT-III, timm's no_embed_class
         x = torch.cat([*one, *some, patches + tensors["pos_embed"]], dim=1)
-    elif positions == "class and patches":           # DINOv2: registers are inserted afterwards
+    elif positions == "class and patches":  # DINOv2: registers are inserted afterwards
         x = torch.cat([*one, patches], dim=1) + tensors["pos_embed"]
         x = torch.cat([x[:, :1], *some, x[:, 1:]], dim=1)
     else:
@@ -80,7 +116,7 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
         x = x + gammas[1] * linear(hidden, f"{block}.mlp.fc2")
         if after_blocks is not None:
             after_blocks.append(x)
-    before = x.shape[1] - patches.shape[1]           # these tokens are not averaged
+    before = x.shape[1] - patches.shape[1]  # these tokens are not averaged
     if read == "mean":
         x = norm(x[:, before:].mean(1), "fc_norm")
     else:

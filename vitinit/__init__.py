@@ -21,9 +21,13 @@ __all__ = ["Run", "Trained", "build_model", "init_weights", "load"]
 
 # Where each name is from. They are imported when they are first asked for: `import vitinit.init`
 # in another project's trainer then needs neither torchvision nor the data pipeline.
-HOMES = {"Run": ".run:Run", "Trained": ".runs.trained:Trained",
-         "build_model": ".models:build_model", "init_weights": ".init:init_weights",
-         "load": ".runs.trained:load"}
+HOMES = {
+    "Run": ".run:Run",
+    "Trained": ".runs.trained:Trained",
+    "build_model": ".models:build_model",
+    "init_weights": ".init:init_weights",
+    "load": ".runs.trained:load",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,8 @@ from .base.table import find
 
 
 class Program(NamedTuple):
-    main: str                   # where its function is: (words, its name) → exit status
-    what: str                   # in a line
+    main: str  # where its function is: (words, its name) → exit status
+    what: str  # in a line
 
 
 PROGRAMS = {
@@ -24,16 +24,19 @@ PROGRAMS = {
     "lessons": Program(".programs.lessons.program:main", "run the code of the nine lessons"),
     "bench": Program(".programs.bench.program:main", "check and measure this machine"),
 }
-HELP = "\n".join([
-    "usage: vitinit PROGRAM …",
-    *(f"  {name:9}{program.what}" for name, program in PROGRAMS.items()),
-    "vitinit PROGRAM --help shows a program's options. For several processes:",
-    "torchrun --nproc_per_node=N -m vitinit train …, or train.py and eval.py of the repository"])
+HELP = "\n".join(
+    [
+        "usage: vitinit PROGRAM …",
+        *(f"  {name:9}{program.what}" for name, program in PROGRAMS.items()),
+        "vitinit PROGRAM --help shows a program's options. For several processes:",
+        "torchrun --nproc_per_node=N -m vitinit train …, or train.py and eval.py of the repository",
+    ]
+)
 
 
 def main() -> int:
     """Start the program that the command line names; return the exit status."""
-    begin()                                          # before a program imports torch
+    begin()  # before a program imports torch
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         print(HELP)

@@ -53,11 +53,20 @@ class Run:
     A run that was finished already, and of which no checkpoint is left, has folder and rows alone.
     """
 
-    def __init__(self, recipe: str | os.PathLike | None = None, *, init: str | None = None,
-                 seed: int | None = None, data_dir: str | os.PathLike | None = None,
-                 out_dir: str | os.PathLike | None = None, resume: str | os.PathLike | None = None,
-                 overrides: Mapping[str, Any] | Sequence[str] = (), verbose: bool = False,
-                 log: Sequence[str] = (), trust_teacher: bool = False) -> None:
+    def __init__(
+        self,
+        recipe: str | os.PathLike | None = None,
+        *,
+        init: str | None = None,
+        seed: int | None = None,
+        data_dir: str | os.PathLike | None = None,
+        out_dir: str | os.PathLike | None = None,
+        resume: str | os.PathLike | None = None,
+        overrides: Mapping[str, Any] | Sequence[str] = (),
+        verbose: bool = False,
+        log: Sequence[str] = (),
+        trust_teacher: bool = False,
+    ) -> None:
         """State which run is meant.
 
         Args:
@@ -73,13 +82,17 @@ class Run:
 
         Raises RecipeError for what cannot be a key, and loggers that are not installed.
         """
-        changes = recipe_changes(init=init, seed=seed, sets=overrides,
-                                 data_dir=None if data_dir is None else os.fspath(data_dir))
+        changes = recipe_changes(
+            init=init,
+            seed=seed,
+            sets=overrides,
+            data_dir=None if data_dir is None else os.fspath(data_dir),
+        )
         self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
         self.verbose, self.trust_teacher = verbose, trust_teacher
         self.watchers = Watchers([*BY_DEFAULT, *([log] if isinstance(log, str) else log)])
-        self.command: list[str] | None = None        # that started it, if one did
-        self.objective: Callable[..., Tensor] | None = None      # in place of the task's, if any
+        self.command: list[str] | None = None  # that started it, if one did
+        self.objective: Callable[..., Tensor] | None = None  # in place of the task's, if any
 
     def train(self) -> Run:
         """Do the run, or what is left of it; return it. Raises a OneLineError, such as RecipeError,
@@ -89,18 +102,21 @@ class Run:
         with distributed.joined() as self.processes, RunLock() as self.lock:
             self.folder, choice = choose_run(self.request, self.processes, self.lock)
             if choice is None:
-                self.processes.say(f"done    {self.folder.path}: all epochs, by its metrics.jsonl; "
-                                   "no last.pt is left")
+                self.processes.say(
+                    f"done    {self.folder.path}: all epochs, by its metrics.jsonl; "
+                    "no last.pt is left"
+                )
                 return self
-            facts = self._open_data(choice)                              # images and teacher
-            self._start_state(choice)                                    # model, init, optimiser
-            del choice                               # frees the second copy of its tensors
-            with StopRequest() as stop, ExitStack() as ending:   # there is something to save
+            facts = self._open_data(choice)  # images and teacher
+            self._start_state(choice)  # model, init, optimiser
+            del choice  # frees the second copy of its tensors
+            with StopRequest() as stop, ExitStack() as ending:  # there is something to save
                 self._set_up_folder(facts)
                 if self.processes.is_main:
                     ending.callback(self._tell, "ended")
-                    self._tell("started", self.folder, self.state.progress.step,
-                               self.steps_per_epoch)
+                    self._tell(
+                        "started", self.folder, self.state.progress.step, self.steps_per_epoch
+                    )
                 self._train(stop)
         return self
 
@@ -110,7 +126,7 @@ class Run:
         """
         with distributed.joined() as self.processes:
             self.folder, choice = choose_run(self.request, self.processes, RunLock(), dry_run=True)
-            assert choice is not None                # a new run is never done
+            assert choice is not None  # a new run is never done
             self._open_data(choice, dry_run=True)
             if read and read_images(self.recipe, self.data, self.processes):
                 return False
@@ -130,40 +146,59 @@ class Run:
         them, or from those that the run began with.
         """
         processes, recipe = self.processes, choice.recipe
-        alike = {key: value for key, value in recipe.keys.items()
-                 if key not in ("data.root", "data.workers")}
-        processes.require_equal(alike | {"the version of torch": torch.__version__,
-                                         "the step to go on from": self.folder.step})
+        alike = {
+            key: value
+            for key, value in recipe.keys.items()
+            if key not in ("data.root", "data.workers")
+        }
+        processes.require_equal(
+            alike
+            | {
+                "the version of torch": torch.__version__,
+                "the step to go on from": self.folder.step,
+            }
+        )
         if choice.saved is None and not dry_run and (name := recipe.init.checkpoint):
             with processes.together():
                 if processes.local_rank == 0 and (weights := published(name)):
                     fetch(weights)
         with building(f"recipe {recipe.name}", "data"):
-            self.data = data = open_data(recipe, processes, dry_run=dry_run,
-                                         strided=choice.strided)
-        self.classes = classes = ([*map(str, data.whole_set.classes)]
-                                  if recipe.task.kind.learns_classes else [])
+            self.data = data = open_data(recipe, processes, dry_run=dry_run, strided=choice.strided)
+        self.classes = classes = (
+            [*map(str, data.whole_set.classes)] if recipe.task.kind.learns_classes else []
+        )
         self.recipe = recipe = recipe.with_data(num_classes=len(classes))
         self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
         self.steps_per_epoch = data.train_batches.steps_per_epoch
-        self.learning_rate = partial(learning_rate, schedule=recipe.schedule,
-                                     peak=recipe.optim.peak_lr,
-                                     steps_per_epoch=self.steps_per_epoch)
+        self.learning_rate = partial(
+            learning_rate,
+            schedule=recipe.schedule,
+            peak=recipe.optim.peak_lr,
+            steps_per_epoch=self.steps_per_epoch,
+        )
         self.task = task_of(recipe, classes)
         if recipe.distill.teacher:
             if self.objective is not None:
-                raise RecipeError("distill.teacher is given, and another objective, which would "
-                                  "not ask it: leave one of them out")
+                raise RecipeError(
+                    "distill.teacher is given, and another objective, which would "
+                    "not ask it: leave one of them out"
+                )
             from .runs.teacher import learn_from_teacher  # here, as only some runs need it
+
             with processes.together():
-                self.task = learn_from_teacher(recipe, classes, processes.device,
-                                               trusted=self.trust_teacher)
+                self.task = learn_from_teacher(
+                    recipe, classes, processes.device, trusted=self.trust_teacher
+                )
         root = recipe.data.root
-        facts = {"training images": len(data.train_set), "validation images": len(data.val_set),
-                 "files and labels": "".join(fingerprint(images, root)
-                                             for images in (data.train_set, data.val_set)),
-                 "teacher": self.task.digest}
-        if recipe.model.name.startswith("convmixer"):    # whose BatchNorm sees a micro-batch
+        facts = {
+            "training images": len(data.train_set),
+            "validation images": len(data.val_set),
+            "files and labels": "".join(
+                fingerprint(images, root) for images in (data.train_set, data.val_set)
+            ),
+            "teacher": self.task.digest,
+        }
+        if recipe.model.name.startswith("convmixer"):  # whose BatchNorm sees a micro-batch
             facts["images per micro-batch"] = data.plan.micro_batch_size
         facts["strided pairs"] = data.plan.strided
         processes.require_equal(facts)
@@ -178,30 +213,56 @@ class Run:
     def _start_state(self, choice: Choice) -> None:
         """Build the model, from its init or from what is saved, and its optimiser."""
         recipe, data = self.recipe, self.data
-        self.state, notes = initial_state(recipe, self.processes, self.task, data.train_set,
-                                          choice.saved, self.folder.read_from, self.watchers)
-        self.state.about = {"recipe": recipe.with_data(root=choice.written_root).as_dict(),
-                            "classes": self.classes}
+        self.state, notes = initial_state(
+            recipe,
+            self.processes,
+            self.task,
+            data.train_set,
+            choice.saved,
+            self.folder.read_from,
+            self.watchers,
+        )
+        self.state.about = {
+            "recipe": recipe.with_data(root=choice.written_root).as_dict(),
+            "classes": self.classes,
+        }
         progress = self.state.progress
         steps = progress.epochs * self.steps_per_epoch + progress.epoch_steps
         if progress.step != steps or progress.epoch_steps and not progress.seconds:
-            raise CheckpointError(f"{self.folder.read_from}: its progress contradicts itself: "
-                                  f"{in_brief(progress)}, of {self.steps_per_epoch:,} per epoch")
-        if step := progress.step:                    # for a checkpoint before the next step
+            raise CheckpointError(
+                f"{self.folder.read_from}: its progress contradicts itself: "
+                f"{in_brief(progress)}, of {self.steps_per_epoch:,} per epoch"
+            )
+        if step := progress.step:  # for a checkpoint before the next step
             set_learning_rate(self.state.optimizer, self.learning_rate(step - 1))
         set_precision(recipe.engine.tf32)
         tune_convolutions(self.state.model)
-        self.start = summary(recipe, data, self.state.model, [*notes, *self.task.notes()],
-                             self.state.optimizer, self.learning_rate, self.processes)
+        self.start = summary(
+            recipe,
+            data,
+            self.state.model,
+            [*notes, *self.task.notes()],
+            self.state.optimizer,
+            self.learning_rate,
+            self.processes,
+        )
         seen = []
         if choice.saved is None and self.processes.is_main:
             seen = self.watchers.tell("opened", data, recipe)
         warned = [line for line in seen if line.startswith("warning ")]
         self.start += [line for line in seen if line not in warned]
-        self.start.append(f"run     {self.folder.path}" + (
-            f", resumed at step {step:,}" if choice.saved else ""))
-        self.start += [*warned, *(f"warning {line}" for line in cautions(
-            recipe, data, cast(Classifier, self.state.model).grid, self.processes.device))]
+        self.start.append(
+            f"run     {self.folder.path}" + (f", resumed at step {step:,}" if choice.saved else "")
+        )
+        self.start += [
+            *warned,
+            *(
+                f"warning {line}"
+                for line in cautions(
+                    recipe, data, cast(Classifier, self.state.model).grid, self.processes.device
+                )
+            ),
+        ]
 
     def _say_start(self, elsewhere: str) -> None:
         """Print what a terminal shows of the start. elsewhere: where all of it is."""
@@ -218,17 +279,22 @@ class Run:
             if processes.is_main:
                 folder.make()
                 self.lock.take(folder.path)
-                if folder.step is not None:          # of the checkpoint that was read
+                if folder.step is not None:  # of the checkpoint that was read
                     folder.tidy(epochs=progress.epochs, steps=progress.step)
                 else:
                     folder.require_unused(starts_again=self.request.resume is not None)
                     write_text_atomically(self.recipe.as_toml(), folder.recipe)
-                    folder.save(self.state.state_dict(), folder.last)    # which a restart finds
+                    folder.save(self.state.state_dict(), folder.last)  # which a restart finds
                 if progress.step == 0 and 0 in self.recipe.checkpoint.keep_epochs:
                     folder.save(self.state.weights(), folder.kept(0))
-                folder.record_start(self.recipe.name, self.request.as_dict(), self.command,
-                                    processes=processes.world_size, data=facts,
-                                    device=describe_device(processes.device))
+                folder.record_start(
+                    self.recipe.name,
+                    self.request.as_dict(),
+                    self.command,
+                    processes=processes.world_size,
+                    data=facts,
+                    device=describe_device(processes.device),
+                )
                 write_text_atomically("\n".join([*self.start, ""]), folder.start)
         self._say_start(f"in {folder.start}")
 
@@ -239,35 +305,40 @@ class Run:
         self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
         self.amp: str = recipe.engine.amp
         self.save_every = recipe.checkpoint.every_steps
-        self.flops = training_flops(self.state.model, plan.micro_batch_size,
-                                    recipe.data.image_size)
+        self.flops = training_flops(self.state.model, plan.micro_batch_size, recipe.data.image_size)
         self.forward, self.measured = wrap_models(self.state, recipe, processes)
         forget_peak(processes.device)
         try:
             with memory_for("optim.max_batch_per_process", plan.micro_batch_size):
                 train_epochs(self, processes, stop)
-        except (Interrupted, DataError) as ended:    # between two steps
+        except (Interrupted, DataError) as ended:  # between two steps
             self.save()
             if processes.is_main and isinstance(ended, DataError):
                 self.folder.forget_sizes()
-            why = (f"the run is safe at step {progress.step:,}; once that is mended,"
-                   if isinstance(ended, DataError) else
-                   f"stopped by signal {ended.number} after step {progress.step:,};")
+            why = (
+                f"the run is safe at step {progress.step:,}; once that is mended,"
+                if isinstance(ended, DataError)
+                else f"stopped by signal {ended.number} after step {progress.step:,};"
+            )
             processes.say(f"{why} go on with --resume {self.folder.path}")
             raise
         except Diverged as diverged:
             fault = self.task.fault(processes)
-            advice = (f"; {self.folder.last} is from before, but would go the same way again: "
-                      "start anew with a lower optim.base_lr, say, or optim.clip_norm")
+            advice = (
+                f"; {self.folder.last} is from before, but would go the same way again: "
+                "start anew with a lower optim.base_lr, say, or optim.clip_norm"
+            )
             raise Diverged(f"{diverged}{fault or advice}") from None
         finally:
-            del self.forward, self.measured          # which hold the group of the processes
+            del self.forward, self.measured  # which hold the group of the processes
         best = "none" if progress.best is None else f"{progress.best:.2f}"
         path = shlex.quote(str(self.folder.path))
-        processes.say(f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
-                      f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
-                      f"next    vitinit figures report {path} --out report.html\n"
-                      f"        {self.task.next_step(path)}")
+        processes.say(
+            f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
+            f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
+            f"next    vitinit figures report {path} --out report.html\n"
+            f"        {self.task.next_step(path)}"
+        )
 
     def drop_path(self, step: int) -> Tensor | None:
         """The drop-path scales (branches, global batch) of a step; None without drop path, and
@@ -276,11 +347,15 @@ class Run:
         rates = cast(Classifier, self.state.model).drop_path_rates
         if not any(rates) or self.recipe.optim.train == "head":
             return None
-        return draw_drop_path(rates, self.recipe.optim.global_batch,
-                              keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step))
+        return draw_drop_path(
+            rates,
+            self.recipe.optim.global_batch,
+            keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step),
+        )
 
-    def loss(self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor],
-             targets: Tensor) -> Tensor:
+    def loss(
+        self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor], targets: Tensor
+    ) -> Tensor:
         """The loss of a micro-batch: the task's, or the user's own."""
         return (self.objective or self.task.loss)(forward, images, scales, targets)
 
@@ -325,19 +400,39 @@ class Run:
         self._explain_waiting(rows=3)
         save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
         evaluations = []
-        if len(self.data.val_set) and (epoch % recipe.eval.every_epochs == 0
-                                       or epoch == self.epochs):
-            if save_due:                             # an error in evaluation then loses no training
+        if len(self.data.val_set) and (
+            epoch % recipe.eval.every_epochs == 0 or epoch == self.epochs
+        ):
+            if save_due:  # an error in evaluation then loses no training
                 self.save()
             processes.share(*self.measured)
             batches = self.data.val_batches
-            with (ProgressBar("validate", len(batches), items=batches, shown=processes.is_main,
-                              scale=batches.batch_size * processes.world_size) as bar,
-                  memory_for("eval.batch_size", batches.batch_size)):
-                evaluations = self.task.measure(self.measured, bar, loss=self.loss, amp=self.amp,
-                                                processes=processes, stop=self.stop)
-        row = metrics_row(progress, evaluations, lr=self.learning_rate(progress.step - 1),
-                          flops=self.flops, global_batch=self.global_batch, processes=processes)
+            with (
+                ProgressBar(
+                    "validate",
+                    len(batches),
+                    items=batches,
+                    shown=processes.is_main,
+                    scale=batches.batch_size * processes.world_size,
+                ) as bar,
+                memory_for("eval.batch_size", batches.batch_size),
+            ):
+                evaluations = self.task.measure(
+                    self.measured,
+                    bar,
+                    loss=self.loss,
+                    amp=self.amp,
+                    processes=processes,
+                    stop=self.stop,
+                )
+        row = metrics_row(
+            progress,
+            evaluations,
+            lr=self.learning_rate(progress.step - 1),
+            flops=self.flops,
+            global_batch=self.global_batch,
+            processes=processes,
+        )
         progress.finish_epoch()
         processes.say(epoch_line(row, self.epochs))
         best_by, folder = recipe.checkpoint.best_by, self.folder

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-SIZES = ((1, 1), (13, 17), (61, 47), (128, 160))     # height, width
+SIZES = ((1, 1), (13, 17), (61, 47), (128, 160))  # height, width
 EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
@@ -17,8 +17,14 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
     """An RGB image of smooth waves and a little noise, as a substitute for a photograph."""
     row, column = np.mgrid[:height, :width]
-    waves = np.stack([np.sin(column / 29 + row / 17), np.cos(column / 23 - row / 31),
-                      np.sin(row / 13 - column / 19)], axis=-1)
+    waves = np.stack(
+        [
+            np.sin(column / 29 + row / 17),
+            np.cos(column / 23 - row / 31),
+            np.sin(row / 13 - column / 19),
+        ],
+        axis=-1,
+    )
     grain = np.random.default_rng(seed).normal(0, 12, waves.shape)
     return Image.fromarray((125 + 100 * waves + grain).clip(0, 255).round().astype(np.uint8))
 
@@ -41,8 +47,12 @@ def png_of_16_bits(values: np.ndarray) -> bytes:
     colour_type = 0 if values.ndim == 2 else 2
     header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    return (PNG_START + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(rows))
-            + png_chunk(b"IEND", b""))
+    return (
+        PNG_START
+        + png_chunk(b"IHDR", header)
+        + png_chunk(b"IDAT", zlib.compress(rows))
+        + png_chunk(b"IEND", b"")
+    )
 
 
 @functools.cache
@@ -53,7 +63,7 @@ def valid_files(height: int, width: int) -> dict[str, bytes]:
     rgba = Image.merge("RGBA", (*rgb.split(), grey))
     deep = np.random.default_rng(1).integers(0, 2**16, (height, width, 3))
     turned = Image.Exif()
-    turned[0x0112] = 6                               # orientation: a quarter turn
+    turned[0x0112] = 6  # orientation: a quarter turn
     frames = dict(save_all=True, append_images=[rgb.transpose(Image.Transpose.FLIP_LEFT_RIGHT)])
     return {
         "rgb.jpg": encoded(rgb, "JPEG"),
@@ -84,8 +94,16 @@ def valid_files(height: int, width: int) -> dict[str, bytes]:
     }
 
 
-WAYS = ("flip bits", "flip a bit of the head", "truncate", "cut out", "repeat", "blank",
-        "extreme number", "garbage after the head")
+WAYS = (
+    "flip bits",
+    "flip a bit of the head",
+    "truncate",
+    "cut out",
+    "repeat",
+    "blank",
+    "extreme number",
+    "garbage after the head",
+)
 
 
 def broken(content: bytes, rng: np.random.Generator, way: str) -> bytes:
@@ -94,23 +112,27 @@ def broken(content: bytes, rng: np.random.Generator, way: str) -> bytes:
     start, end = sorted(rng.integers(size, size=2).tolist())
     match way:
         case "flip bits" | "flip a bit of the head":
-            for index in ([place % 64] if "head" in way else
-                          rng.integers(size, size=2 + size // int(rng.integers(20, 500)))):
+            for index in (
+                [place % 64]
+                if "head" in way
+                else rng.integers(size, size=2 + size // int(rng.integers(20, 500)))
+            ):
                 changed[index] ^= 1 << int(rng.integers(8))
         case "truncate":
             del changed[place:]
         case "cut out":
-            del changed[place:place + head]
+            del changed[place : place + head]
         case "repeat":
             changed = changed[:end] + changed[start:]
         case "blank":
             changed[start:end] = bytes(end - start)
-        case "extreme number":                       # in the head, where sizes and offsets stand
+        case "extreme number":  # in the head, where sizes and offsets stand
             width = int(rng.choice((1, 2, 4)))
             number = (int(rng.choice(EXTREMES)) % 256**width).to_bytes(
-                width, "big" if rng.random() < 0.5 else "little")
+                width, "big" if rng.random() < 0.5 else "little"
+            )
             place %= int(rng.choice((64, 1024)))
-            changed[place:place + width] = number
+            changed[place : place + width] = number
         case "garbage after the head":
             changed[head:] = rng.bytes(size)
     return bytes(changed)

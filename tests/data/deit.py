@@ -11,8 +11,16 @@ from torch import Tensor
 
 from vitinit.base.keys import Stream, keyed_generator
 from vitinit.data import augment
-from vitinit.data.draw import (Augmentation, Draws, MixDraw, SampleKey, Samples, View, draw_view,
-                               unpack)
+from vitinit.data.draw import (
+    Augmentation,
+    Draws,
+    MixDraw,
+    SampleKey,
+    Samples,
+    View,
+    draw_view,
+    unpack,
+)
 from vitinit.data.images import crop_and_flip
 from vitinit.data.rand_augment import RandAugment, draw_operations, for_device, rand_augment
 from vitinit.data.sources import Source
@@ -21,7 +29,7 @@ from vitinit.recipe.files import RECIPES, load_recipe
 _DEIT = load_recipe(RECIPES / "deit_base.toml")
 AUGMENT, RAND_AUGMENT, MIX = _DEIT.augment, _DEIT.rand_augment, _DEIT.mix
 UNMIXED_ALWAYS = replace(MIX, probability=0.0)
-SHIFT = dict(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0))       # crops that only move pixels
+SHIFT = dict(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0))  # crops that only move pixels
 CPU = torch.device("cpu")
 
 
@@ -31,8 +39,13 @@ def noisy_batch(count: int, height: int, width: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(values)
 
 
-def augmented(images: Tensor, operations: np.ndarray | Tensor,
-              fill: Sequence[int] = RAND_AUGMENT.fill, *, few_launches: bool = False) -> Tensor:
+def augmented(
+    images: Tensor,
+    operations: np.ndarray | Tensor,
+    fill: Sequence[int] = RAND_AUGMENT.fill,
+    *,
+    few_launches: bool = False,
+) -> Tensor:
     """RandAugment of images (B, 3, H, W); operations: (B, L, 3 or more), as in `draw.Draws`."""
     described = for_device(np.asarray(operations)[..., :3].astype(float), images.shape[2:])
     return rand_augment(images, torch.from_numpy(described), fill, few_launches=few_launches)
@@ -44,8 +57,9 @@ def random_operations(count: int, settings: RandAugment, seed: int = 0) -> np.nd
     return draw_operations([rng] * count, count, settings)
 
 
-def samples(keys: Sequence[SampleKey], groups: Sequence[int] | None = None, step: int = 0
-            ) -> Samples:
+def samples(
+    keys: Sequence[SampleKey], groups: Sequence[int] | None = None, step: int = 0
+) -> Samples:
     """The samples of a micro-batch of one group, unless `groups` are given."""
     return Samples(step, list(keys), np.array(groups or [0] * len(keys)))
 
@@ -88,8 +102,9 @@ def as_drawn(mixes: Sequence[MixDraw]) -> Tensor:
 def equal(ours: Iterable[Sequence[Tensor]], theirs: Iterable[Sequence[Tensor]]) -> bool:
     """Whether batches have the same tensors, and there is one at least."""
     pairs = list(zip(ours, theirs, strict=True))
-    return bool(pairs) and all(torch.equal(a, b) for pair in pairs
-                               for a, b in zip(*pair, strict=True))
+    return bool(pairs) and all(
+        torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True)
+    )
 
 
 class OnHost:

@@ -13,8 +13,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
-from vitinit.data.augment import (ToDevice, TrainToDevice, mix_images, mix_targets,
-                                  normal_quantiles, normalise, smooth_one_hot)
+from vitinit.data.augment import (
+    ToDevice,
+    TrainToDevice,
+    mix_images,
+    mix_targets,
+    normal_quantiles,
+    normalise,
+    smooth_one_hot,
+)
 from vitinit.data.draw import Augmentation, Mix, SampleKey, unpack
 from vitinit.data.images import NOWHERE, Box
 from vitinit.data.loader import Batch
@@ -26,20 +33,29 @@ HALF = replace(MIX, probability=0.5)
 
 
 def augmentation(mix: Mix = MIX, **augment) -> Augmentation:
-    return Augmentation(SEED, SIZE, replace(AUGMENT, **{"erase_probability": 0.8} | augment),
-                        replace(RAND_AUGMENT, probability=0.7, fill=FILL), mix)
+    return Augmentation(
+        SEED,
+        SIZE,
+        replace(AUGMENT, **{"erase_probability": 0.8} | augment),
+        replace(RAND_AUGMENT, probability=0.7, fill=FILL),
+        mix,
+    )
 
 
 def batch_of(settings: Augmentation, count: int = 7) -> Batch:
     """Images of noise, most of which are augmented and erased, in three groups."""
-    groups = np.minimum(np.arange(count), np.arange(count)[::-1]) % 3    # the same of partners
+    groups = np.minimum(np.arange(count), np.arange(count)[::-1]) % 3  # the same of partners
     keys = [SampleKey(0, index) for index in range(count)]
-    return Batch(noisy_batch(count, *SIZE), torch.arange(count) * 2 % CLASSES,
-                 settings.draws(deit.samples(keys, groups.tolist(), step=5)))
+    return Batch(
+        noisy_batch(count, *SIZE),
+        torch.arange(count) * 2 % CLASSES,
+        settings.draws(deit.samples(keys, groups.tolist(), step=5)),
+    )
 
 
-def prepared(settings: Augmentation, batch: Batch, *, channels_last: bool = False,
-             chunk: int | None = None) -> tuple[Tensor, Tensor]:
+def prepared(
+    settings: Augmentation, batch: Batch, *, channels_last: bool = False, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
     prepare = TrainToDevice(CPU, settings, **AS_INPUT, channels_last=channels_last)
     prepare.chunk = prepare.chunk if chunk is None else chunk
     return prepare(batch)
@@ -61,7 +77,8 @@ def test_an_evaluation_batch_is_normalised_as_by_torchvision():
     expected = v2.functional.normalize(scaled, list(MEAN), list(STD))
     for channels_last in (False, True):
         ours, same_labels = ToDevice(CPU, mean=MEAN, std=STD, channels_last=channels_last)(
-            [images, labels])
+            [images, labels]
+        )
         assert ours.dtype == torch.float32 and torch.equal(same_labels, labels)
         torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-6)
         assert torch.equal(images, noisy_batch(7, *SIZE))
@@ -83,8 +100,9 @@ def test_batches_are_those_of_the_functions_by_hand_whatever_the_chunks_and_layo
             assert torch.equal(targets, mix_targets(smooth, unpack(batch.draws).mixed))
             assert not torch.equal(images, normalise(batch.images, MEAN, STD))
             for chunk in (0, 2, 5, 100):
-                pixels, same_targets = prepared(settings, batch, channels_last=chunk > 0,
-                                                chunk=chunk * SIZE[0] * SIZE[1])
+                pixels, same_targets = prepared(
+                    settings, batch, channels_last=chunk > 0, chunk=chunk * SIZE[0] * SIZE[1]
+                )
                 assert torch.equal(images, pixels) and torch.equal(targets, same_targets)
                 assert chunk == 0 or pixels.is_contiguous(memory_format=torch.channels_last)
             unused = batch_of(settings, count)
@@ -113,22 +131,28 @@ def test_quantiles_are_sorted_symmetric_and_of_mean_0_and_variance_1():
     assert QUANTILES[-1] == pytest.approx(NormalDist().inv_cdf(1 - 2.0**-17), rel=1e-6)
 
 
-BOXES = [Box(3, 5, 7, 11), NOWHERE, Box(0, 0, 1, 1), Box(18, 2, 11, 29), Box(28, 30, 1, 1),
-         Box(1, 0, 13, 2)]                                   # in 29×31 pixels
+BOXES = [
+    Box(3, 5, 7, 11),
+    NOWHERE,
+    Box(0, 0, 1, 1),
+    Box(18, 2, 11, 29),
+    Box(28, 30, 1, 1),
+    Box(1, 0, 13, 2),
+]  # in 29×31 pixels
 NOISE_KEYS = [0, 17, 2**63 - 1, 19, 23, 29]
 
 
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
 def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_stays(fill):
     """Per value, per channel, or zeros. All noise is much less than the values of the images."""
-    assert split_mix_64(0, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]    # as published
+    assert split_mix_64(0, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # as published
     images = 100 + torch.arange(len(BOXES) * 3 * 29 * 31).view(-1, 3, 29, 31).float()
     expected = images.clone()
     for image, (top, left, height, width), key in zip(expected, BOXES, NOISE_KEYS):
         words = torch.tensor([word % len(QUANTILES) for word in split_mix_64(key, 3 * 29 * 31)])
-        values = QUANTILES[words[:3 * height * width] if fill == "pixel" else words[:3]]
+        values = QUANTILES[words[: 3 * height * width] if fill == "pixel" else words[:3]]
         values = values.view(3, height, width) if fill == "pixel" else values.view(3, 1, 1)
-        image[:, top:top + height, left:left + width] = 0 if fill == "const" else values
+        image[:, top : top + height, left : left + width] = 0 if fill == "const" else values
     erased = torch.tensor([[*box, 0] for box in BOXES], dtype=torch.float64)
     erased[:, 4] = torch.tensor(NOISE_KEYS).view(torch.float64)
     found = erase(images, erased, fill)
@@ -141,19 +165,29 @@ def on_fake_gpu(count: int, size: int, settings: Augmentation) -> Launches:
     keys = [SampleKey(0, index) for index in range(count)]
     draws = OnHost(settings.draws(deit.samples(keys)))
     with FakeTensorMode():
-        batch = Batch(torch.zeros(count, 3, size, size, dtype=torch.uint8),
-                      torch.zeros(count, dtype=torch.int64), draws)
+        batch = Batch(
+            torch.zeros(count, 3, size, size, dtype=torch.uint8),
+            torch.zeros(count, dtype=torch.int64),
+            draws,
+        )
         on_gpu = TrainToDevice(torch.device("cuda", 0), settings, **AS_INPUT, channels_last=True)
         return launches_of(lambda: on_gpu(batch))
 
 
-@pytest.mark.parametrize("count, size, interpolation, probability, after", [
-    (1024, 224, "bicubic", 0.5, False), (128, 32, "random", 1.0, True)])
-def test_at_most_400_operations_and_two_copies_beside_the_images(count, size, interpolation,
-                                                                 probability, after):
+@pytest.mark.parametrize(
+    "count, size, interpolation, probability, after",
+    [(1024, 224, "bicubic", 0.5, False), (128, 32, "random", 1.0, True)],
+)
+def test_at_most_400_operations_and_two_copies_beside_the_images(
+    count, size, interpolation, probability, after
+):
     settings = augmentation(erase_after_mix=after)
-    settings = replace(settings, rand_augment=replace(
-        settings.rand_augment, interpolation=interpolation, probability=probability))
+    settings = replace(
+        settings,
+        rand_augment=replace(
+            settings.rand_augment, interpolation=interpolation, probability=probability
+        ),
+    )
     launches = on_fake_gpu(count, size, settings)
     assert 200 < launches.count <= 400
     assert launches.uploads == 3 and launches.downloads == 0

@@ -11,19 +11,33 @@ from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as dra
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
 from vitinit.base.keys import Stream, keyed_generator, keyed_generators
-from vitinit.data.draw import (Augmentation, Masks, SampleKey, View, draw_crop, draw_erasing,
-                               draw_view, epoch_order, unpack)
+from vitinit.data.draw import (
+    Augmentation,
+    Masks,
+    SampleKey,
+    View,
+    draw_crop,
+    draw_erasing,
+    draw_view,
+    epoch_order,
+    unpack,
+)
 from vitinit.data.images import NOWHERE, Box, crop_and_flip
 from vitinit.data.rand_augment import Operation, RandAugment
 
-KS_LIMIT = 1.95          # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
-HEIGHT, WIDTH = 223, 227                     # of a view
+KS_LIMIT = 1.95  # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
+HEIGHT, WIDTH = 223, 227  # of a view
 
 
 def draws_of(*, seed=3, augment={}, **rand_augment) -> Augmentation:
     """The draws of a run; augment, rand_augment: changes to DeiT's settings."""
-    return Augmentation(seed, (HEIGHT, WIDTH), replace(AUGMENT, **augment),
-                        replace(RAND_AUGMENT, **rand_augment), MIX)
+    return Augmentation(
+        seed,
+        (HEIGHT, WIDTH),
+        replace(AUGMENT, **augment),
+        replace(RAND_AUGMENT, **rand_augment),
+        MIX,
+    )
 
 
 def views(draws: Augmentation, keys: list[SampleKey]) -> list[View]:
@@ -37,8 +51,9 @@ def boxes_of(count: int, height: int, width: int, **changes) -> np.ndarray:
     return np.array([draw_erasing(rng, augment, height, width)[0] for _ in range(count)])
 
 
-def crops(count: int, height: int, width: int, *, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3),
-          padding=0) -> np.ndarray:
+def crops(
+    count: int, height: int, width: int, *, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), padding=0
+) -> np.ndarray:
     """(count, 4): top, left, height and width of crops."""
     rng = np.random.default_rng(7)
     augment = replace(AUGMENT, crop_scale=scale, crop_ratio=ratio, crop_padding=padding)
@@ -48,9 +63,10 @@ def crops(count: int, height: int, width: int, *, scale=(0.08, 1.0), ratio=(3 / 
 def distance_between(one: np.ndarray, two: np.ndarray) -> float:
     """The Kolmogorov-Smirnov distance between two samples of the same size n, times √(n / 2)."""
     at = np.concatenate([one, two])
-    shares = [np.searchsorted(np.sort(sample), at, side="right") / len(sample)
-              for sample in (one, two)]
-    return abs(shares[0] - shares[1]).max() * (len(one) / 2)**0.5
+    shares = [
+        np.searchsorted(np.sort(sample), at, side="right") / len(sample) for sample in (one, two)
+    ]
+    return abs(shares[0] - shares[1]).max() * (len(one) / 2) ** 0.5
 
 
 def assert_rate(hits: np.ndarray, rate: float) -> None:
@@ -61,20 +77,24 @@ def assert_rate(hits: np.ndarray, rate: float) -> None:
 def assert_even(counts: np.ndarray) -> None:
     """Assert that Pearson's χ² of counts is at most five standard deviations above its mean."""
     expected, freedom = counts.mean(), counts.size - 1
-    assert ((counts - expected)**2 / expected).sum() < freedom + 5 * (2 * freedom)**0.5
+    assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * (2 * freedom) ** 0.5
 
 
 def test_boxes_are_distributed_like_torchvisions():
     torch.manual_seed(11)
     height, width, count = 61, 197, 2003
     image = torch.empty(3, height, width)
-    theirs = [RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
-              for _ in range(count)]
-    erased = [RandomErasing.get_params(image, (0.02, 1 / 3), (0.3, 1 / 0.3))[:4]
-              for _ in range(count)]
-    for ours, theirs in ((crops(count, height, width), np.array(theirs)),
-                         (boxes_of(count, height, width), np.array(erased))):
-        for one, two in zip(ours.T, theirs.T):               # top, left, height, width
+    theirs = [
+        RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(count)
+    ]
+    erased = [
+        RandomErasing.get_params(image, (0.02, 1 / 3), (0.3, 1 / 0.3))[:4] for _ in range(count)
+    ]
+    for ours, theirs in (
+        (crops(count, height, width), np.array(theirs)),
+        (boxes_of(count, height, width), np.array(erased)),
+    ):
+        for one, two in zip(ours.T, theirs.T):  # top, left, height, width
             assert distance_between(one, two) < KS_LIMIT
         assert distance_between(ours[:, 2] * ours[:, 3], theirs[:, 2] * theirs[:, 3]) < KS_LIMIT
 
@@ -89,10 +109,16 @@ def test_a_shift_reaches_every_position_equally_often_and_no_other():
 
 def test_an_extreme_image_falls_back_to_torchvisions_centre():
     """With (2, 2) no box fits any image."""
-    for height, width, scale in ((5, 101, (0.08, 1.0)), (103, 5, (0.08, 1.0)), (31, 37, (2.0, 2.0)),
-                                 (53, 43, (2.0, 2.0)), (17, 17, (2.0, 2.0))):
-        expected = RandomResizedCrop.get_params(torch.empty(3, height, width), list(scale),
-                                                [3 / 4, 4 / 3])
+    for height, width, scale in (
+        (5, 101, (0.08, 1.0)),
+        (103, 5, (0.08, 1.0)),
+        (31, 37, (2.0, 2.0)),
+        (53, 43, (2.0, 2.0)),
+        (17, 17, (2.0, 2.0)),
+    ):
+        expected = RandomResizedCrop.get_params(
+            torch.empty(3, height, width), list(scale), [3 / 4, 4 / 3]
+        )
         assert (crops(13, height, width, scale=scale) == expected).all()
 
 
@@ -101,8 +127,15 @@ def test_every_crop_of_every_shape_becomes_a_view():
     for ratio in ((0.01, 0.01), (0.01, 100.0), (100.0, 100.0), (0.75, 4 / 3)):
         for scale in ((1e-9, 1e-9), (1e-9, 1.0), (1.0, 1.0)):
             for height, width in ((1, 1), (1, 503), (503, 1), (2, 2), (3, 7)):
-                settings = replace(AUGMENT, crop_scale=scale, crop_ratio=ratio, crop_padding=5,
-                                   erase_probability=1.0, erase_area=scale, erase_ratio=ratio)
+                settings = replace(
+                    AUGMENT,
+                    crop_scale=scale,
+                    crop_ratio=ratio,
+                    crop_padding=5,
+                    erase_probability=1.0,
+                    erase_area=scale,
+                    erase_ratio=ratio,
+                )
                 view = draw_view(rng, settings, height, width)
                 decoded = torch.zeros(3, height, width, dtype=torch.uint8)
                 image = crop_and_flip(decoded, view.box, view.flip, (5, 7), view.interpolation)
@@ -129,34 +162,54 @@ def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_fir
     assert sorted(order.tolist()) == list(range(1009))
     assert np.array_equal(order, epoch_order(3, 5, 1009))
     for other in (epoch_order(3, 6, 1009), epoch_order(4, 5, 1009), np.arange(1009)):
-        assert (order == other).sum() < 10                   # about one agrees by chance
+        assert (order == other).sum() < 10  # about one agrees by chance
     assert_even(np.bincount([epoch_order(3, epoch, 7)[0] for epoch in range(1400)], minlength=7))
 
 
 def exact_arguments(settings: RandAugment, magnitude: Fraction, sign: int) -> list[Fraction]:
     """The arguments of all operations, in their order, in exact fractions."""
+
     def strength(value: float) -> Fraction:
         return Fraction(str(value)) * magnitude / 10
+
     factor = max(Fraction(1, 10), 1 + sign * strength(settings.enhance_factor))
-    shear, shift = (sign * strength(value) for value in (settings.shear_factor,
-                                                         settings.translate_share))
-    return [0, 0, 0, sign * strength(settings.rotate_degrees),
-            settings.posterize_bits - int(strength(settings.posterize_bits)),
-            256 - min(256, int(strength(settings.solarize_levels))),
-            min(128, int(strength(settings.solarize_add_levels))), *[factor] * 4,
-            shear, shear, shift, shift]
+    shear, shift = (
+        sign * strength(value) for value in (settings.shear_factor, settings.translate_share)
+    )
+    return [
+        0,
+        0,
+        0,
+        sign * strength(settings.rotate_degrees),
+        settings.posterize_bits - int(strength(settings.posterize_bits)),
+        256 - min(256, int(strength(settings.solarize_levels))),
+        min(128, int(strength(settings.solarize_add_levels))),
+        *[factor] * 4,
+        shear,
+        shear,
+        shift,
+        shift,
+    ]
 
 
 def test_arguments_are_timms_formulas_at_every_half_magnitude():
-    names = ("rotate_degrees", "shear_factor", "translate_share", "enhance_factor",
-             "posterize_bits", "solarize_levels", "solarize_add_levels")
+    names = (
+        "rotate_degrees",
+        "shear_factor",
+        "translate_share",
+        "enhance_factor",
+        "posterize_bits",
+        "solarize_levels",
+        "solarize_add_levels",
+    )
     for extents in ((30.0, 0.3, 0.45, 0.9, 4, 256, 110), (23.0, 0.7, 0.31, 1.3, 7, 307, 211)):
         settings = replace(RAND_AUGMENT, **dict(zip(names, extents)))
-        assert extents[0] != 30.0 or settings == RAND_AUGMENT    # rand-m9-mstd0.5-inc1
+        assert extents[0] != 30.0 or settings == RAND_AUGMENT  # rand-m9-mstd0.5-inc1
         for sign in (-1, 1):
             for halves in range(21):
-                ours = settings.arguments(np.arange(1, 16), np.full(15, halves / 2),
-                                          np.full(15, sign))
+                ours = settings.arguments(
+                    np.arange(1, 16), np.full(15, halves / 2), np.full(15, sign)
+                )
                 exact = exact_arguments(settings, Fraction(halves, 2), sign)
                 assert ours == pytest.approx(np.array(exact, float), rel=1e-12, abs=0)
 
@@ -164,12 +217,21 @@ def test_arguments_are_timms_formulas_at_every_half_magnitude():
 # Changes to augment and to rand_augment.
 SETTINGS = {
     "DeiT": ({}, {}),
-    "random interpolation": (dict(interpolation="random", erase_probability=0.6),
-                             dict(interpolation="random")),
+    "random interpolation": (
+        dict(interpolation="random", erase_probability=0.6),
+        dict(interpolation="random"),
+    ),
     "pad and shift": (dict(SHIFT, crop_padding=4, erase_probability=0.0), dict(layers=0)),
-    "extreme": (dict(crop_ratio=(0.01, 100.0), crop_scale=(1e-6, 1.0), erase_probability=1.0,
-                     erase_area=(1e-6, 1.0), erase_ratio=(0.01, 100.0)),
-                dict(layers=3, magnitude=5.0, magnitude_std=30.0)),
+    "extreme": (
+        dict(
+            crop_ratio=(0.01, 100.0),
+            crop_scale=(1e-6, 1.0),
+            erase_probability=1.0,
+            erase_area=(1e-6, 1.0),
+            erase_ratio=(0.01, 100.0),
+        ),
+        dict(layers=3, magnitude=5.0, magnitude_std=30.0),
+    ),
 }
 
 
@@ -181,6 +243,7 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
 
     def own(stream: Stream, key: SampleKey) -> np.random.Generator:
         return keyed_generator(draws.seed, stream, *key)
+
     groups = [number % 7 for number in range(211)]
     found = unpack(draws.draws(samples(keys, groups, step=29)))
     for key, group, operations, erased, mixed in zip(keys, groups, *found):
@@ -200,22 +263,45 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
         assert mixed.tolist() == [share, *box]
 
 
-@pytest.mark.parametrize("index, repeat, view, operations, arguments, bicubic, erased", [
-    (1, 2, View(Box(20, 11, 62, 65), True, "bicubic"),
-     [5, 9], [1.0, 0.26311644389023003], [1, 1],
-     [100, 67, 114, 135, 3316390439248388076]),
-    (15, 0, View(Box(2, 16, 62, 67), False, "bicubic"),
-     [11, 4], [1.8109339311982113, -25.664239556477018], [1, 1], [0, 0, 0, 0, 0])])
-def test_the_draws_of_seed_0_are_those_of_runs_on_disk(index, repeat, view, operations, arguments,
-                                                       bicubic, erased):
+@pytest.mark.parametrize(
+    "index, repeat, view, operations, arguments, bicubic, erased",
+    [
+        (
+            1,
+            2,
+            View(Box(20, 11, 62, 65), True, "bicubic"),
+            [5, 9],
+            [1.0, 0.26311644389023003],
+            [1, 1],
+            [100, 67, 114, 135, 3316390439248388076],
+        ),
+        (
+            15,
+            0,
+            View(Box(2, 16, 62, 67), False, "bicubic"),
+            [11, 4],
+            [1.8109339311982113, -25.664239556477018],
+            [1, 1],
+            [0, 0, 0, 0, 0],
+        ),
+    ],
+)
+def test_the_draws_of_seed_0_are_those_of_runs_on_disk(
+    index, repeat, view, operations, arguments, bicubic, erased
+):
     key = SampleKey(0, index, repeat)
-    draws = draws_of(seed=0, probability=0.9, interpolation="random",
-                     augment=dict(interpolation="random", erase_probability=0.9))
+    draws = draws_of(
+        seed=0,
+        probability=0.9,
+        interpolation="random",
+        augment=dict(interpolation="random", erase_probability=0.9),
+    )
     assert views(draws, [key]) == [view]
     found = drawn(draws, [key])
     # Compilers may round a product and a sum once or twice.
     assert found.operations[0, :, :3].T.numpy() == pytest.approx(
-        np.array([operations, arguments, bicubic]), rel=1e-12)
+        np.array([operations, arguments, bicubic]), rel=1e-12
+    )
     assert box_and_key(found.erased[0]) == erased
 
 
@@ -225,7 +311,7 @@ def test_masks_show_each_patch_equally_often_by_the_key_alone():
     visible = masks.draw(keyed_generators(3, Stream.MASK, keys))
     assert visible.shape == (4_001, 5) and (np.diff(visible) > 0).all()
     assert visible.min() == 0 and visible.max() == 16
-    seen = (visible[..., None] == np.arange(17)).any(1)                  # (4001, 17)
+    seen = (visible[..., None] == np.arange(17)).any(1)  # (4001, 17)
     for patch in range(17):
         assert_rate(seen[:, patch], 5 / 17)
     assert_rate(seen[:, 2] & seen[:, 11], 5 * 4 / (17 * 16))

@@ -22,10 +22,20 @@ from refused import refused
 from torchvision.transforms import InterpolationMode, v2
 
 from vitinit.data import images
-from vitinit.data.images import (Box, DataError, crop, crop_and_flip, dark_in_16_bits, decode_bytes,
-                                 decode_image, from_pillow, resize, resize_and_centre_crop)
+from vitinit.data.images import (
+    Box,
+    DataError,
+    crop,
+    crop_and_flip,
+    dark_in_16_bits,
+    decode_bytes,
+    decode_image,
+    from_pillow,
+    resize,
+    resize_and_centre_crop,
+)
 
-CIFAR10 = Path(__file__).parent / "cifar10"         # 50 JPEG files
+CIFAR10 = Path(__file__).parent / "cifar10"  # 50 JPEG files
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 TORCHVISIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
 
@@ -38,7 +48,7 @@ def planes(image: Image.Image) -> np.ndarray:
 RGB = noise(29, 43)
 FRAMES = {"save_all": True, "append_images": [noise(29, 43, seed=1)]}
 TURNED = Image.Exif()
-TURNED[0x0112] = 6                                           # orientation: a quarter turn
+TURNED[0x0112] = 6  # orientation: a quarter turn
 
 FILES = valid_files(29, 43) | {
     "coarse.jpeg": encoded(RGB, "JPEG", quality=37, subsampling=2),
@@ -53,8 +63,10 @@ FILES = valid_files(29, 43) | {
 @pytest.fixture(params=["torchvision's", "none", "one that refuses"])
 def jpeg_decoder(request, monkeypatch) -> None:
     """What torchvision has to decode JPEGs; else Pillow does it."""
+
     def refuses(*_, **__):
         raise RuntimeError("no")
+
     if request.param != "torchvision's":
         decoder = refuses if "refuses" in request.param else None
         monkeypatch.setattr(images, "jpeg_decoder", lambda: decoder)
@@ -67,9 +79,9 @@ def test_a_decoded_file_equals_pillows_rgb(tmp_path, jpeg_decoder):
             (tmp_path / name).write_bytes(content)
             image = decode_image(str(tmp_path / name))
             assert image.dtype == torch.uint8
-            assert image.permute(1, 2, 0).is_contiguous(), name      # channels-last in memory
+            assert image.permute(1, 2, 0).is_contiguous(), name  # channels-last in memory
             with Image.open(tmp_path / name) as reference:
-                if "grey_16" not in name:                            # which Pillow's convert clips
+                if "grey_16" not in name:  # which Pillow's convert clips
                     assert np.array_equal(image.numpy(), planes(reference)), name
     assert Image.open(io.BytesIO(FILES["two.jpg"])).n_frames == 2
 
@@ -118,7 +130,7 @@ def bomb(height: int, width: int) -> bytes:
     """A small JPEG whose header promises height × width pixels."""
     content = encoded(noise(13, 17), "JPEG")
     place = content.index(b"\xff\xc0") + 5
-    return content[:place] + struct.pack(">HH", height, width) + content[place + 4:]
+    return content[:place] + struct.pack(">HH", height, width) + content[place + 4 :]
 
 
 def refusal(path) -> str:
@@ -127,20 +139,41 @@ def refusal(path) -> str:
 
 @pytest.mark.usefixtures("without_heif")
 def test_a_file_that_is_no_whole_image_is_refused_in_one_line(tmp_path, jpeg_decoder):
-    cases = [(name, FILES[name][:int(0.3 * len(FILES[name]))], "") for name in (
-        "rgb.jpg", "progressive.jpg", "rgb.png", "still.gif", "lossless.webp", "rgb.bmp",
-        "rgb.tiff", "rgb.ppm")]
-    cases += [("a\n\x1b[31mred.jpg", content, reason) for content, reason in (
-        (b"", "(empty)"), (b"a line of text\n", "(none of JPEG, "), (b"\xff\xd8\xff", ""),
-        (bomb(20_011, 20_021), "(Image size (400640231 pixels) exceeds limit"),
-        (bytes(3) + b"\x18ftypmif1" + bytes(99), f"({images.HEIF_REMEDY})"))]
+    cases = [
+        (name, FILES[name][: int(0.3 * len(FILES[name]))], "")
+        for name in (
+            "rgb.jpg",
+            "progressive.jpg",
+            "rgb.png",
+            "still.gif",
+            "lossless.webp",
+            "rgb.bmp",
+            "rgb.tiff",
+            "rgb.ppm",
+        )
+    ]
+    cases += [
+        ("a\n\x1b[31mred.jpg", content, reason)
+        for content, reason in (
+            (b"", "(empty)"),
+            (b"a line of text\n", "(none of JPEG, "),
+            (b"\xff\xd8\xff", ""),
+            (bomb(20_011, 20_021), "(Image size (400640231 pixels) exceeds limit"),
+            (bytes(3) + b"\x18ftypmif1" + bytes(99), f"({images.HEIF_REMEDY})"),
+        )
+    ]
     for name, content, reason in cases:
         (tmp_path / name).write_bytes(content)
         shown = name.replace("\n", r"\n").replace("\x1b", r"\x1b")
         assert refusal(tmp_path / name).startswith(
-            f"{tmp_path / shown}: not a readable image, {len(content)} bytes {reason}")
-    for name, reason in (("missing.jpg", "No such file"), ("", "Is a directory"),
-                         (300 * "x", "File name too long"), ("a\0b.jpg", "embedded null byte")):
+            f"{tmp_path / shown}: not a readable image, {len(content)} bytes {reason}"
+        )
+    for name, reason in (
+        ("missing.jpg", "No such file"),
+        ("", "Is a directory"),
+        (300 * "x", "File name too long"),
+        ("a\0b.jpg", "embedded null byte"),
+    ):
         assert f": cannot be read: {reason}" in refusal(tmp_path / name)
 
 
@@ -155,7 +188,8 @@ def test_only_files_are_read_and_none_that_is_too_large_to_be_an_image(tmp_path)
     try:
         assert [refusal(path) for path in paths] == [
             *(f"{path}: is a pipe or a device, expected a file" for path in paths[:2]),
-            f"{paths[2]}: has 50,000,000,000 bytes, expected a file of at most 1,073,741,824"]
+            f"{paths[2]}: has 50,000,000,000 bytes, expected a file of at most 1,073,741,824",
+        ]
         assert dark_in_16_bits(map(str, paths)) == ""
     finally:
         signal.alarm(0)
@@ -164,16 +198,20 @@ def test_only_files_are_read_and_none_that_is_too_large_to_be_an_image(tmp_path)
 def test_too_little_memory_names_the_image(tmp_path, monkeypatch):
     path = tmp_path / "x.png"
     path.write_bytes(FILES["rgb.png"])
-    view = partial(crop_and_flip, box=Box(2, 3, 5, 7), flip=False, size=(11, 13),
-                   interpolation="bilinear")
+    view = partial(
+        crop_and_flip, box=Box(2, 3, 5, 7), flip=False, size=(11, 13), interpolation="bilinear"
+    )
     torchs = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to …")
-    for place, error, reason in (("read_bytes", MemoryError(), "MemoryError"),
-                                 ("from_pillow", MemoryError(), "MemoryError"),
-                                 ("resize", torchs, str(torchs))):
+    for place, error, reason in (
+        ("read_bytes", MemoryError(), "MemoryError"),
+        ("from_pillow", MemoryError(), "MemoryError"),
+        ("resize", torchs, str(torchs)),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(images, place, Mock(side_effect=error))
             assert refused(DataError, decode_image, str(path), view) == (
-                f"{path}: too little memory to read it ({reason})")
+                f"{path}: too little memory to read it ({reason})"
+            )
     monkeypatch.setattr(images, "resize", Mock(side_effect=RuntimeError("a mistake")))
     assert "a mistake" in refused(RuntimeError, decode_image, str(path), view)
 
@@ -182,11 +220,13 @@ def test_too_little_memory_names_the_image(tmp_path, monkeypatch):
 def test_crop_and_flip_is_within_one_grey_level_of_pillows_steps(interpolation):
     """As measured on an AVX-512 processor; of all values, this share differs at all."""
     image = noise(211, 307)
-    for box, size, share in ((Box(0, 0, 211, 307), (223, 401), 0.006),
-                             (Box(17, 23, 131, 149), (71, 89), 0.005),
-                             (Box(-19, -11, 211, 307), (71, 89), 0.005)):
+    for box, size, share in (
+        (Box(0, 0, 211, 307), (223, 401), 0.006),
+        (Box(17, 23, 131, 149), (71, 89), 0.005),
+        (Box(-19, -11, 211, 307), (71, 89), 0.005),
+    ):
         top, left, height, width = box
-        expected = image.crop((left, top, left + width, top + height))   # black outside, too
+        expected = image.crop((left, top, left + width, top + height))  # black outside, too
         expected = expected.resize(size[::-1], PILLOWS[interpolation])
         for flip in (False, True):
             ours = crop_and_flip(from_pillow(image), box, flip, size, interpolation).numpy()
@@ -201,8 +241,12 @@ def test_a_resized_view_is_channels_last_as_its_image_with_the_bits_of_any_layou
     part, size = crop(from_pillow(noise(211, 307)), Box(17, 23, 131, 149)), (71, 89)
     view = resize(part, size, interpolation)
     assert view.permute(1, 2, 0).is_contiguous()
-    assert torch.equal(view, torch.nn.functional.interpolate(
-        part.contiguous()[None], size, mode=interpolation, antialias=True)[0])
+    assert torch.equal(
+        view,
+        torch.nn.functional.interpolate(
+            part.contiguous()[None], size, mode=interpolation, antialias=True
+        )[0],
+    )
 
 
 def test_crop_equals_slicing_the_zero_padded_image():
@@ -212,7 +256,7 @@ def test_crop_equals_slicing_the_zero_padded_image():
         top, left = rng.integers(-47, 47, 2)
         height, width = rng.integers(1, 101, 2) // rng.integers(1, 7) + 1
         box = Box(*map(int, (top, left, height, width)))
-        expected = padded[:, top + 101:top + 101 + height, left + 101:left + 101 + width]
+        expected = padded[:, top + 101 : top + 101 + height, left + 101 : left + 101 + width]
         assert np.array_equal(crop(from_pillow(RGB), box).numpy(), expected), box
 
 
@@ -221,23 +265,35 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
     """Of any sizes. In floats, 135 / 0.54 is 249.99999999999997, and must not become 249. Equal bit
     for bit with torch 2.15; an older torchvision used a kernel that rounds otherwise."""
     mode, rng = TORCHVISIONS[interpolation], np.random.default_rng(5)
-    cases = [((307, 401), (224, 224), 0.875), ((389, 256), (224, 224), 0.875),
-             ((250, 260), (135, 135), 0.54), ((90, 100), (63, 63), 0.7), ((32, 37), (32, 32), 1.0)]
-    cases += [(rng.integers(61, 400, 2).tolist(), tuple(rng.integers(7, 200, 2).tolist()),
-               float(rng.choice([0.875, 0.9, 1.0]))) for _ in range(17)]
+    cases = [
+        ((307, 401), (224, 224), 0.875),
+        ((389, 256), (224, 224), 0.875),
+        ((250, 260), (135, 135), 0.54),
+        ((90, 100), (63, 63), 0.7),
+        ((32, 37), (32, 32), 1.0),
+    ]
+    cases += [
+        (
+            rng.integers(61, 400, 2).tolist(),
+            tuple(rng.integers(7, 200, 2).tolist()),
+            float(rng.choice([0.875, 0.9, 1.0])),
+        )
+        for _ in range(17)
+    ]
     for own, size, crop_pct in cases:
         image = from_pillow(noise(*own))
         least = [int(side / Fraction(str(crop_pct))) for side in size]
         factor = max(Fraction(side, its) for side, its in zip(least, own))
-        whole = v2.functional.resize(image, [int(side * factor) for side in own], mode,
-                                     antialias=True)
+        whole = v2.functional.resize(
+            image, [int(side * factor) for side in own], mode, antialias=True
+        )
         expected = v2.functional.center_crop(whole, size)
         if size == (224, 224):
             deits = v2.Compose([v2.Resize(256, mode, antialias=True), v2.CenterCrop(224)])
             assert torch.equal(expected, deits(image))
         ours = resize_and_centre_crop(image, size, crop_pct, interpolation)
         assert ours.shape == (3, *size) and (ours.int() - expected.int()).abs().max() <= 1
-        assert torch.equal(ours, expected) or whole.shape != image.shape     # only cropped
+        assert torch.equal(ours, expected) or whole.shape != image.shape  # only cropped
 
 
 @pytest.mark.parametrize("interpolation", PILLOWS)
@@ -248,50 +304,68 @@ def test_of_a_thin_image_only_the_centre_is_enlarged(interpolation, monkeypatch)
     monkeypatch.setattr(F, "interpolate", interpolate)
     values = np.random.default_rng(7).integers(0, 256, (65_500, 7, 3), np.uint8)
     for height, width in ((31, 1), (217, 7), (37, 1), (1009, 7), (4999, 5), (65_500, 1)):
-        first = 32_700 if height == 65_500 else 0    # the view shows nothing of what is before
+        first = 32_700 if height == 65_500 else 0  # the view shows nothing of what is before
         for axes in ((0, 1, 2), (1, 0, 2)):
             image = values[:height, :width].transpose(axes)
-            centre = Image.fromarray(values[first:height - first, :width].transpose(axes).copy())
-            whole = [int(60 * side / width) for side in centre.size]     # 60: of 53 / 0.875
+            centre = Image.fromarray(values[first : height - first, :width].transpose(axes).copy())
+            whole = [int(60 * side / width) for side in centre.size]  # 60: of 53 / 0.875
             left, top = (round((side - 53) / 2) for side in whole)
             rows = centre.resize((whole[0], centre.height), PILLOWS[interpolation])
-            expected = planes(rows.resize(whole, PILLOWS[interpolation]).crop(
-                (left, top, left + 53, top + 53))).astype(int)
-            ours = resize_and_centre_crop(torch.from_numpy(image).permute(2, 0, 1), (53, 53),
-                                          0.875, interpolation)
+            expected = planes(
+                rows.resize(whole, PILLOWS[interpolation]).crop((left, top, left + 53, top + 53))
+            ).astype(int)
+            ours = resize_and_centre_crop(
+                torch.from_numpy(image).permute(2, 0, 1), (53, 53), 0.875, interpolation
+            )
             assert abs(ours.numpy() - expected).max() <= 1 + (height == 31 * width)
             if height == 31 * width:
                 _, size = interpolate.call_args.args
                 assert size == (whole[1], whole[0])
-                assert torch.equal(ours, interpolate.side_effect(
-                    torch.from_numpy(image).permute(2, 0, 1)[None], size, mode=interpolation,
-                    antialias=True)[0, :, top:top + 53, left:left + 53])
+                assert torch.equal(
+                    ours,
+                    interpolate.side_effect(
+                        torch.from_numpy(image).permute(2, 0, 1)[None],
+                        size,
+                        mode=interpolation,
+                        antialias=True,
+                    )[0, :, top : top + 53, left : left + 53],
+                )
     assert interpolate.call_count == 4
 
 
-@pytest.mark.parametrize("kind, options, words", [
-    (np.int32, {}, "32"), (np.float32, {}, "32"), (np.uint16, {"tiffinfo": {339: 2}}, "signed 16")])
+@pytest.mark.parametrize(
+    "kind, options, words",
+    [
+        (np.int32, {}, "32"),
+        (np.float32, {}, "32"),
+        (np.uint16, {"tiffinfo": {339: 2}}, "signed 16"),
+    ],
+)
 def test_32_bit_and_signed_values_are_refused_whatever_they_are(tmp_path, kind, options, words):
     Image.fromarray(np.array([[0, 100, 255]], kind)).save(tmp_path / "x.tif", **options)
     assert refusal(tmp_path / "x.tif").endswith(
         f"(an image of {words}-bit values, whose black and white are not known; expected 8 or 16 "
-        "bits per channel)")
+        "bits per channel)"
+    )
 
 
 @pytest.mark.parametrize("name", OF_16_BITS)
 def test_images_of_16_bits_are_cautioned_of_if_none_reaches_a_quarter_of_white(tmp_path, name):
     """As none does that a camera of 14 bits stores as it is; 8 bits may be as dark as they like."""
+
     def write(number: int, highest: int) -> str:
         values = np.random.default_rng(number).integers(0, highest, (13, 17, 3))
         values[7, 5] = highest
         return str(write_16_bits(tmp_path / f"{number}{name}", values))
+
     (tmp_path / "broken.png").write_bytes(FILES["grey_16.png"][:99])
     Image.fromarray(np.ones((3, 5), np.uint8)).save(tmp_path / "8.png")
     dark = [str(tmp_path / "broken.png"), str(tmp_path / "8.png")]
     assert dark_in_16_bits(dark) == ""
     dark += [write(bits, 2**bits - 1) for bits in (10, 12, 14)]
     assert dark_in_16_bits(dark).startswith(
-        "3 images of 16 bits were looked at, and their highest value is 2")
+        "3 images of 16 bits were looked at, and their highest value is 2"
+    )
     assert dark_in_16_bits([write(15, 2**15), *dark]) == ""
 
 
@@ -299,7 +373,7 @@ def test_images_of_16_bits_are_cautioned_of_if_none_reaches_a_quarter_of_white(t
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF"])
 def test_an_image_is_turned_as_its_exif_data_say(jpeg_decoder, file_format):
     exif = Image.Exif()
-    for orientation in range(10):                    # 0 and 9 are none
+    for orientation in range(10):  # 0 and 9 are none
         exif[0x0112] = orientation
         content = encoded(RGB, file_format, exif=exif)
         with Image.open(io.BytesIO(content)) as one, Image.open(io.BytesIO(content)) as again:
@@ -310,7 +384,7 @@ def test_an_image_is_turned_as_its_exif_data_say(jpeg_decoder, file_format):
         assert np.array_equal(image.numpy(), upright) and image.permute(1, 2, 0).is_contiguous()
         stored = decode_bytes(content, "x", apply_exif_orientation=False)
         assert np.array_equal(stored.numpy(), lying)
-        for loaded in (False, True):                 # a Pillow image may be loaded already, or not
+        for loaded in (False, True):  # a Pillow image may be loaded already, or not
             with Image.open(io.BytesIO(content)) as given:
                 if loaded:
                     given.load()
@@ -320,11 +394,15 @@ def test_an_image_is_turned_as_its_exif_data_say(jpeg_decoder, file_format):
 
 def test_damaged_exif_data_turn_nothing(jpeg_decoder):
     exif = TURNED.tobytes()
-    for damaged in (exif[:9], exif[:-9] + bytes(9), exif.replace(b"\6", b"\xee"),
-                    exif[:10] + b"\xff\xff\xff\xff" + exif[14:]):
+    for damaged in (
+        exif[:9],
+        exif[:-9] + bytes(9),
+        exif.replace(b"\6", b"\xee"),
+        exif[:10] + b"\xff\xff\xff\xff" + exif[14:],
+    ):
         for file_format in ("JPEG", "PNG"):
             content = encoded(RGB, file_format, exif=damaged)
-            with warnings.catch_warnings(action="error"):    # nor are they warned of
+            with warnings.catch_warnings(action="error"):  # nor are they warned of
                 image = decode_bytes(content, "x")
             assert torch.equal(image, decode_bytes(content, "x", apply_exif_orientation=False))
 

@@ -29,8 +29,10 @@ def write_lists(root: Path) -> dict[str, Source]:
         with open(root / SPLITS[split], "w", newline="", encoding="utf-8-sig") as file:
             rows = csv.writer(file, quoting=csv.QUOTE_ALL)
             rows.writerow([" Label", "of", "PATH"])
-            rows.writerows((f" {source.classes[label]} ", "a\nb", Path(path).relative_to(root))
-                           for path, label in zip(source.paths, source.labels))
+            rows.writerows(
+                (f" {source.classes[label]} ", "a\nb", Path(path).relative_to(root))
+                for path, label in zip(source.paths, source.labels)
+            )
             rows.writerow([])
     return splits
 
@@ -42,15 +44,19 @@ def test_listed_images_are_those_of_folders_and_have_their_digest_wherever_they_
         source = open_split("image_list", str(moved), split, 3)
         assert fingerprint(source, str(moved)) == fingerprint(folder, str(image_tree))
         assert source.image(5).equal(open_split("image_folder", str(moved), split, 3).image(5))
-    held_out, expected = (held_out_part(source, images_per_class=4, seed=7) for source in (
-        open_split("image_list", str(moved), "train", 3), folders["train"]))
+    held_out, expected = (
+        held_out_part(source, images_per_class=4, seed=7)
+        for source in (open_split("image_list", str(moved), "train", 3), folders["train"])
+    )
     assert [path.replace("/moved/", "/images/") for path in held_out.paths] == expected.paths
 
 
 def test_one_list_has_splits_by_any_of_their_names_or_none(image_tree):
     (first, *others), file = sorted(image_tree.glob("*/*/0[0-4].png")), image_tree / "images.csv"
-    lines = [f"{'../images/' * (number % 2)}{path.relative_to(image_tree)},{number % 12}"
-             for number, path in enumerate(others)]
+    lines = [
+        f"{'../images/' * (number % 2)}{path.relative_to(image_tree)},{number % 12}"
+        for number, path in enumerate(others)
+    ]
     file.write_text("\n".join(["path,label", f"{first},0", *lines]))
     source = open_split("image_list", str(image_tree), "whole", 12)
     assert source.classes == [*map(str, range(12))]
@@ -58,39 +64,68 @@ def test_one_list_has_splits_by_any_of_their_names_or_none(image_tree):
     assert source.paths[0] == str(first) and len(source) == 30
     assert source.left_out == f"{image_tree}: no splits in it, so that all 30 images are evaluated"
     assert refusal(str(image_tree), "val", 0).startswith(
-        f"{image_tree}: no images to validate on in images.csv; train.py needs none with --set ")
+        f"{image_tree}: no images to validate on in images.csv; train.py needs none with --set "
+    )
     words = [*12 * ["Training"], *12 * ["TEST"], *5 * ["dev"]]
     rows = ["path,label,split", *(f"{line},{word}" for line, word in zip(lines, words))]
     file.write_text("\n".join(rows[:25]))
-    assert len(open_split("image_list", str(image_tree), "val", 12)) == 12       # those of the test
+    assert len(open_split("image_list", str(image_tree), "val", 12)) == 12  # those of the test
     file.write_text("\n".join(rows))
     for split, indices in (("train", range(12)), ("val", range(24, 29)), ("whole", range(24, 29))):
         source = open_split("image_list", str(image_tree), split, 12)
-        assert [Path(path).resolve() for path in source.paths] == [others[index]
-                                                                   for index in indices]
+        assert [Path(path).resolve() for path in source.paths] == [
+            others[index] for index in indices
+        ]
         assert source.labels.tolist() == [index % 12 for index in indices]
         assert source.left_out == f"left out: 12 of the split test in {image_tree}"
 
 
 # What is in train.csv, and in val.csv; the files a.png, b.png, c.mov and c.png are there.
-@pytest.mark.parametrize("train, val, line", [
-    ("", None, "/train.csv: no columns path and label, with commas between, in its first line (em"),
-    ("path;label\na.png;a", None, "/train.csv: no columns path and label, with commas between, in"),
-    ('path,label\n"a.png,a\n', None, "/train.csv:2: unexpected end of data"),
-    ("path,label\na.png\n,a\nb.png, \nb.png,b", "path,label\n../a,b.png,a",
-     ": 4 lines cannot be used: train.csv:2 has 1 value, not 2, train.csv:3 has no path, train.csv:"
-     "4 has no label, val.csv:2 has 3 values, not 2"),
-    ("path,label\na.png,a\nd.png,b\nx/d.png,b", None,
-     ": 2 lines cannot be used: train.csv:3 has no file d.png, train.csv:4 has no file x/d.png"),
-    ("path,label\na.png,a\nb.png,b\n./a.png,a", "path,label\n{}/b.png,b",
-     ": 2 lines cannot be used: train.csv:4 repeats train.csv:2, val.csv:2 repeats train.csv:3"),
-    ("path,label\na.png,a\nb.png,b", "path,label\nc.png,c",
-     ": 1 line cannot be used: val.csv:2 has the label 'c', which none to train on has"),
-    ("path,label\na.png,a\nc.mov,b", None,
-     ": no image of class 'b' can be read; left out: 1 .mov in {}"),
-    ("path,label", None, ": no images to train on in train.csv"),
-    (None, None, ": no list in it; expected train.csv and val.csv, or images.csv alone"),
-    (None, "path,label\na.png,a", ": no images to train on in val.csv")])
+@pytest.mark.parametrize(
+    "train, val, line",
+    [
+        (
+            "",
+            None,
+            "/train.csv: no columns path and label, with commas between, in its first line (em",
+        ),
+        (
+            "path;label\na.png;a",
+            None,
+            "/train.csv: no columns path and label, with commas between, in",
+        ),
+        ('path,label\n"a.png,a\n', None, "/train.csv:2: unexpected end of data"),
+        (
+            "path,label\na.png\n,a\nb.png, \nb.png,b",
+            "path,label\n../a,b.png,a",
+            ": 4 lines cannot be used: train.csv:2 has 1 value, not 2, train.csv:3 has no path, train.csv:"
+            "4 has no label, val.csv:2 has 3 values, not 2",
+        ),
+        (
+            "path,label\na.png,a\nd.png,b\nx/d.png,b",
+            None,
+            ": 2 lines cannot be used: train.csv:3 has no file d.png, train.csv:4 has no file x/d.png",
+        ),
+        (
+            "path,label\na.png,a\nb.png,b\n./a.png,a",
+            "path,label\n{}/b.png,b",
+            ": 2 lines cannot be used: train.csv:4 repeats train.csv:2, val.csv:2 repeats train.csv:3",
+        ),
+        (
+            "path,label\na.png,a\nb.png,b",
+            "path,label\nc.png,c",
+            ": 1 line cannot be used: val.csv:2 has the label 'c', which none to train on has",
+        ),
+        (
+            "path,label\na.png,a\nc.mov,b",
+            None,
+            ": no image of class 'b' can be read; left out: 1 .mov in {}",
+        ),
+        ("path,label", None, ": no images to train on in train.csv"),
+        (None, None, ": no list in it; expected train.csv and val.csv, or images.csv alone"),
+        (None, "path,label\na.png,a", ": no images to train on in val.csv"),
+    ],
+)
 def test_what_is_wrong_with_a_list_is_one_line(tmp_path, train, val, line):
     for name in ("a.png", "b.png", "c.mov", "c.png"):
         (tmp_path / name).touch()
@@ -99,14 +134,16 @@ def test_what_is_wrong_with_a_list_is_one_line(tmp_path, train, val, line):
             (tmp_path / name).write_text(text.replace("{}", str(tmp_path)))
     split = "val" if val and train else "train"
     assert refusal(str(tmp_path), split, 0).startswith(
-        f"{tmp_path}{line.replace('{}', str(tmp_path))}")
+        f"{tmp_path}{line.replace('{}', str(tmp_path))}"
+    )
 
 
 def test_an_unknown_split_and_two_kinds_of_lists_are_one_line(tmp_path):
     (tmp_path / "images.csv").write_text("path,label,split\na.png,a,fold 3\nb.png,a,")
     assert refusal(str(tmp_path), "train", 0) == (
         f"{tmp_path}: 2 lines cannot be used: images.csv:2 has the split 'fold 3', not train, val "
-        "or test, images.csv:3 has the split '', not train, val or test")
+        "or test, images.csv:3 has the split '', not train, val or test"
+    )
     (tmp_path / "val.csv").touch()
     assert ": val.csv beside images.csv in it; expected " in refusal(str(tmp_path), "val", 0)
 
@@ -125,7 +162,8 @@ def peak_of_memory() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("folders, dots", [(1, 0), (50, 1_800)])
 def test_an_image_takes_at_most_150_bytes_beyond_its_path_also_beside_a_long_one(
-        tmp_path, folders, dots):
+    tmp_path, folders, dots
+):
     count = 5_000
     names = [f"{number % folders}/{number}.png" for number in range(count)]
     for folder in range(folders):
@@ -137,7 +175,7 @@ def test_an_image_takes_at_most_150_bytes_beyond_its_path_also_beside_a_long_one
     length = sum(len(os.path.join(tmp_path, name)) for name in names)
     file = tmp_path / "images.csv"
     file.write_text(f"path,label\n{names[0]},0\n")
-    open_split("image_list", str(tmp_path), "train", 0)          # imports what it needs
+    open_split("image_list", str(tmp_path), "train", 0)  # imports what it needs
     file.write_text("\n".join(["path,label", *(f"{name},{len(name)}" for name in names)]))
     with peak_of_memory() as peak:
         source = open_split("image_list", str(tmp_path), "train", 0)
@@ -158,10 +196,12 @@ def test_lines_that_cannot_be_used_are_counted_and_the_first_are_named(tmp_path)
 def test_a_row_has_a_limit_over_all_its_lines_and_empty_lines_are_no_row(tmp_path):
     file, most = tmp_path / "train.csv", lists.LONGEST_ROW
     (tmp_path / "a.png").touch()
-    for content, line in ((most * "a,", "2: row larger than row limit (1048576)"),
-                          (most * '"\n",', "262146: row larger than row limit (1048576)"),
-                          (f'"{most * "a"}"', "2: row larger than row limit (1048576)"),
-                          (most // 2 * "a", "2: field larger than field limit (131072)")):
+    for content, line in (
+        (most * "a,", "2: row larger than row limit (1048576)"),
+        (most * '"\n",', "262146: row larger than row limit (1048576)"),
+        (f'"{most * "a"}"', "2: row larger than row limit (1048576)"),
+        (most // 2 * "a", "2: field larger than field limit (131072)"),
+    ):
         file.write_text(f"path,label\n{content}\n")
         with peak_of_memory() as peak:
             assert refusal(str(tmp_path), "train", 0) == f"{file}:{line}"
@@ -174,4 +214,5 @@ def test_a_list_has_at_most_as_many_bytes_as_a_file_of_an_image(tmp_path, monkey
     monkeypatch.setattr(lists, "LARGEST_FILE", 20)
     (tmp_path / "train.csv").write_text("path,label\na.png,abcd\n")
     assert refusal(str(tmp_path), "train", 0) == (
-        f"{tmp_path}/train.csv: has 22 bytes, expected a file of at most 20")
+        f"{tmp_path}/train.csv: has 22 bytes, expected a file of at most 20"
+    )

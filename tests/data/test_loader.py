@@ -25,9 +25,19 @@ from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.sources import ImageFolder
 
 SIZE, SEED, PATIENCE = (11, 13), 5, 50
-DRAWS = Augmentation(SEED, SIZE, replace(AUGMENT, crop_scale=(0.2, 1.0), crop_padding=2,
-                                         interpolation="random", erase_probability=0.5),
-                     replace(RAND_AUGMENT, probability=0.7, interpolation="random"), MIX)
+DRAWS = Augmentation(
+    SEED,
+    SIZE,
+    replace(
+        AUGMENT,
+        crop_scale=(0.2, 1.0),
+        crop_padding=2,
+        interpolation="random",
+        erase_probability=0.5,
+    ),
+    replace(RAND_AUGMENT, probability=0.7, interpolation="random"),
+    MIX,
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,35 +72,58 @@ def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):
         for batch in found:
             assert type(batch) is Batch
             assert [(part.shape[:1], part.dtype) for part in batch] == [
-                ((2,), torch.uint8), ((2,), torch.int64), ((2,), torch.float64)]
+                ((2,), torch.uint8),
+                ((2,), torch.int64),
+                ((2,), torch.float64),
+            ]
 
 
 def test_an_image_is_decoded_once_for_all_its_views_in_a_micro_batch(folder, monkeypatch):
-    sampler = TrainSampler(len(folder), plan_batches(12, 12, 1, group=2), rank=0, seed=SEED,
-                           repeats=3)
-    samples = next(iter(sampler))                    # three views in a row of each of four images
+    sampler = TrainSampler(
+        len(folder), plan_batches(12, 12, 1, group=2), rank=0, seed=SEED, repeats=3
+    )
+    samples = next(iter(sampler))  # three views in a row of each of four images
     views, decoded = TrainViews(folder, DRAWS), []
-    expected = torch.cat([views[samples._replace(keys=[key], groups=samples.groups[:1])].images
-                          for key in samples.keys])
-    monkeypatch.setattr(folder, "image", lambda *asked, read=folder.image: (
-        decoded.append(asked[0]), read(*asked))[1])
+    expected = torch.cat(
+        [
+            views[samples._replace(keys=[key], groups=samples.groups[:1])].images
+            for key in samples.keys
+        ]
+    )
+    monkeypatch.setattr(
+        folder,
+        "image",
+        lambda *asked, read=folder.image: (decoded.append(asked[0]), read(*asked))[1],
+    )
     assert torch.equal(views[samples].images, expected)
     assert decoded == [key.image for key in samples.keys if key.repeat == 0] and len(decoded) == 4
 
 
-@pytest.mark.parametrize("error", [
-    MemoryError(), EOFError(), OSError(24, "Too many open files"),
-    RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
-    RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most "
-                 "recent call last):\nRuntimeError: unable to allocate shared memory(shm)")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        EOFError(),
+        OSError(24, "Too many open files"),
+        RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
+        RuntimeError(
+            "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most "
+            "recent call last):\nRuntimeError: unable to allocate shared memory(shm)"
+        ),
+    ],
+)
 def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error):
     def failing(self):
         raise raised[0]
+
     monkeypatch.setattr(DataLoader, "__iter__", failing)
     raised = [error]
-    with pytest.raises(DataError, match=r"\Aa worker process of the loader was killed or found no "
-                                        r"room \([METDu].+\); lower data.workers, now 3, or "
-                                        r"[^\n]*\Z"):
+    with pytest.raises(
+        DataError,
+        match=r"\Aa worker process of the loader was killed or found no "
+        r"room \([METDu].+\); lower data.workers, now 3, or "
+        r"[^\n]*\Z",
+    ):
         list(Loader([1], workers=3))
     for workers, raised[0] in ((0, error), (3, RuntimeError("a mistake"))):
         with pytest.raises(type(raised[0])) as caught:
@@ -104,30 +137,38 @@ def room_for(files: int, size: int = -1) -> list[int] | str:
     limit = os.dup(0) + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit + files,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.1,)       # seconds
+    _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.1,)  # seconds
     try:
-        return [int(batch[0]) for batch in Loader(torch.arange(5000).view(5, 1000), workers=2,
-                                                  batch_size=None)]
+        return [
+            int(batch[0])
+            for batch in Loader(torch.arange(5000).view(5, 1000), workers=2, batch_size=None)
+        ]
     except DataError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("limits, words", [
-    ((19,), "(Too many open files); lower"), ((400, 4096), "exited unexpectedly); lower")])
+@pytest.mark.parametrize(
+    "limits, words",
+    [((19,), "(Too many open files); lower"), ((400, 4096), "exited unexpectedly); lower")],
+)
 def test_too_few_files_and_too_little_shared_memory_are_one_line(limits, words, tmp_path):
     done = Fork(lambda: room_for(*limits), tmp_path / "fork").ended()
     assert words in done.result and (done.out, done.err) == ("", "")
 
 
 def test_workers_may_open_many_files_hear_no_ctrl_c_and_are_not_forked_beside_communication(
-        tmp_path, start_by, monkeypatch):
+    tmp_path, start_by, monkeypatch
+):
     """A fork may copy a lock that a thread of communication holds, which nobody then releases."""
     (soft, hard), masks = resource.getrlimit(resource.RLIMIT_NOFILE), []
     start_by("forkserver")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(997, soft), hard))
     try:
-        monkeypatch.setattr(forkserver, "ensure_running", lambda: masks.append(
-            signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+        monkeypatch.setattr(
+            forkserver,
+            "ensure_running",
+            lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        )
         prepare_workers(1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(10_240, hard), hard)
     finally:
@@ -145,7 +186,7 @@ def test_an_epoch_goes_on_after_signals_to_its_worker(folder):
     for batch in loader_of(folder, workers=1):
         found.append(batch)
         if len(found) == 2:
-            worker, = set(multiprocessing.active_children()) - set(others)
+            (worker,) = set(multiprocessing.active_children()) - set(others)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 os.kill(worker.pid, number)
     assert equal(found, list(loader_of(folder, workers=0)))
@@ -181,16 +222,27 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path):
     those of a parent that was killed. Nor do forked workers wait for threads that they lack."""
     program, started = tmp_path / "program.py", []
     program.write_text(PROGRAM)
-    for method, ending, status in (("fork", "sys.exit(3)", 3), (
-            "forkserver", "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)):
+    for method, ending, status in (
+        ("fork", "sys.exit(3)", 3),
+        ("forkserver", "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ):
         os.mkfifo(pipe := tmp_path / method)
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        started.append((status, reader, subprocess.Popen(
-            [sys.executable, program, method, pipe, ending], text=True, stderr=subprocess.PIPE)))
+        started.append(
+            (
+                status,
+                reader,
+                subprocess.Popen(
+                    [sys.executable, program, method, pipe, ending],
+                    text=True,
+                    stderr=subprocess.PIPE,
+                ),
+            )
+        )
     for status, reader, process in started:
         _, printed = process.communicate(timeout=PATIENCE)
         assert process.returncode == status
-        assert printed == "" or status < 0           # then Python says what it cleans up
+        assert printed == "" or status < 0  # then Python says what it cleans up
         # The pipe's other end is closed once nobody holds it any more.
         assert select.select([reader], [], [], PATIENCE)[0] and os.read(reader, 1) == b""
         os.close(reader)

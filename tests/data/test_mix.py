@@ -15,13 +15,20 @@ from vitinit.data.draw import UNMIXED, MixDraw
 from vitinit.data.images import Box
 
 NO_BOX = UNMIXED.box
-MIXES = [UNMIXED, MixDraw(0.3137, NO_BOX), MixDraw(0.5, NO_BOX), MixDraw(0.0, NO_BOX),
-         MixDraw(1.0 - 20 / 143, Box(3, 5, 4, 5)), MixDraw(0.0, Box(0, 0, 11, 13)),
-         MixDraw(1.0, Box(7, 2, 0, 3))]
+MIXES = [
+    UNMIXED,
+    MixDraw(0.3137, NO_BOX),
+    MixDraw(0.5, NO_BOX),
+    MixDraw(0.0, NO_BOX),
+    MixDraw(1.0 - 20 / 143, Box(3, 5, 4, 5)),
+    MixDraw(0.0, Box(0, 0, 11, 13)),
+    MixDraw(1.0, Box(7, 2, 0, 3)),
+]
 
 
-def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
-              ) -> tuple[int, int, int, int]:
+def timms_box(
+    rng: np.random.Generator, height: int, width: int, lam: float
+) -> tuple[int, int, int, int]:
     """timm's rand_bbox: rows from yl to below yh, columns from xl to below xh."""
     ratio = np.sqrt(1 - lam)
     cut_h, cut_w = int(height * ratio), int(width * ratio)
@@ -34,9 +41,16 @@ def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
     return yl, yh, xl, xh
 
 
-def timms_mix(rng: np.random.Generator, height: int, width: int, *, mixup_alpha: float = 0.8,
-              cutmix_alpha: float = 1.0, probability: float = 1.0, switch_probability: float = 0.5
-              ) -> MixDraw:
+def timms_mix(
+    rng: np.random.Generator,
+    height: int,
+    width: int,
+    *,
+    mixup_alpha: float = 0.8,
+    cutmix_alpha: float = 1.0,
+    probability: float = 1.0,
+    switch_probability: float = 0.5,
+) -> MixDraw:
     """timm's _params_per_batch and cutmix_bbox_and_lam; the switch is drawn in any case."""
     if not mixup_alpha and not cutmix_alpha or rng.random() >= probability:
         return UNMIXED
@@ -44,8 +58,9 @@ def timms_mix(rng: np.random.Generator, height: int, width: int, *, mixup_alpha:
     if cutmix_alpha and (switch or not mixup_alpha):
         lam = rng.beta(cutmix_alpha, cutmix_alpha)
         yl, yh, xl, xh = timms_box(rng, height, width, lam)
-        return MixDraw(1.0 - (yh - yl) * (xh - xl) / float(height * width),
-                       Box(yl, xl, yh - yl, xh - xl))
+        return MixDraw(
+            1.0 - (yh - yl) * (xh - xl) / float(height * width), Box(yl, xl, yh - yl, xh - xl)
+        )
     return MixDraw(rng.beta(mixup_alpha, mixup_alpha), NO_BOX)
 
 
@@ -66,18 +81,27 @@ def mixed_one_by_one(images: np.ndarray, mixes: Sequence[MixDraw]) -> np.ndarray
                 for column in range(mix.box.left, mix.box.left + mix.box.width):
                     image[:, row, column] = partner[:, row, column]
         else:
-            blend = (image.astype(np.float32) * mix.share
-                     + partner.astype(np.float32) * (1.0 - mix.share))
+            blend = image.astype(np.float32) * mix.share + partner.astype(np.float32) * (
+                1.0 - mix.share
+            )
             image = blend if image.dtype == np.float32 else np.rint(blend).astype(np.uint8)
         mixed.append(image)
     return np.stack(mixed)
 
 
-@pytest.mark.parametrize("height, width, options", [
-    (224, 224, {}), (31, 37, {"probability": 0.7, "switch_probability": 0.3}), (1, 101, {}),
-    (47, 11, {"mixup_alpha": 0.2, "cutmix_alpha": 0.5}), (23, 29, {"mixup_alpha": 0.0}),
-    (23, 29, {"cutmix_alpha": 0.0}), (23, 29, {"mixup_alpha": 0.0, "cutmix_alpha": 0.0}),
-    (23, 29, {"probability": 0.0})])
+@pytest.mark.parametrize(
+    "height, width, options",
+    [
+        (224, 224, {}),
+        (31, 37, {"probability": 0.7, "switch_probability": 0.3}),
+        (1, 101, {}),
+        (47, 11, {"mixup_alpha": 0.2, "cutmix_alpha": 0.5}),
+        (23, 29, {"mixup_alpha": 0.0}),
+        (23, 29, {"cutmix_alpha": 0.0}),
+        (23, 29, {"mixup_alpha": 0.0, "cutmix_alpha": 0.0}),
+        (23, 29, {"probability": 0.0}),
+    ],
+)
 def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
     ours, theirs, kinds = np.random.default_rng(13), np.random.default_rng(13), set()
     mixing = replace(MIX, **options)
@@ -85,15 +109,18 @@ def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
         mix = mixing.draw(ours, height, width)
         assert mix == timms_mix(theirs, height, width, **options)
         kinds.add("none" if mix == UNMIXED else "mixup" if mix.box == NO_BOX else "cutmix")
-    if height > 9:                                           # else a box may be empty
+    if height > 9:  # else a box may be empty
         wanted = {kind for kind in ("mixup", "cutmix") if options.get(f"{kind}_alpha") != 0.0}
         assert kinds - {"none"} == (wanted if mixing.probability else set())
         assert mixing.mixes == bool(kinds - {"none"})
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-@pytest.mark.parametrize("halves", [MIXES, [UNMIXED, MIXES[1]], [UNMIXED, MIXES[4]]],
-                         ids=["of every kind", "a share or none", "a box or none"])
+@pytest.mark.parametrize(
+    "halves",
+    [MIXES, [UNMIXED, MIXES[1]], [UNMIXED, MIXES[4]]],
+    ids=["of every kind", "a share or none", "a box or none"],
+)
 def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halves, dtype):
     mixes = [*halves, *reversed(halves)]
     images = random_images(len(mixes), dtype)
@@ -116,9 +143,12 @@ def test_the_loss_of_mixed_targets_is_the_mix_of_pytorchs_with_label_smoothing()
     logits = 3 * torch.randn(23, 17, generator=generator, dtype=torch.float64)
     labels = torch.randint(17, (23,), generator=generator)
     for smoothing in (0.0, 0.1, 1.0):
-        own, partners = (F.cross_entropy(logits, wanted, label_smoothing=smoothing)
-                         for wanted in (labels, labels.flip(0)))
-        targets = mix_targets(smooth_one_hot(labels, 17, smoothing),
-                              as_drawn([MixDraw(0.3, NO_BOX)] * 23))
+        own, partners = (
+            F.cross_entropy(logits, wanted, label_smoothing=smoothing)
+            for wanted in (labels, labels.flip(0))
+        )
+        targets = mix_targets(
+            smooth_one_hot(labels, 17, smoothing), as_drawn([MixDraw(0.3, NO_BOX)] * 23)
+        )
         ours = -(targets.double() * logits.log_softmax(1)).sum(1).mean()
         torch.testing.assert_close(ours, 0.3 * own + 0.7 * partners, rtol=1e-6, atol=0)

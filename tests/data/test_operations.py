@@ -45,8 +45,13 @@ def images_of_all_kinds(rng: np.random.Generator) -> Iterator[Image.Image]:
     yield Image.fromarray(np.tile(ramp[:, None], (1, 1, 3)))
 
 
-def with_pillow(image: Image.Image, operation: Operation, argument: float, bicubic: bool = True,
-                fill: tuple[int, int, int] = FILL) -> Image.Image:
+def with_pillow(
+    image: Image.Image,
+    operation: Operation,
+    argument: float,
+    bicubic: bool = True,
+    fill: tuple[int, int, int] = FILL,
+) -> Image.Image:
     """Apply one operation by the calls of Pillow that AutoAugment's and timm's code make.
     argument: factor, angle, threshold or share of the side. fill: colour of pixels from outside.
     Posterising to 0 bits, which Pillow refuses, gives black."""
@@ -57,29 +62,46 @@ def with_pillow(image: Image.Image, operation: Operation, argument: float, bicub
         return getattr(ImageOps, name.lower())(image)
     if name in ("Posterize", "Solarize"):
         black = name == "Posterize" and level == 0
-        return (Image.new("RGB", image.size) if black else
-                getattr(ImageOps, name.lower())(image, level))
+        return (
+            Image.new("RGB", image.size) if black else getattr(ImageOps, name.lower())(image, level)
+        )
     if name == "SolarizeAdd":
         return image.point([min(255, own + level) if own < 128 else own for own in range(256)] * 3)
     if name == "Rotate":
         return image.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
-    matrix = {"ShearX": (1, argument, 0, 0, 1, 0), "ShearY": (1, 0, 0, argument, 1, 0),
-              "TranslateX": (1, 0, argument * image.width, 0, 1, 0),
-              "TranslateY": (1, 0, 0, 0, 1, argument * image.height)}.get(name)
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, RESAMPLING[bicubic],
-                           fillcolor=fill) if matrix else image          # "NONE"
+    matrix = {
+        "ShearX": (1, argument, 0, 0, 1, 0),
+        "ShearY": (1, 0, 0, argument, 1, 0),
+        "TranslateX": (1, 0, argument * image.width, 0, 1, 0),
+        "TranslateY": (1, 0, 0, 0, 1, argument * image.height),
+    }.get(name)
+    return (
+        image.transform(
+            image.size, Image.Transform.AFFINE, matrix, RESAMPLING[bicubic], fillcolor=fill
+        )
+        if matrix
+        else image
+    )  # "NONE"
 
 
-def both_ways(image: Image.Image, name: str, arguments: np.ndarray, bicubic: bool = True,
-              fill: tuple[int, int, int] = FILL) -> tuple[Tensor, Tensor]:
+def both_ways(
+    image: Image.Image,
+    name: str,
+    arguments: np.ndarray,
+    bicubic: bool = True,
+    fill: tuple[int, int, int] = FILL,
+) -> tuple[Tensor, Tensor]:
     """One image per argument, by ours and by Pillow, (n, 3, H, W) each."""
     batch = from_pillow(image).expand(len(arguments), -1, -1, -1)
     drawn = np.array([[(Operation[name], argument, bicubic)] for argument in arguments])
     ours = augmented(batch, drawn, fill)
     assert torch.equal(augmented(batch, drawn, fill, few_launches=True), ours)
-    return ours, torch.stack([
-        from_pillow(with_pillow(image, Operation[name], float(argument), bicubic, fill))
-        for argument in arguments])
+    return ours, torch.stack(
+        [
+            from_pillow(with_pillow(image, Operation[name], float(argument), bicubic, fill))
+            for argument in arguments
+        ]
+    )
 
 
 def arguments_of(name: str, rng: np.random.Generator, count: int = 7) -> np.ndarray:
@@ -92,8 +114,12 @@ def arguments_of(name: str, rng: np.random.Generator, count: int = 7) -> np.ndar
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_operations_equal_pillows_to_the_bit(name):
     rng = np.random.default_rng(Operation[name])
-    extremes = {"Posterize": range(9), "Solarize": (0, 1, 127, 128, 255, 256),
-                "SolarizeAdd": (0, 1, 127, 128), "Brightness": (0.0, 1.0, 2.0)}.get(name, ())
+    extremes = {
+        "Posterize": range(9),
+        "Solarize": (0, 1, 127, 128, 255, 256),
+        "SolarizeAdd": (0, 1, 127, 128),
+        "Brightness": (0.0, 1.0, 2.0),
+    }.get(name, ())
     levels = Image.fromarray(np.arange(3 * 256, dtype=np.uint8).reshape(3, 256).T[None].copy())
     for image in (levels, *images_of_all_kinds(rng)):
         ours, pillows = both_ways(image, name, np.array([*extremes, *arguments_of(name, rng)]))
@@ -107,7 +133,7 @@ def test_geometric_operations_equal_pillows_up_to_rounding(name, bicubic):
     rng = np.random.default_rng(Operation[name])
     for image in images_of_all_kinds(rng):
         arguments = arguments_of(name, rng, 3)
-        if name.startswith("Translate"):             # by whole pixels except for the last bits
+        if name.startswith("Translate"):  # by whole pixels except for the last bits
             side = image.size[name == "TranslateY"]
             nearly = [np.nextafter(-2 / side, 1), np.nextafter(1 / side, 0)]
             arguments = np.append(arguments, nearly)
@@ -117,25 +143,34 @@ def test_geometric_operations_equal_pillows_up_to_rounding(name, bicubic):
         if min(image.size) > 10 and len(image.getcolors(1 << 20)) > 500:
             assert off.float().mean() < 2e-2
         # Pixels come from outside where they do in Pillow: fills of two colours show which.
-        dark, light = (both_ways(image, name, arguments, bicubic, fill)
-                       for fill in ((0, 1, 2), (253, 254, 255)))
+        dark, light = (
+            both_ways(image, name, arguments, bicubic, fill)
+            for fill in ((0, 1, 2), (253, 254, 255))
+        )
         for one, two in zip(dark, light):
             outside = (one != two).any(1, keepdim=True).expand_as(one)
             assert (one[outside] <= 2).all() and (two[outside] >= 253).all()
         assert torch.equal(dark[0] != light[0], dark[1] != light[1])
 
 
-@pytest.mark.parametrize("name, size, arguments", [
-    ("TranslateX", (11, 13), [-1.5 / 13, 1.5 / 13]),
-    ("TranslateY", (11, 13), [-1.5 / 11, 1.5 / 11]),
-    # sin 30° is 1/2: on the middle row, the pixel `height` columns from the centre comes from the
-    # very edge. Pillow rounds sines and cosines to 15 decimals, so that it is 1/2 there, too.
-    ("Rotate", (1, 13), [-30.0, 30.0]), ("Rotate", (3, 17), [-30.0, 30.0]),
-    ("Rotate", (17, 3), [-30.0, 30.0])])
+@pytest.mark.parametrize(
+    "name, size, arguments",
+    [
+        ("TranslateX", (11, 13), [-1.5 / 13, 1.5 / 13]),
+        ("TranslateY", (11, 13), [-1.5 / 11, 1.5 / 11]),
+        # sin 30° is 1/2: on the middle row, the pixel `height` columns from the centre comes from the
+        # very edge. Pillow rounds sines and cosines to 15 decimals, so that it is 1/2 there, too.
+        ("Rotate", (1, 13), [-30.0, 30.0]),
+        ("Rotate", (3, 17), [-30.0, 30.0]),
+        ("Rotate", (17, 3), [-30.0, 30.0]),
+    ],
+)
 def test_a_centre_moved_onto_the_very_edge_is_in_or_out_as_in_pillow(name, size, arguments):
     for bicubic in (False, True):
-        dark, light = (both_ways(photograph(*size), name, np.array(arguments), bicubic, fill)
-                       for fill in ((0, 1, 2), (253, 254, 255)))
+        dark, light = (
+            both_ways(photograph(*size), name, np.array(arguments), bicubic, fill)
+            for fill in ((0, 1, 2), (253, 254, 255))
+        )
         outside = [(one != two).any(1) for one, two in zip(dark, light)]
         assert torch.equal(*outside) and outside[0].any() and not outside[0].all()
 
@@ -145,15 +180,26 @@ EVERY = replace(RAND_AUGMENT, layers=3, probability=0.9, interpolation="random")
 
 @pytest.mark.parametrize("height, width, extreme", [(29, 23, False), (1, 3, False), (9, 11, True)])
 def test_an_image_has_the_same_bits_in_any_batch_or_parts(monkeypatch, height, width, extreme):
-    settings = replace(EVERY, magnitude_std=100.0, rotate_degrees=360.0, shear_factor=100.0,
-                       translate_share=100.0, enhance_factor=100.0) if extreme else EVERY
+    settings = (
+        replace(
+            EVERY,
+            magnitude_std=100.0,
+            rotate_degrees=360.0,
+            shear_factor=100.0,
+            translate_share=100.0,
+            enhance_factor=100.0,
+        )
+        if extreme
+        else EVERY
+    )
     images, drawn = noisy_batch(61, height, width), random_operations(61, settings)
-    assert set(drawn[..., 0].flat) == set(Operation)         # all of them, and none
+    assert set(drawn[..., 0].flat) == set(Operation)  # all of them, and none
     together = augmented(images, drawn)
     for few_launches in (False, True):
         for number in range(61):
-            alone = augmented(images[number:number + 1], drawn[number:number + 1],
-                              few_launches=few_launches)
+            alone = augmented(
+                images[number : number + 1], drawn[number : number + 1], few_launches=few_launches
+            )
             assert torch.equal(together[number], alone[0])
         for most in (0, 3 * height * width, 2**40):
             monkeypatch.setattr(rand_augment, "CPU_CHUNK", most)

@@ -16,8 +16,10 @@ SEED = 13
 
 def micro_batches(plan: BatchPlan) -> list[list[list[int]]]:
     """The positions in the global batch, by process and micro-step."""
-    return [[plan.positions(rank, micro_step).tolist() for micro_step in range(plan.accumulation)]
-            for rank in range(plan.world_size)]
+    return [
+        [plan.positions(rank, micro_step).tolist() for micro_step in range(plan.accumulation)]
+        for rank in range(plan.world_size)
+    ]
 
 
 def views_in_order(order: np.ndarray, repeats: int) -> np.ndarray:
@@ -33,8 +35,10 @@ def plans(count: int = 60) -> Iterator[tuple[BatchPlan, int]]:
         group = int(rng.choice([1, 2, 4, 6, 10, 12, 60]))
         batch = math.lcm(group, min(group, 2) * world_size) * int(rng.integers(1, 5))
         max_batch = int(rng.integers(min(group, 2), batch + 3))
-        yield plan_batches(batch, max_batch, world_size, group=group,
-                           strided=bool(rng.integers(2))), max_batch
+        yield (
+            plan_batches(batch, max_batch, world_size, group=group, strided=bool(rng.integers(2))),
+            max_batch,
+        )
 
 
 def test_micro_batches_are_the_largest_that_divide_and_partners_mirrored_images_of_a_group():
@@ -42,13 +46,14 @@ def test_micro_batches_are_the_largest_that_divide_and_partners_mirrored_images_
     for plan, max_batch in plans():
         unit, share = min(plan.group, 2), plan.global_batch // plan.world_size
         assert plan.micro_batch_size == max(
-            size for size in range(1, max_batch + 1) if share % size == size % unit == 0)
+            size for size in range(1, max_batch + 1) if share % size == size % unit == 0
+        )
         assert share == plan.accumulation * plan.micro_batch_size
         positions = micro_batches(plan)
         assert sorted(sum(sum(positions, []), [])) == list(range(plan.global_batch))
         assert {len(one) for process in positions for one in process} == {plan.micro_batch_size}
         images = list(range(plan.global_batch))
-        groups = [images[first::plan.groups] for first in range(plan.groups)]
+        groups = [images[first :: plan.groups] for first in range(plan.groups)]
         partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
         for part in sum(positions, []):
             assert plan.group == 1 or [partner[image] for image in part] == part[::-1]
@@ -59,14 +64,17 @@ def test_cautions_are_of_views_of_an_image_in_one_group_and_of_micro_batches_hal
         share = plan.global_batch // plan.world_size
         for repeats in (1, 2, 3, 7):
             images = [view // repeats for view in range(plan.global_batch)]
-            groups = [images[first::plan.groups] for first in range(plan.groups)]
+            groups = [images[first :: plan.groups] for first in range(plan.groups)]
             expected = ["some of the mix.group"] * any(len({*one}) < len(one) for one in groups)
             expected += ["micro-batches have"] * any(
                 size > 2 * plan.micro_batch_size and size <= share
-                for size in range(1, max_batch + 1))
+                for size in range(1, max_batch + 1)
+            )
             lines = plan.cautions(repeats=repeats, max_batch_per_process=max_batch)
-            assert [" ".join(line.split()[:len(words.split())])
-                    for line, words in zip(lines, expected, strict=True)] == expected
+            assert [
+                " ".join(line.split()[: len(words.split())])
+                for line, words in zip(lines, expected, strict=True)
+            ] == expected
 
 
 def test_pairs_of_a_micro_batch_are_neighbours_or_as_far_apart_as_can_be():
@@ -74,25 +82,37 @@ def test_pairs_of_a_micro_batch_are_neighbours_or_as_far_apart_as_can_be():
     for plan, _ in plans():
         count = plan.global_batch // plan.micro_batch_size
         pairs = np.arange(plan.global_batch // min(plan.group, 2))
-        in_turn = np.concatenate([                   # of the micro-batches 0, 1, 2, …
-            plan.positions(number % plan.world_size, number // plan.world_size)[
-                :len(pairs) // count] for number in range(count)])
-        assert in_turn.tolist() == (pairs.reshape(-1, count).T.ravel() if plan.strided else
-                                    pairs).tolist()
+        in_turn = np.concatenate(
+            [  # of the micro-batches 0, 1, 2, …
+                plan.positions(number % plan.world_size, number // plan.world_size)[
+                    : len(pairs) // count
+                ]
+                for number in range(count)
+            ]
+        )
+        assert (
+            in_turn.tolist()
+            == (pairs.reshape(-1, count).T.ravel() if plan.strided else pairs).tolist()
+        )
     for strided, images in ((False, 44), (True, 128)):
         plan = plan_batches(1024, 128, 8, group=64, strided=strided)
         assert len(set((plan.positions(0, 0) // 3).tolist())) == images
 
 
-@pytest.mark.parametrize("global_batch, world_size, group, words", [
-    (100, 3, 1, "does not divide into 3 processes; expected a multiple of 3"),
-    (96, 5, 32, "into mixed pairs for each of 5 processes; expected a multiple of 160"),
-    (100, 1, 64, "into groups of mix.group = 64 images; expected a multiple of 64"),
-    (126, 1, 63, "mix.group = 63 is odd, but images are mixed in pairs")])
+@pytest.mark.parametrize(
+    "global_batch, world_size, group, words",
+    [
+        (100, 3, 1, "does not divide into 3 processes; expected a multiple of 3"),
+        (96, 5, 32, "into mixed pairs for each of 5 processes; expected a multiple of 160"),
+        (100, 1, 64, "into groups of mix.group = 64 images; expected a multiple of 64"),
+        (126, 1, 63, "mix.group = 63 is odd, but images are mixed in pairs"),
+    ],
+)
 def test_a_global_batch_that_does_not_divide_is_refused(global_batch, world_size, group, words):
-    assert refused(ValueError, plan_batches, global_batch, 17, world_size, group=group
-                   ).endswith(words)
-    assert plan_batches(12, 1, 2, group=1).micro_batch_size == 1         # no pair, and none needed
+    assert refused(ValueError, plan_batches, global_batch, 17, world_size, group=group).endswith(
+        words
+    )
+    assert plan_batches(12, 1, 2, group=1).micro_batch_size == 1  # no pair, and none needed
 
 
 def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
@@ -117,12 +137,19 @@ def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
                 assert samples.groups.tolist() == [place % plan.groups for place in positions]
         views = views_in_order(epoch_order(SEED, epoch, count), repeats)
         assert (found[:done] == -1).all() and (found[done:, :, 0] == epoch).all()
-        assert np.array_equal(found[done:, :, 1:].reshape(-1, 2), views[done * size:steps * size])
+        assert np.array_equal(found[done:, :, 1:].reshape(-1, 2), views[done * size : steps * size])
 
 
 @pytest.mark.parametrize("count, global_batch, repeats", [(17, 18, 1), (5, 18, 3), (0, 1, 3)])
 def test_a_set_whose_repeats_do_not_fill_a_batch_is_refused(count, global_batch, repeats):
-    line = refused(ValueError, TrainSampler, count, plan_batches(global_batch, 3, 1, group=1),
-                   rank=0, seed=SEED, repeats=repeats)
+    line = refused(
+        ValueError,
+        TrainSampler,
+        count,
+        plan_batches(global_batch, 3, 1, group=1),
+        rank=0,
+        seed=SEED,
+        repeats=repeats,
+    )
     views = f" in {repeats} views each" * (repeats > 1)
     assert f"{count} images{views}, fewer" in line and f"global_batch = {global_batch}" in line

@@ -24,9 +24,17 @@ from vitinit.data import sources
 from vitinit.data.datasets import open_split
 from vitinit.data.folders import EXTENSIONS, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
-from vitinit.data.sources import (ImageFiles, ImageFolder, ImagesInMemory, LooseImages,
-                                  class_indices, file_sizes, fingerprint, held_out_part,
-                                  stratified_part)
+from vitinit.data.sources import (
+    ImageFiles,
+    ImageFolder,
+    ImagesInMemory,
+    LooseImages,
+    class_indices,
+    file_sizes,
+    fingerprint,
+    held_out_part,
+    stratified_part,
+)
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs import data
 
@@ -43,44 +51,81 @@ refusal = partial(refused, DataError)
 
 
 def test_the_listing_is_torchvisions_but_for_hidden_files_and_folders_that_are_linked_to_twice(
-        tmp_path):
-    tree(tmp_path, "set/b/2.PNG", "set/b/10.jpg", "set/b/x y/1.Tiff", "set/b/x/1.pgm",
-         "set/b/x.jpg/1.gif", "set/b/X/Y/z.JPEG", "set/a/1.bmp", "set/a/notes.txt", "set/a/jpg",
-         "set/a/deep/er/3.ppm", "set/a/1.jpg.bak", "set/c-d/0.tif", "set/c/0.jpeg", "far/in/9.webp")
+    tmp_path,
+):
+    tree(
+        tmp_path,
+        "set/b/2.PNG",
+        "set/b/10.jpg",
+        "set/b/x y/1.Tiff",
+        "set/b/x/1.pgm",
+        "set/b/x.jpg/1.gif",
+        "set/b/X/Y/z.JPEG",
+        "set/a/1.bmp",
+        "set/a/notes.txt",
+        "set/a/jpg",
+        "set/a/deep/er/3.ppm",
+        "set/a/1.jpg.bak",
+        "set/c-d/0.tif",
+        "set/c/0.jpeg",
+        "far/in/9.webp",
+    )
     (tmp_path / "set" / "a" / os.fsdecode(b"caf\xe9.jpg")).touch()
     for link, target in (("set/e", "far"), ("set/a/far", "far/in"), ("set/b/l.png", "set/b/2.PNG")):
         (tmp_path / link).symlink_to(tmp_path / target)
     root = tmp_path / "set"
     classes = {name: label for label, name in enumerate(["a", "b", "c", "c-d", "e"])}
     expected = make_dataset(str(root), classes, extensions=EXTENSIONS)
-    expected.remove((str(root / "a/far/9.webp"), 0))     # which is also e/in/9.webp
+    expected.remove((str(root / "a/far/9.webp"), 0))  # which is also e/in/9.webp
     tree(root, "a/.hidden.jpg", "a/.cache/1.jpg", "b/x/.y/1.png", ".d/1.jpg")
-    (root / "b" / "x" / "back").symlink_to(root)     # torchvision's would have each image 41 times
+    (root / "b" / "x" / "back").symlink_to(root)  # torchvision's would have each image 41 times
     source = ImageFolder(root)
     assert list(zip(source.paths, source.labels)) == expected
     assert len(source) == 13 and source.classes == list(classes)
 
 
-@pytest.mark.parametrize("links, far, deep", [       # the classes of far/1.png, far/deep/2.png
-    ({"a/x": "set/b", "a/y": "set/b", "b/x": "set/a", "b/y": "set/a"}, None, None),
-    ({"b/x": "far", "a/deep/x": "far", "../far/y": "set/a", "../far/z": "set/b/deep"}, "b", "b"),
-    ({"b/x": "far", "a/x": "far/deep"}, "b", "a"), ({"b/x": "far", "c": "far"}, "c", "c")])
+@pytest.mark.parametrize(
+    "links, far, deep",
+    [  # the classes of far/1.png, far/deep/2.png
+        ({"a/x": "set/b", "a/y": "set/b", "b/x": "set/a", "b/y": "set/a"}, None, None),
+        (
+            {"b/x": "far", "a/deep/x": "far", "../far/y": "set/a", "../far/z": "set/b/deep"},
+            "b",
+            "b",
+        ),
+        ({"b/x": "far", "a/x": "far/deep"}, "b", "a"),
+        ({"b/x": "far", "c": "far"}, "c", "c"),
+    ],
+)
 def test_each_real_folder_is_read_once_as_of_its_own_class(tmp_path, monkeypatch, links, far, deep):
     """Or that the first link of the highest gives it, in whatever order the disk lists."""
-    tree(tmp_path, "far/1.png", "far/deep/2.png", "set/a/3.png", "set/a/deep/4.png", "set/b/5.png",
-         "set/b/deep/6.png")
+    tree(
+        tmp_path,
+        "far/1.png",
+        "far/deep/2.png",
+        "set/a/3.png",
+        "set/a/deep/4.png",
+        "set/b/5.png",
+        "set/b/deep/6.png",
+    )
     for link, target in links.items():
         (tmp_path / "set" / link).symlink_to(tmp_path / target)
     expected = {"1": far, "2": deep, "3": "a", "4": "a", "5": "b", "6": "b"}
     walk = os.walk
     for step in (1, -1):
-        monkeypatch.setattr(os, "walk", lambda *arguments, **how: (
-            (parent, folders[::step], files[::step])
-            for parent, folders, files in walk(*arguments, **how)))
+        monkeypatch.setattr(
+            os,
+            "walk",
+            lambda *arguments, **how: (
+                (parent, folders[::step], files[::step])
+                for parent, folders, files in walk(*arguments, **how)
+            ),
+        )
         source = ImageFolder(tmp_path / "set")
         names = [source.classes[label] for label in source.labels]
         assert sorted(zip((Path(path).stem for path in source.paths), names)) == [
-            item for item in expected.items() if item[1]]
+            item for item in expected.items() if item[1]
+        ]
 
 
 @pytest.mark.usefixtures("without_heif")
@@ -101,9 +146,15 @@ def test_a_folder_without_images_or_that_cannot_be_listed_is_one_line(tmp_path):
 @pytest.mark.usefixtures("without_heif")
 def test_the_lines_that_the_page_quotes_are_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tree(tmp_path / "photos", "train/a/1.png", "val/a/1.png", "test/a/1.png", "masks/a/1.png",
-         *(f"train/a/{number}.heic" for number in range(12)),
-         *(f"train/a/{number}.mov" for number in range(3)))
+    tree(
+        tmp_path / "photos",
+        "train/a/1.png",
+        "val/a/1.png",
+        "test/a/1.png",
+        "masks/a/1.png",
+        *(f"train/a/{number}.heic" for number in range(12)),
+        *(f"train/a/{number}.mov" for number in range(3)),
+    )
     said = open_split("image_folder", "photos", "train", 1).left_out
     page = read_page(Path(sources.__file__).with_name("README.md"))
     quoted = [code for code in page.code_spans() if code.startswith("left out: ")]
@@ -112,12 +163,25 @@ def test_the_lines_that_the_page_quotes_are_said(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("without_heif")
 def test_what_is_left_out_is_counted_by_suffix(tmp_path):
-    tree(tmp_path, "a/1.jpg", "a/2.HEIC", "a/deep/3.heic", "a/4.mov", "b/1.png", "b/README",
-         "b/.DS_Store", "b/.x/5.mov", "7.jpg", ".hidden.txt")
+    tree(
+        tmp_path,
+        "a/1.jpg",
+        "a/2.HEIC",
+        "a/deep/3.heic",
+        "a/4.mov",
+        "b/1.png",
+        "b/README",
+        "b/.DS_Store",
+        "b/.x/5.mov",
+        "7.jpg",
+        ".hidden.txt",
+    )
     source = ImageFolder(tmp_path)
-    assert source.left_out == ("left out: 2 .heic, 1 .jpg of no class, 1 .mov, 1 without suffix in "
-                               f"{tmp_path}; {HEIF_REMEDY}")
-    assert source.part([1]).left_out == source.left_out      # held-out images are validated on
+    assert source.left_out == (
+        "left out: 2 .heic, 1 .jpg of no class, 1 .mov, 1 without suffix in "
+        f"{tmp_path}; {HEIF_REMEDY}"
+    )
+    assert source.part([1]).left_out == source.left_out  # held-out images are validated on
     images_below(tmp_path, found := Counter())
     assert found == Counter({".heic": 2, ".mov": 1, "without suffix": 1})
     assert in_words(Counter({".b\n": 5}), "x") == "left out: 5 .b in x"
@@ -126,11 +190,13 @@ def test_what_is_left_out_is_counted_by_suffix(tmp_path):
 
 def test_heic_is_an_image_where_pillow_heif_reads_it(tmp_path, monkeypatch, without_heif):
     """Here a stub, whose images are PNGs after the first bytes of a HEIC."""
+
     def opened(file, name):
         return PngImagePlugin.PngImageFile(io.BytesIO(file.read()[12:]))
 
     def register():
         monkeypatch.setitem(Image.OPEN, "HEIF", (opened, lambda start: start[4:12] == b"ftypheic"))
+
     monkeypatch.setitem(sys.modules, "pillow_heif", Mock(register_heif_opener=register))
     tree(tmp_path, "a/1.jfif", "a/2.HEIC", "b/3.hif", "b/4.mov")
     for name in ("a/2.HEIC", "b/3.hif"):
@@ -141,7 +207,7 @@ def test_heic_is_an_image_where_pillow_heif_reads_it(tmp_path, monkeypatch, with
     assert source.image(1)[0].eq(255).all() and source.image(2).shape == (3, 3, 5)
     assert source.left_out == f"left out: 1 .mov in {tmp_path}"
     (tmp_path / "a/2.HEIC").write_bytes(b"\0\0\0\x18ftypmif1")
-    assert refusal(source.image, 1).endswith("HEIF)")     # not how to install
+    assert refusal(source.image, 1).endswith("HEIF)")  # not how to install
 
 
 def test_loose_images_are_the_first_of_any_folders_and_have_one_class(tmp_path):
@@ -152,11 +218,17 @@ def test_loose_images_are_the_first_of_any_folders_and_have_one_class(tmp_path):
 
 
 def test_paths_come_back_as_they_were_from_one_tensor_of_their_bytes():
-    names = ["/data/a/1.jpg", "b c/é.png", os.fsdecode(b"caf\xe9.jpg"), "b/" + 211 * "x", "日本.gif"]
+    names = [
+        "/data/a/1.jpg",
+        "b c/é.png",
+        os.fsdecode(b"caf\xe9.jpg"),
+        "b/" + 211 * "x",
+        "日本.gif",
+    ]
     source = ImageFiles(names, range(5), ["a"] * 5)
     assert source.paths == names and source.part(np.array([3, 0])).paths == [names[3], names[0]]
     assert source.text.nbytes == len("".join(names).encode("utf-8", "surrogateescape"))
-    assert source.stored.nbytes == 5 * 16            # whatever the longest takes
+    assert source.stored.nbytes == 5 * 16  # whatever the longest takes
     assert "caf\\udce9.jpg: cannot be read" in refusal(source.image, 2)
 
 
@@ -165,18 +237,23 @@ def test_a_fingerprint_is_of_paths_below_the_root_labels_and_classes(tmp_path):
     one = fingerprint(ImageFiles(paths, [0, 1], ["a", "b"]), str(tmp_path))
     moved = [path.replace(str(tmp_path), "/elsewhere") for path in paths]
     assert fingerprint(ImageFiles(moved, [0, 1], ["a", "b"]), "/elsewhere") == one
-    here = os.path.relpath(tmp_path)                 # as typed; a list may state whole paths
+    here = os.path.relpath(tmp_path)  # as typed; a list may state whole paths
     assert fingerprint(ImageFiles(paths, [0, 1], ["a", "b"]), here) == one
-    others = [ImageFiles(paths[::-1], [0, 1], ["a", "b"]), ImageFiles(paths, [1, 0], ["a", "b"]),
-              ImageFiles(paths, [0, 1], ["a", "c"]),
-              ImageFiles(paths, [0, 1], ["a", os.fsdecode(b"caf\xe9")])]
+    others = [
+        ImageFiles(paths[::-1], [0, 1], ["a", "b"]),
+        ImageFiles(paths, [1, 0], ["a", "b"]),
+        ImageFiles(paths, [0, 1], ["a", "c"]),
+        ImageFiles(paths, [0, 1], ["a", os.fsdecode(b"caf\xe9")]),
+    ]
     assert len({one, *(fingerprint(other, str(tmp_path)) for other in others)}) == 5
 
 
 def test_a_digest_of_sizes_is_of_a_drawn_part_of_each_split(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SIZED", 7)
-    both = [LooseImages(tree(tmp_path, *(f"{split}/{number}.png" for number in range(13))) / split,
-                        13) for split in ("train", "val")]
+    both = [
+        LooseImages(tree(tmp_path, *(f"{split}/{number}.png" for number in range(13))) / split, 13)
+        for split in ("train", "val")
+    ]
     began, changing = file_sizes(both, 3), [0, 0]
     for split, part in enumerate(both):
         for path in part.paths:
@@ -191,19 +268,25 @@ def test_each_class_is_found_at_its_index_in_the_model_and_one_with_too_few_imag
     known = ["ant", "bee", "cat", "dog", "eel"]
     assert class_indices(known, ["dog", "ant", "eel"]) == [3, 0, 4]
     assert refusal(class_indices, known, ["bee", "cow"]) == (
-        "class 'cow' is none of the model's 5 classes (ant, bee, cat, dog, eel)")
+        "class 'cow' is none of the model's 5 classes (ant, bee, cat, dog, eel)"
+    )
     assert class_indices(["crane", "crow", "crane"], ["crow"]) == [1]
     assert refusal(class_indices, ["crane", "crow", "crane"], ["crow", "crane"]).startswith(
-        "class 'crane' is 2 of the model's 3 classes")       # as two of ImageNet's are called
-    for choose, least, held_out in ((partial(held_out_part, images_per_class=3), 1, 3), (
-            partial(stratified_part, images_per_class=2, held_out=2), 2, 2)):
+        "class 'crane' is 2 of the model's 3 classes"
+    )  # as two of ImageNet's are called
+    for choose, least, held_out in (
+        (partial(held_out_part, images_per_class=3), 1, 3),
+        (partial(stratified_part, images_per_class=2, held_out=2), 2, 2),
+    ):
         assert refusal(choose, numbered([7, 3])) == (
             f"class 'class 1' has 3 images, too few to train on {least} and hold out {held_out} of "
-            "them; expected less of data.images_per_class or data.held_out_per_class")
+            "them; expected less of data.images_per_class or data.held_out_per_class"
+        )
     without_classes = numbered([3])
     without_classes.classes = [""]
     assert refusal(partial(held_out_part, images_per_class=3), without_classes).startswith(
-        "the folder has 3 images, too few to train on 1 and hold out 3")
+        "the folder has 3 images, too few to train on 1 and hold out 3"
+    )
 
 
 def numbered(sizes: Sequence[int]) -> ImagesInMemory:
@@ -220,21 +303,30 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
         sizes, held, count = rng.integers(7, 30, 5), int(rng.integers(5)), int(rng.integers(-3, 4))
         share, source = float(rng.choice([1e-9, 0.25, 0.5, 0.99, 1.0])), numbered(sizes)
         limits = dict(share=share) if count < 1 else dict(images_per_class=count)
-        front, end, own = [], [], []                 # own: of another seed than the held-out images
+        front, end, own = [], [], []  # own: of another seed than the held-out images
         for label, size in enumerate(sizes):
-            order, other = (np.flatnonzero(source.labels == label)[keyed_generator(
-                one, Stream.SUBSET, label).permutation(size)].tolist() for one in (seed, seed + 1))
+            order, other = (
+                np.flatnonzero(source.labels == label)[
+                    keyed_generator(one, Stream.SUBSET, label).permutation(size)
+                ].tolist()
+                for one in (seed, seed + 1)
+            )
             rounded = math.floor(Fraction(share) * (len(order) - held) + Fraction(1, 2))
             kept = count if count > 0 else max(1, rounded)
             front += order[:kept]
-            end += order[len(order) - held:]
-            own += [index for index in other if index not in order[len(order) - held:]][:kept]
+            end += order[len(order) - held :]
+            own += [index for index in other if index not in order[len(order) - held :]][:kept]
         for part, expected in (
-                (stratified_part(source, held_out=held, seed=seed, held_out_seed=seed, **limits),
-                 sorted(front)),
-                (held_out_part(source, images_per_class=held, seed=seed), sorted(end)),
-                (stratified_part(source, held_out=held, seed=seed + 1, held_out_seed=seed,
-                                 **limits), sorted(own))):
+            (
+                stratified_part(source, held_out=held, seed=seed, held_out_seed=seed, **limits),
+                sorted(front),
+            ),
+            (held_out_part(source, images_per_class=held, seed=seed), sorted(end)),
+            (
+                stratified_part(source, held_out=held, seed=seed + 1, held_out_seed=seed, **limits),
+                sorted(own),
+            ),
+        ):
             assert [int(part.image(index)[0, 0, 0]) for index in range(len(part))] == expected
             assert part.labels.tolist() == source.labels[expected].tolist()
             assert part.classes == source.classes
@@ -242,8 +334,13 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
 
 
 def test_a_run_may_train_on_a_part_by_its_own_seed_of_which_an_init_reads_some_images_by_it():
-    recipe = load_recipe("quickstart", overrides(seed=7, sets=[
-        "data.subset_seed=run", "data.images_per_class=3", "data.held_out_per_class=2"]))
+    recipe = load_recipe(
+        "quickstart",
+        overrides(
+            seed=7,
+            sets=["data.subset_seed=run", "data.images_per_class=3", "data.held_out_per_class=2"],
+        ),
+    )
     whole, part = data.open_training_set(recipe.data, 7)
     assert part.stored.equal(stratified_part(whole, images_per_class=3, held_out=2, seed=7).stored)
     held_out = held_out_part(whole, images_per_class=2, seed=0)

@@ -46,8 +46,7 @@ def a_vit() -> nn.Module:
 
 
 def model_of(name: str) -> nn.Module:
-    model = written("torch", build_model(name, num_classes=CLASSES, image_size=SIZE,
-                                         **SMALL[name]))
+    model = written("torch", build_model(name, num_classes=CLASSES, image_size=SIZE, **SMALL[name]))
     model.small_name = name
     return model
 
@@ -55,17 +54,23 @@ def model_of(name: str) -> nn.Module:
 @pytest.fixture
 def batch_of() -> Callable[..., tuple[Tensor, Tensor]]:
     """Makes noise images (count, 3, SIZE, SIZE) and random soft targets (count, CLASSES)."""
-    def make(count: int = BATCH, device: torch.device | str = "cpu",
-             dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+
+    def make(
+        count: int = BATCH, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         images = torch.randn(count, 3, SIZE, SIZE, generator=generator)
         targets = torch.randn(count, CLASSES, generator=generator).softmax(dim=1)
         return images.to(device, dtype), targets.to(device, dtype)
+
     return make
 
 
 @pytest.fixture
 def drop_path_of() -> Callable[[nn.Module], Tensor | None]:
     """Draws drop-path scales (branches, BATCH) for a model with stochastic depth, else None."""
-    return lambda model: draw_drop_path(model.drop_path_rates, BATCH, np.random.default_rng(4)) \
-        if any(model.drop_path_rates) else None
+    return lambda model: (
+        draw_drop_path(model.drop_path_rates, BATCH, np.random.default_rng(4))
+        if any(model.drop_path_rates)
+        else None
+    )

@@ -10,30 +10,58 @@ import vitinit.run
 from vitinit.data.pipeline import preparing_stream
 from vitinit.programs.bench.training import alone, recipe_of
 
-SETS = ("data.name=image_folder", "data.num_classes=3", "data.image_size=13",
-        "optim.global_batch=20", "mix.group=10", "eval.batch_size=20", "data.on_device_gib=0",
-        "eval.cache_gib=0", "rand_augment.layers=2", "rand_augment.interpolation=random",
-        "augment.erase_probability=0.6", "augment.repeats=2")
-RESIZED = ("augment.crop_scale=[0.3, 1.0]", "augment.crop_ratio=[0.75, 1.25]",
-           "augment.crop_padding=0", "augment.interpolation=random")
+SETS = (
+    "data.name=image_folder",
+    "data.num_classes=3",
+    "data.image_size=13",
+    "optim.global_batch=20",
+    "mix.group=10",
+    "eval.batch_size=20",
+    "data.on_device_gib=0",
+    "eval.cache_gib=0",
+    "rand_augment.layers=2",
+    "rand_augment.interpolation=random",
+    "augment.erase_probability=0.6",
+    "augment.repeats=2",
+)
+RESIZED = (
+    "augment.crop_scale=[0.3, 1.0]",
+    "augment.crop_ratio=[0.75, 1.25]",
+    "augment.crop_padding=0",
+    "augment.interpolation=random",
+)
 BOTH = ("mix.mixup_alpha=0.8", "mix.cutmix_alpha=1")
 # How images are augmented → (overrides that change the images, others that must not).
 WAYS = {
     "every operation, kept on the device": (
-        ("rand_augment.probability=1", *BOTH), ("data.on_device_gib=1",)),
+        ("rand_augment.probability=1", *BOTH),
+        ("data.on_device_gib=1",),
+    ),
     "kept, drawn by workers": (BOTH, ("data.on_device_gib=1", "data.workers=2")),
-    "resized, by workers": ((*RESIZED, *BOTH, "eval.crop_pct=0.875"),
-                            ("data.workers=2", "eval.cache_gib=1")),
-    "erased after mixing": (("augment.erase_after_mix=true", "augment.erase_fill=rand",
-                             "mix.cutmix_alpha=1", "mix.label_smoothing=0.1"), ()),
-    "some unmixed": (("augment.erase_fill=const", "mix.mixup_alpha=0.8", "mix.probability=0.5"),
-                     ("engine.channels_last=false",)),
+    "resized, by workers": (
+        (*RESIZED, *BOTH, "eval.crop_pct=0.875"),
+        ("data.workers=2", "eval.cache_gib=1"),
+    ),
+    "erased after mixing": (
+        (
+            "augment.erase_after_mix=true",
+            "augment.erase_fill=rand",
+            "mix.cutmix_alpha=1",
+            "mix.label_smoothing=0.1",
+        ),
+        (),
+    ),
+    "some unmixed": (
+        ("augment.erase_fill=const", "mix.mixup_alpha=0.8", "mix.probability=0.5"),
+        ("engine.channels_last=false",),
+    ),
     "none mixed": (("augment.erase_fill=const", "rand_augment.magnitude=10"), ()),
 }
 
 
-def epochs_of(program, sets: tuple[str, ...], device: torch.device,
-              work: Callable[[], object] = lambda: None) -> list[Tensor]:
+def epochs_of(
+    program, sets: tuple[str, ...], device: torch.device, work: Callable[[], object] = lambda: None
+) -> list[Tensor]:
     """Two epochs of training, each step's images and targets in order, and two of validation.
     work: what keeps the device busy before each micro-batch is made, and before it is copied. It
     has to be copied, since its memory is used again for a later one."""
@@ -50,17 +78,19 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
                         work()
                 some, their_targets = micro_batch.prepare()
                 work()
-                made += [(images, micro_batch.positions, some.clone()),
-                         (targets, micro_batch.positions, their_targets.clone())]
+                made += [
+                    (images, micro_batch.positions, some.clone()),
+                    (targets, micro_batch.positions, their_targets.clone()),
+                ]
         for images, labels in data.val_batches:
             work()
             found += [images.clone(), labels.clone()]
-    for place, positions, values in made:            # so late that no wait hides a missing one
+    for place, positions, values in made:  # so late that no wait hides a missing one
         place[positions] = values.cpu()
     return [one.cpu() for one in found]
 
 
-@pytest.mark.parametrize("image_tree", [(13, 13)], indirect=True)        # so that it may be kept
+@pytest.mark.parametrize("image_tree", [(13, 13)], indirect=True)  # so that it may be kept
 @pytest.mark.parametrize("way", WAYS)
 def test_batches_are_the_cpus_to_the_bit(image_tree, device, way):
     """Whole batches on the device against pairs of images on the CPU, loaded one by one. On a GPU,
@@ -69,9 +99,9 @@ def test_batches_are_the_cpus_to_the_bit(image_tree, device, way):
     matrix = torch.ones(4096, 4096, device=device) if device.type == "cuda" else torch.ones(1, 1)
     changes, ways = WAYS[way]
     sets = (*SETS, f"data.root={image_tree}", *changes)
-    found = epochs_of(vitinit.run, (*sets, *ways), device,
-                      lambda: [matrix @ matrix for _ in range(20)])      # tens of milliseconds
-    expected = epochs_of(vitinit.run, (*sets, "optim.max_batch_per_process=2"),
-                         torch.device("cpu"))
+    found = epochs_of(
+        vitinit.run, (*sets, *ways), device, lambda: [matrix @ matrix for _ in range(20)]
+    )  # tens of milliseconds
+    expected = epochs_of(vitinit.run, (*sets, "optim.max_batch_per_process=2"), torch.device("cpu"))
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
-    assert len({tensor.sum().item() for tensor in found[::2]}) > 4       # epochs, steps differ
+    assert len({tensor.sum().item() for tensor in found[::2]}) > 4  # epochs, steps differ

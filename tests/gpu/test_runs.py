@@ -31,26 +31,32 @@ def apart(one: Path, other: Path, part: str = "") -> float:
     """The largest relative distance between tensors of two runs' last checkpoints: 0 if equal."""
     found, expected = (dict(tensors_in(load(folder / "last.pt"))) for folder in (one, other))
     assert found.keys() == expected.keys() and found
-    return max(float((found[name].double() - tensor.double()).norm()
-                     / (tensor.double().norm() + 1e-12))
-               for name, tensor in expected.items() if name.startswith(part))
+    return max(
+        float((found[name].double() - tensor.double()).norm() / (tensor.double().norm() + 1e-12))
+        for name, tensor in expected.items()
+        if name.startswith(part)
+    )
 
 
-@pytest.mark.filterwarnings("ignore")                # of what cannot be deterministic
+@pytest.mark.filterwarnings("ignore")  # of what cannot be deterministic
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
-        cuda, train_program, small_run, tmp_path, stop_before, monkeypatch, record_property):
+    cuda, train_program, small_run, tmp_path, stop_before, monkeypatch, record_property
+):
     """To the bit, if two uninterrupted runs are equal here; else up to ten times as far apart. On a
     CPU, test_interruptions.py does it at every step. Without deterministic algorithms a GPU may sum
     in another order in every run, so that rounding differs."""
     whole, stopped, again = (tmp_path / name for name in ("whole", "stopped", "again"))
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with monkeypatch.context() as patch:         # two steps after two epochs, 4 steps each
+        with monkeypatch.context() as patch:  # two steps after two epochs, 4 steps each
             patch.setattr("vitinit.run.StopRequest", stop_before(2 * (5 + 7) + 2))
             assert train_program.main(small_run(stopped, **EPOCHS)) == 128 + signal.SIGTERM
         assert load(stopped / "last.pt")["progress"]["step"] == 10
-        for words in (small_run(whole, **EPOCHS), ["--resume", str(stopped)],
-                      small_run(again, **EPOCHS)):
+        for words in (
+            small_run(whole, **EPOCHS),
+            ["--resume", str(stopped)],
+            small_run(again, **EPOCHS),
+        ):
             assert train_program.main(words) == 0
     finally:
         torch.use_deterministic_algorithms(False)
@@ -59,8 +65,9 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
     assert distances[0] <= 10 * distances[1]
 
 
-def test_a_run_is_evaluated_as_it_measured_itself(device, train_program, eval_program, small_run,
-                                                  tmp_path, capsys):
+def test_a_run_is_evaluated_as_it_measured_itself(
+    device, train_program, eval_program, small_run, tmp_path, capsys
+):
     assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1")) == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     capsys.readouterr()
@@ -69,16 +76,26 @@ def test_a_run_is_evaluated_as_it_measured_itself(device, train_program, eval_pr
     assert (found["model"]["top1"], found["ema"]["top1"]) == (row["val_top1"], row["ema_top1"])
 
 
-def test_two_gpus_train_as_one(cuda, train_program, repository, small_run, tmp_path,
-                               record_property):
+def test_two_gpus_train_as_one(
+    cuda, train_program, repository, small_run, tmp_path, record_property
+):
     """Within rounding, as they sum gradients in another order."""
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
     one, two = tmp_path / "one", tmp_path / "two"
     assert train_program.main(small_run(one, schedule__epochs="1")) == 0
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc_per_node=2", str(repository / "train.py"),
-                    *small_run(two, schedule__epochs="1")], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            str(repository / "train.py"),
+            *small_run(two, schedule__epochs="1"),
+        ],
+        check=True,
+    )
     record_property("weights apart", apart(two, one, ".model"))
     assert apart(two, one, ".model") < 1e-3
 
@@ -88,39 +105,70 @@ def copies_and_overlap(events: list[dict[str, Any]]) -> tuple[set[str], float, f
     and µs of these in which more than one stream of the GPU has work."""
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     kinds = {event["name"] for event in work if "HtoD" in event["name"]}
-    changes = sorted((time, change, event["args"]["stream"]) for event in work for time, change in
-                     ((event["ts"], 1), (event["ts"] + event["dur"], -1)))
+    changes = sorted(
+        (time, change, event["args"]["stream"])
+        for event in work
+        for time, change in ((event["ts"], 1), (event["ts"] + event["dur"], -1))
+    )
     running: dict[int, int] = {}
     busy = both = last = 0.0
     for time, change, stream in changes:
         streams = sum(count > 0 for count in running.values())
-        busy, both, last = (busy + (time - last) * (streams > 0),
-                            both + (time - last) * (streams > 1), time)
+        busy, both, last = (
+            busy + (time - last) * (streams > 0),
+            both + (time - last) * (streams > 1),
+            time,
+        )
         running[stream] = running.get(stream, 0) + change
     return kinds, busy, both
 
 
-def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, train_program, tmp_path,
-                                                                   record_property, monkeypatch):
+def test_copies_are_pinned_and_batches_are_prepared_beside_training(
+    cuda, train_program, tmp_path, record_property, monkeypatch
+):
     """By torch's profiler, with images from loader processes, and a model that keeps a GPU busy for
     longer than its launches and its images take: 4 TFLOP per 100 images, in float32 without TF32.
     """
-    sets = ("schedule.epochs=1", "schedule.warmup_epochs=0", "data.on_device_gib=0",
-            "data.workers=4", "rand_augment.layers=2", "model.options.embed_dim=768",
-            "model.options.num_heads=12", "model.options.depth=16", "optim.global_batch=100",
-            "optim.max_batch_per_process=100", "mix.group=100", "data.images_per_class=100",
-            "engine.amp=off", "engine.tf32=false")
+    sets = (
+        "schedule.epochs=1",
+        "schedule.warmup_epochs=0",
+        "data.on_device_gib=0",
+        "data.workers=4",
+        "rand_augment.layers=2",
+        "model.options.embed_dim=768",
+        "model.options.num_heads=12",
+        "model.options.depth=16",
+        "optim.global_batch=100",
+        "optim.max_batch_per_process=100",
+        "mix.group=100",
+        "data.images_per_class=100",
+        "engine.amp=off",
+        "engine.tf32=false",
+    )
     profiler = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    )
     train_epochs = vitinit.run.train_epochs
 
-    def profiled(*given) -> None:                    # without what is copied before: the model
+    def profiled(*given) -> None:  # without what is copied before: the model
         with profiler:
             train_epochs(*given)
+
     monkeypatch.setattr("vitinit.run.train_epochs", profiled)
-    assert train_program.main([
-        "--recipe", "quickstart", "--init", "default", "--out-dir", str(tmp_path / "run"),
-        *(word for text in sets for word in ("--set", text))]) == 0
+    assert (
+        train_program.main(
+            [
+                "--recipe",
+                "quickstart",
+                "--init",
+                "default",
+                "--out-dir",
+                str(tmp_path / "run"),
+                *(word for text in sets for word in ("--set", text)),
+            ]
+        )
+        == 0
+    )
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_bytes())
     kinds, busy, both = copies_and_overlap(trace["traceEvents"])

@@ -36,9 +36,17 @@ def gradients(device, batch_of, drop_path_of):
     """Computes the gradients of one step of the loop, in float64 on the CPU, and its loss. A step
     of plain SGD with learning rate 1 subtracts the gradient, so it is the difference of the
     weights."""
-    def compute(model: nn.Module, on: torch.device = device, dtype: torch.dtype = torch.float32, *,
-                amp: str = "off", wrap=lambda model: model, channels_last: bool = False,
-                micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
+
+    def compute(
+        model: nn.Module,
+        on: torch.device = device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        amp: str = "off",
+        wrap=lambda model: model,
+        channels_last: bool = False,
+        micro_batches: int = 1,
+    ) -> tuple[dict[str, Tensor], float]:
         layout = torch.channels_last if channels_last else torch.contiguous_format
         model = copy.deepcopy(model).to(on, dtype).to(memory_format=layout)
         before = in_float64(model)
@@ -46,16 +54,24 @@ def gradients(device, batch_of, drop_path_of):
         images = images.contiguous(memory_format=layout)
         parts = list(zip(images.chunk(micro_batches), targets.chunk(micro_batches)))
         state = state_of(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        train_on(state, [given_step(0, parts)], forward=wrap(model), amp=amp,
-                 learning_rate=lambda step: 1.0, drop_path=drop_path_of(model))
+        train_on(
+            state,
+            [given_step(0, parts)],
+            forward=wrap(model),
+            amp=amp,
+            learning_rate=lambda step: 1.0,
+            drop_path=drop_path_of(model),
+        )
         after = in_float64(model)
         return {name: before[name] - after[name] for name in before}, state.progress.loss_sum
+
     return compute
 
 
 def in_float64(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().cpu().to(torch.float64, copy=True)
-            for name, p in model.named_parameters()}
+    return {
+        name: p.detach().cpu().to(torch.float64, copy=True) for name, p in model.named_parameters()
+    }
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -101,8 +117,9 @@ def test_a_compiled_step_is_the_eager_one(small_model, gradients, cuda, record_p
     assert distance < 1e-4
 
 
-def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of, drop_path_of,
-                                                         record_property):
+def test_nothing_is_compiled_again_after_the_first_epoch(
+    a_vit, device, batch_of, drop_path_of, record_property
+):
     torch.compiler.reset()
     counters.clear()
     model = a_vit.to(device)
@@ -114,8 +131,14 @@ def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of
     for epoch in range(3):
         steps = [given_step(2 * epoch + number, [(images, targets)]) for number in range(2)]
         train_on(state, steps, forward=forward, drop_path=drop_path_of(model))
-        evaluate([measured], batches, num_classes=CLASSES, amp="off", processes=alone(device),
-                 stop=StopRequest())
+        evaluate(
+            [measured],
+            batches,
+            num_classes=CLASSES,
+            amp="off",
+            processes=alone(device),
+            stop=StopRequest(),
+        )
         graphs.append(counters["stats"]["unique_graphs"])
     record_property("graphs after each epoch", " ".join(map(str, graphs)))
     assert 0 < graphs[0] <= 4 and graphs[0] == graphs[1] == graphs[2]
@@ -124,15 +147,17 @@ def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of
 # DistributedDataParallel ----------------------------------------------------------------------
 @pytest.fixture
 def process_group(device):
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
-                            rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("optimize_ddp", [None, True, False])
 def test_wrapped_for_several_processes_a_step_is_the_bare_one(
-        a_vit, device, gradients, process_group, record_property, optimize_ddp):
+    a_vit, device, gradients, process_group, record_property, optimize_ddp
+):
     """With channels_last, without a warning about strides of gradients that fit no bucket; these
     are exchanged once, after the last of three micro-batches.
     None: not compiled. True, False: of the compiler, whether to cut its graph where a bucket of
@@ -155,8 +180,11 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.register_comm_hook(None, exchange)
         return model if optimize_ddp is None else torch.compile(model, backend=backend)
-    with warnings.catch_warnings(record=True) as heard, \
-            torch._dynamo.config.patch(optimize_ddp=optimize_ddp is True):
+
+    with (
+        warnings.catch_warnings(record=True) as heard,
+        torch._dynamo.config.patch(optimize_ddp=optimize_ddp is True),
+    ):
         warnings.simplefilter("always")
         found, _ = gradients(a_vit, wrap=wrap, channels_last=True, micro_batches=3)
     assert sorted(exchanged) == list(range(len(exchanged))) and exchanged
@@ -168,10 +196,13 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
 
 # Attention in windows -------------------------------------------------------------------------
 @pytest.mark.parametrize("amp, bound", [("off", 1e-5), ("bf16", 0.03), ("fp16", 0.005)])
-@pytest.mark.parametrize("side, shifted, backend", [
-    (4, False, ""), (8, False, ""), (8, True, ""), (8, True, "aot_eager")])
-def test_attention_in_windows_is_the_plain_product(device, record_property, side, shifted, backend,
-                                                   amp, bound):
+@pytest.mark.parametrize(
+    "side, shifted, backend",
+    [(4, False, ""), (8, False, ""), (8, True, ""), (8, True, "aot_eager")],
+)
+def test_attention_in_windows_is_the_plain_product(
+    device, record_property, side, shifted, backend, amp, bound
+):
     """Forward and backward, finite, for windows of 16 and 64 tokens.
     cuDNN's kernel for an additive mask and 64 tokens has given NaN in the gradients of queries.
     backend: the compiler's, which chooses the kernel when it traces; "": not compiled."""
@@ -192,12 +223,18 @@ def test_attention_in_windows_is_the_plain_product(device, record_property, side
         with autocast(on, amp):
             found = forward(given, None if mask is None else mask.to(on, dtype))
         (found.to(dtype) * weights.to(on, dtype)).sum().backward()
-        return [part.detach().cpu().double() for part in
-                (found, given.grad, *(p.grad for p in module.parameters()))]
+        return [
+            part.detach().cpu().double()
+            for part in (found, given.grad, *(p.grad for p in module.parameters()))
+        ]
+
     found = of(attention, device, torch.float32, amp)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention",
-                      lambda q, k, v, attn_mask, scale: attention_weights(q, k, attn_mask) @ v)
+        patch.setattr(
+            F,
+            "scaled_dot_product_attention",
+            lambda q, k, v, attn_mask, scale: attention_weights(q, k, attn_mask) @ v,
+        )
         expected = of(attention, torch.device("cpu"), torch.float64, "off")
     distance = max(float((one - two).norm() / two.norm()) for one, two in zip(found, expected))
     record_property("apart", f"{distance:.1e}")
@@ -209,14 +246,17 @@ def test_attention_is_the_plain_product(device, record_property, amp, bound):
     """At the size of ViT-S, without a bias, by whichever kernel PyTorch prefers."""
     given = torch.randn(3, 5, 6, 197, 64, generator=torch.Generator().manual_seed(0))
     results = []
-    for dtype, on, way in ((AMP_DTYPES[amp], device, attend), (
-            torch.float64, torch.device("cpu"), lambda q, k, v: attention_weights(q, k) @ v)):
+    for dtype, on, way in (
+        (AMP_DTYPES[amp], device, attend),
+        (torch.float64, torch.device("cpu"), lambda q, k, v: attention_weights(q, k) @ v),
+    ):
         parts = given.to(on, AMP_DTYPES[amp]).to(dtype).requires_grad_()
         output = way(*parts)
         (output * given[0].to(on, dtype)).sum().backward()
         results.append([part.detach().cpu().double() for part in (output, *parts.grad)])
-    record_property("kernel", SDPBackend(torch._fused_sdp_choice(*given.to(device, AMP_DTYPES[amp])
-                                                                 )).name)
+    record_property(
+        "kernel", SDPBackend(torch._fused_sdp_choice(*given.to(device, AMP_DTYPES[amp]))).name
+    )
     distance = max(float((ours - exact).norm() / exact.norm()) for ours, exact in zip(*results))
     record_property("apart", f"{distance:.1e}")
     assert all(part.isfinite().all() for part in results[0]) and distance < bound
@@ -229,16 +269,25 @@ def test_a_step_whose_fp16_overflows_is_skipped(a_vit, device, batch_of, drop_pa
     step, at a lower scale, is made."""
     model, part = a_vit.to(device), batch_of(device=device)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**40)
-    state = state_of(model, OPTIMISERS[optimiser](model), scaler=scaler,
-                     ema=Ema(model, decay=0.9, warmup=False))
+    state = state_of(
+        model, OPTIMISERS[optimiser](model), scaler=scaler, ema=Ema(model, decay=0.9, warmup=False)
+    )
     before = copy.deepcopy([model.state_dict(), state.ema.model.state_dict()])
 
     def step(number: int) -> list[bool]:
         """Make a step; whether the weights, and the average, are still those at the start."""
-        train_on(state, [given_step(number, [part])], drop_path=drop_path_of(model), amp="fp16",
-                 clip_norm=1.0)
-        return [all(torch.equal(now[name], then[name]) for name in then) for now, then in
-                zip([model.state_dict(), state.ema.model.state_dict()], before)]
+        train_on(
+            state,
+            [given_step(number, [part])],
+            drop_path=drop_path_of(model),
+            amp="fp16",
+            clip_norm=1.0,
+        )
+        return [
+            all(torch.equal(now[name], then[name]) for name in then)
+            for now, then in zip([model.state_dict(), state.ema.model.state_dict()], before)
+        ]
+
     assert step(0) == [True, True] and scaler.get_scale() == 2.0**39
     assert (state.progress.step, state.progress.skipped_steps) == (1, 1)
     scaler.update(2.0**8)
@@ -250,19 +299,22 @@ def test_a_step_whose_fp16_overflows_is_skipped(a_vit, device, batch_of, drop_pa
 @pytest.mark.parametrize("small_model", ["vit_tiny", "convmixer_256_8"], indirect=True)
 @pytest.mark.parametrize("warmup", [False, True])
 def test_the_moving_average_is_its_formula(small_model, device, warmup):
-    model = small_model.to(device)                   # the ConvMixer has integer buffers
+    model = small_model.to(device)  # the ConvMixer has integer buffers
     ema = Ema(model, decay=0.9, warmup=warmup)
     expected = {name: value.double().cpu() for name, value in model.state_dict().items()}
     for update in range(5):
         with torch.no_grad():
             for value in model.state_dict().values():
-                value.mul_(2).add_(1)                # in place, as optimisers do
+                value.mul_(2).add_(1)  # in place, as optimisers do
         decay = min(0.9, 1 - (1 + update) ** (-2 / 3)) if warmup else 0.9
-        ema.update(torch.tensor(True, device=device))            # a skipped step is none
+        ema.update(torch.tensor(True, device=device))  # a skipped step is none
         ema.update(torch.tensor(False, device=device) if update % 2 else None)
-        expected = {name: decay * expected[name] + (1 - decay) * value.double().cpu()
-                    if value.is_floating_point() else value.double().cpu()
-                    for name, value in model.state_dict().items()}
+        expected = {
+            name: decay * expected[name] + (1 - decay) * value.double().cpu()
+            if value.is_floating_point()
+            else value.double().cpu()
+            for name, value in model.state_dict().items()
+        }
     for name, value in ema.model.state_dict().items():
         distance = (value.double().cpu() - expected[name]).abs().max()
         assert distance < 1e-6 * expected[name].abs().max()
@@ -272,10 +324,18 @@ def test_evaluation_counts_as_the_cpu_does(small_model, cuda, batch_of):
     images, targets = batch_of(53)
     labels, results = targets.argmax(1), []
     for on in (cuda, torch.device("cpu")):
-        batches = [(images[start:start + 20].to(on), labels[start:start + 20].to(on))
-                   for start in range(0, 53, 20)]
-        results += evaluate([copy.deepcopy(small_model).to(on)], batches, amp="off",
-                            num_classes=CLASSES, processes=alone(on), stop=StopRequest())
+        batches = [
+            (images[start : start + 20].to(on), labels[start : start + 20].to(on))
+            for start in range(0, 53, 20)
+        ]
+        results += evaluate(
+            [copy.deepcopy(small_model).to(on)],
+            batches,
+            amp="off",
+            num_classes=CLASSES,
+            processes=alone(on),
+            stop=StopRequest(),
+        )
     found, expected = results
     assert found.images == 53 and found.class_images == labels.bincount(minlength=CLASSES).tolist()
     assert (found.class_hits, found.top5) == (expected.class_hits, expected.top5)
@@ -302,8 +362,14 @@ def test_the_host_waits_less_than_once_a_step(cuda, a_vit, batch_of, drop_path_o
     state = state_of(model, OPTIMISERS["adamw"](model), ema=Ema(model, decay=0.9, warmup=False))
 
     def steps(numbers: range) -> None:
-        train_on(state, [given_step(number, [part]) for number in numbers], amp="bf16",
-                 drop_path=drop_path_of(model), clip_norm=1.0)
+        train_on(
+            state,
+            [given_step(number, [part]) for number in numbers],
+            amp="bf16",
+            drop_path=drop_path_of(model),
+            clip_norm=1.0,
+        )
+
     steps(range(1))
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -312,8 +378,11 @@ def test_the_host_waits_less_than_once_a_step(cuda, a_vit, batch_of, drop_path_o
             steps(range(1, 21))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    places = [f"{wait.filename.rpartition('/')[2]}:{wait.lineno}" for wait in waits
-              if "synchroniz" in str(wait.message)]
+    places = [
+        f"{wait.filename.rpartition('/')[2]}:{wait.lineno}"
+        for wait in waits
+        if "synchroniz" in str(wait.message)
+    ]
     record_property("waits in 20 steps", f"{len(places)}, at {' '.join(sorted(set(places)))}")
     assert len(places) < 20
 

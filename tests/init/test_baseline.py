@@ -51,8 +51,9 @@ def leaves_normed_values_alone(name: str, value: torch.Tensor) -> bool:
     return bool((value == (1.0 if name.endswith(("weight", "running_var")) else 0.0)).all())
 
 
-@pytest.mark.parametrize("family, sizes", [
-    ("vit", {}), ("vit", dict(distilled=True, num_registers=3)), ("swin", {})])
+@pytest.mark.parametrize(
+    "family, sizes", [("vit", {}), ("vit", dict(distilled=True, num_registers=3)), ("swin", {})]
+)
 def test_default_is_normal_with_zero_biases(family, sizes):
     state = drawn_by("default", family, **sizes)
     for name, value in state.items():
@@ -75,10 +76,10 @@ def test_default_of_a_mixer_is_its_authors():
         elif name.startswith("head") or name == "stem.proj.bias":
             assert (value == 0).all(), name
         elif name == "stem.proj.weight":
-            std = (3 * 4 * 4) ** -0.5                # after the cut, at 2 of the normal's own std
+            std = (3 * 4 * 4) ** -0.5  # after the cut, at 2 of the normal's own std
             assert has_std(value, std), name
             assert 1.99 * std < value.abs().max() * CUT_NORMAL_STD <= 2 * std, name
-        elif name.endswith("weight"):                # Glorot and Bengio 2010, equation 16
+        elif name.endswith("weight"):  # Glorot and Bengio 2010, equation 16
             assert is_uniform(value, (6 / sum(value.shape)) ** 0.5), name
         else:
             assert is_normal(value, 1e-6), name

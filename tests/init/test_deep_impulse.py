@@ -20,7 +20,8 @@ MODELS = {
     "mean": dict(image_size=32, pool="mean"),
     "class": dict(image_size=(28, 44), pool="class", qkv_bias=False),
     "distilled": dict(image_size=(44, 20), pool="class", distilled=True),
-    "registers": dict(image_size=(20, 28), pool="mean", num_registers=2, fc_norm=True)}
+    "registers": dict(image_size=(20, 28), pool="mean", num_registers=2, fc_norm=True),
+}
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -42,9 +43,9 @@ def noise(name: str, count: int = 31) -> Tensor:
 def wanted_maps(grid: tuple[int, int], logit: float, offsets: list[tuple[int, int]]) -> Tensor:
     """Each head's attention, (h, N, N): by its definition, the logit times the mean cosine of the
     four waves."""
-    places = torch.cartesian_prod(*(torch.arange(side).double() for side in grid))       # (N, 2)
-    away = places - places[:, None] - torch.tensor(offsets)[:, None, None]      # (h, N, N, 2)
-    y, x = (away / torch.tensor(grid)).unbind(-1)    # in turns
+    places = torch.cartesian_prod(*(torch.arange(side).double() for side in grid))  # (N, 2)
+    away = places - places[:, None] - torch.tensor(offsets)[:, None, None]  # (h, N, N, 2)
+    y, x = (away / torch.tensor(grid)).unbind(-1)  # in turns
     waves = [(2 * math.pi * turns).cos() for turns in (y, x, y + x, y - x)]
     return (logit * sum(waves) / 4).softmax(-1)
 
@@ -57,13 +58,17 @@ def test_on_the_code_alone_every_block_is_its_closed_form(name):
     waves, places = deep_impulse.waves_of(layout_of(model))
     shape = (places @ waves.T).cos().mean(1).double()
     logits = torch.linspace(*(logit_for(mass, shape, 0) for mass in (0.7, 0.1)), 5).tolist()
-    cells, code = ordered_offsets(3), torch.zeros_like(model.pos_embed[:, model.num_prefix_tokens:])
-    code[..., CODE] = model.pos_embed[:, model.num_prefix_tokens:, CODE]             # (1, N, D)
+    cells, code = (
+        ordered_offsets(3),
+        torch.zeros_like(model.pos_embed[:, model.num_prefix_tokens :]),
+    )
+    code[..., CODE] = model.pos_embed[:, model.num_prefix_tokens :, CODE]  # (1, N, D)
     for number, (block, logit) in enumerate(zip(model.blocks, logits)):
         size = (power_read(model, number, noise(name)) / code.square().sum(-1).mean()).sqrt()
         weights = block.attn.mixing_weights(size * code)[0]
-        wanted = wanted_maps(model.grid, logit,
-                             [cells[(3 * number + head) % 9] for head in range(3)])
+        wanted = wanted_maps(
+            model.grid, logit, [cells[(3 * number + head) % 9] for head in range(3)]
+        )
         assert torch.allclose(weights, wanted, atol=1e-6)
 
 
@@ -72,7 +77,8 @@ def power_read(model: nn.Module, number: int, images: Tensor) -> Tensor:
     """The code's squared norm in what the attention of a block reads, averaged over tokens."""
     found = []
     hook = model.blocks[number].attn.register_forward_pre_hook(
-        lambda layer, inputs: found.append(inputs[0][:, model.num_prefix_tokens:, CODE]))
+        lambda layer, inputs: found.append(inputs[0][:, model.num_prefix_tokens :, CODE])
+    )
     model(images.to(model.pos_embed))
     hook.remove()
     return found[0].square().sum(-1).mean()
@@ -85,13 +91,15 @@ def test_on_images_the_mass_is_what_was_asked_for(images):
         for block, wanted in ((0, asked[0]), (4, asked[1])):
             assert mass.others[block] == pytest.approx(wanted, rel=0.1)
             assert math.isnan(mass.centre[block]) or mass.centre[block] == pytest.approx(
-                wanted, rel=0.1)
+                wanted, rel=0.1
+            )
 
 
 def test_a_mass_below_uniform_attention_is_raised_above_it(images):
     """Else Q and K would be zero, and stay it."""
-    low, least = (initialised(images=images, target_mass=(mass, mass))
-                  for mass in (1e-3, 1.25 / 64))
+    low, least = (
+        initialised(images=images, target_mass=(mass, mass)) for mass in (1e-3, 1.25 / 64)
+    )
     assert torch.equal(low.blocks[0].attn.k_weight, least.blocks[0].attn.k_weight)
     assert low.blocks[4].attn.k_weight.abs().max() > 0.1
 
@@ -101,7 +109,7 @@ def test_a_mass_below_uniform_attention_is_raised_above_it(images):
 def test_the_constants_have_their_share_of_the_variance(name, share):
     images = noise(name)
     model = initialised(name, images, constant_variance=share)
-    x = model.embed(images)[:, model.num_prefix_tokens:]                 # (n, N, 51)
+    x = model.embed(images)[:, model.num_prefix_tokens :]  # (n, N, 51)
     of_constants = x[..., CONSTANTS].square().sum(-1).mean() / 51
     assert (of_constants / x.var(-1, correction=0).mean()).item() == pytest.approx(share, abs=1e-3)
 
@@ -121,8 +129,9 @@ def test_no_layer_writes_to_the_ten_channels_and_norms_are_fixed_scalings(name):
             assert y[:, prefix:, others].square().mean().item() == pytest.approx(1.0, abs=0.02)
             assert not y[..., CONSTANTS].any() and norm.weight.unique().numel() == 2
             x = x + branch(y)
-    last = (model.fc_norm(x[:, prefix:].mean(1)) if name == "registers" else
-            model.norm(x)[:, prefix:])
+    last = (
+        model.fc_norm(x[:, prefix:].mean(1)) if name == "registers" else model.norm(x)[:, prefix:]
+    )
     assert last[..., others].square().mean().item() == pytest.approx(1.0, abs=0.02)
 
 
@@ -135,14 +144,22 @@ def test_it_writes_what_its_docstring_lists_and_nothing_else(name):
         was = drawn[key]
         if key == "pos_embed":
             assert torch.equal(value[..., CONTENT], was[..., CONTENT])
-        elif key.endswith(("patch_embed.proj.weight", "patch_embed.proj.bias", "attn.proj.weight",
-                           "attn.proj.bias", "fc2.weight", "fc2.bias")):
+        elif key.endswith(
+            (
+                "patch_embed.proj.weight",
+                "patch_embed.proj.bias",
+                "attn.proj.weight",
+                "attn.proj.bias",
+                "fc2.weight",
+                "fc2.bias",
+            )
+        ):
             assert torch.equal(value[CONTENT], was[CONTENT]) and not value[:10].any()
         elif key in ("cls_token", "dist_token", "reg_token"):
             assert torch.equal(value[..., CONTENT], was[..., CONTENT]) and not value[..., :10].any()
         elif key.endswith("qkv.weight"):
             assert torch.equal(value[102:, CONTENT], was[102:, CONTENT])
-            assert not value[102:, :10].any() and not value[:102, CODE.stop:].any()
+            assert not value[102:, :10].any() and not value[:102, CODE.stop :].any()
         elif key.endswith("qkv.bias"):
             assert torch.equal(value[102:], was[102:]) and not value[:102].any()
         elif "norm" not in key or key.endswith("bias"):

@@ -31,9 +31,10 @@ def cut_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -
 def test_query_key_products_equal_a_direct_transcription(rank):
     """Algorithm 1 with the additions of the released code, written out, from the same draws."""
     sizes = dict(patch_size=4, embed_dim=46, depth=2, num_heads=2)
-    model = initialised(built(image_size=(20, 28), **sizes).double(), seed=3, value_init="base",
-                        rank=rank)
-    generator = torch.Generator().manual_seed(3)     # of which noise is cut in both blocks
+    model = initialised(
+        built(image_size=(20, 28), **sizes).double(), seed=3, value_init="base", rank=rank
+    )
+    generator = torch.Generator().manual_seed(3)  # of which noise is cut in both blocks
     reference = built(image_size=(20, 28), **sizes).double()
     vitinit.init_weights(reference, "default", generator=generator)
     positions = 18 * reference.pos_embed.detach()[0, 1:]
@@ -57,7 +58,7 @@ def test_the_rank_is_limited_by_the_width_the_head_and_the_grid():
     for tokens, dim, rank in ((196, 192, 64), (196, 768, 98), (64, 96, 32), (1, 2, 1)):
         assert default_rank(tokens, dim) == rank
     model = initialised(built(image_size=12, patch_size=4, embed_dim=66, num_heads=2, depth=1))
-    query = model.blocks[0].attn.q_weight[1]         # (33, 66), of rank 9: the grid has 9 tokens
+    query = model.blocks[0].attn.q_weight[1]  # (33, 66), of rank 9: the grid has 9 tokens
     assert torch.linalg.matrix_rank(query) == 9
     assert (query[9:] == 0).all() and query.isfinite().all()
 
@@ -70,6 +71,7 @@ def test_a_learned_embedding_that_lacks_directions_is_refused_however_many_it_ha
     def doubled(model, base, generator):
         draw_base(model, base, generator)
         model.pos_embed[:, 2::2] = model.pos_embed[:, 1::2]
+
     monkeypatch.setattr(module, "draw_base", doubled)
     with pytest.raises(ValueError, match="numerical rank is 32 for 64 tokens"):
         initialised(built(image_size=32, patch_size=4, embed_dim=96))

@@ -15,24 +15,41 @@ from vitinit.mixing.filters import ordered_offsets, shift_matrix
 
 GRID = (5, 7)
 initialised = partial(written, "impulse_gd")
-FAST = dict(steps=150, step_size=0.01, renorm_every=0)      # sharp maps, in a fraction of a second
+FAST = dict(steps=150, step_size=0.01, renorm_every=0)  # sharp maps, in a fraction of a second
 
 
 def vit(**options) -> torch.nn.Module:
-    return vitinit.build_model("vit_tiny", num_classes=11, **dict(
-        image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2) | options)
+    return vitinit.build_model(
+        "vit_tiny",
+        num_classes=11,
+        **dict(image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2)
+        | options,
+    )
 
 
 def simple_vit(**options) -> torch.nn.Module:
     if options.get("reads", "content") != "content":
         options |= dict(input_pos_embed=False)
-    return vitinit.build_model("simple_vit", num_classes=11, **dict(
-        image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2,
-        head_dim=17) | options)
+    return vitinit.build_model(
+        "simple_vit",
+        num_classes=11,
+        **dict(
+            image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2, head_dim=17
+        )
+        | options,
+    )
 
 
-def solved_by_hand(maps: Tensor, tokens: Tensor, *, rank: int, logit_scale: float, steps: int,
-                   step_size: float, renorm_every: int) -> list[list[Tensor]]:
+def solved_by_hand(
+    maps: Tensor,
+    tokens: Tensor,
+    *,
+    rank: int,
+    logit_scale: float,
+    steps: int,
+    step_size: float,
+    renorm_every: int,
+) -> list[list[Tensor]]:
     """Head by head, with the gradient of the mean squared error and Adam's update written out."""
     heads, count, _ = maps.shape
     bound, generator = 1 / (rank * heads) ** 0.5, seeded(3)
@@ -54,11 +71,13 @@ def solved_by_hand(maps: Tensor, tokens: Tensor, *, rank: int, logit_scale: floa
             found = exponentials / exponentials.sum(1, keepdim=True)
             slope = 2 * (found - maps[head]) / (heads * count * count)
             slope = found * (slope - (found * slope).sum(1, keepdim=True))
-            gradients = [logit_scale * tokens.T @ slope @ right,
-                         logit_scale * tokens.T @ slope.T @ left]
+            gradients = [
+                logit_scale * tokens.T @ slope @ right,
+                logit_scale * tokens.T @ slope.T @ left,
+            ]
             for index, gradient in enumerate(gradients):
                 first[index] = 0.9 * first[index] + 0.1 * gradient
-                second[index] = 0.999 * second[index] + 0.001 * gradient ** 2
+                second[index] = 0.999 * second[index] + 0.001 * gradient**2
                 mean = first[index] / (1 - 0.9 ** (step + 1))
                 square = second[index] / (1 - 0.999 ** (step + 1))
                 factors[index] = factors[index] - step_size * mean / (square.sqrt() + 1e-8)
@@ -91,7 +110,8 @@ def on_positions_alone(model) -> list[Tensor]:
 
 
 LOOKING = {
-    "learned positions": vit, "mixed": lambda: simple_vit(reads="mixed", alpha=0.0),
+    "learned positions": vit,
+    "mixed": lambda: simple_vit(reads="mixed", alpha=0.0),
     "position": lambda: simple_vit(reads="position", logit_scale=0.83),
     "free": lambda: simple_vit(reads="free", logit_scale=0.83),
 }
@@ -102,14 +122,16 @@ def test_the_heads_of_every_block_attend_to_their_offsets(family):
     model = initialised(LOOKING[family](), offsets="ordered", **FAST)
     for maps in on_positions_alone(model):
         mass = target_mass(maps, ordered_offsets(3)[:2], GRID)
-        assert mass.min() > 25 / 35                  # 25 times the uniform map's
+        assert mass.min() > 25 / 35  # 25 times the uniform map's
 
 
 def test_noise_is_that_of_the_papers_code_and_the_sum_with_positions_is_normalised():
     """arXiv 2404.01139's: U(−1, 1) or a normal of variance ½, added to P; then a LayerNorm."""
     positions = 0.1 + torch.randn(101, 211, generator=seeded(1), dtype=torch.float64)
-    for kind, variance, largest, fourth in (("uniform", 1 / 3, 1.0, 1 / 5),
-                                            ("normal", 1 / 2, 4.3, 3 / 4)):
+    for kind, variance, largest, fourth in (
+        ("uniform", 1 / 3, 1.0, 1 / 5),
+        ("normal", 1 / 2, 4.3, 3 / 4),
+    ):
         noise = draw_pseudo_input(positions, kind, None, seeded())
         assert noise.mean().item() == pytest.approx(0.0, abs=0.02)
         assert noise.square().mean().item() == pytest.approx(variance, abs=0.015)
@@ -129,13 +151,19 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch):
     def recorded(*arguments):
         drawn.append(draw_pseudo_input(*arguments))
         return drawn[-1]
+
     monkeypatch.setattr(module, "draw_pseudo_input", recorded)
-    model = initialised(vit(pos_embed="sincos", pool="mean"), offsets="ordered",
-                        pseudo_input="uniform", share_blocks=False, **FAST)
+    model = initialised(
+        vit(pos_embed="sincos", pool="mean"),
+        offsets="ordered",
+        pseudo_input="uniform",
+        share_blocks=False,
+        **FAST,
+    )
     assert len(drawn) == 2 and not torch.equal(*drawn)
     for block, tokens in zip(model.blocks, drawn):
         query, key = block.attn.q_weight.detach(), block.attn.k_weight.detach()
-        maps = ((tokens @ query.mT) @ (tokens @ key.mT).mT / 22 ** 0.5).softmax(-1)
+        maps = ((tokens @ query.mT) @ (tokens @ key.mT).mT / 22**0.5).softmax(-1)
         assert target_mass(maps, ordered_offsets(3)[:2], GRID).min() > 25 / 35
     on_positions = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
     assert on_positions.max() < 5 / 35

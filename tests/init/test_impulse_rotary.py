@@ -20,19 +20,24 @@ from vitinit.models.rotary import frequencies_of
 from vitinit.watch.mass import mass_on_images
 
 GRID = (7, 11)
-MODELS = {          # for images of 28×44 pixels
+MODELS = {  # for images of 28×44 pixels
     "rope": dict(pool="mean"),
     "learned+rope": dict(pos_embed="learned+rope", distilled=True),
     "mixed": dict(rope_frequencies="mixed", num_registers=2, layer_scale=0.1),
     "no biases": dict(qkv_bias=False, rope_coordinates="centred", rope_base=10_000.0, mlp="swiglu"),
-    "linear": dict(rope_frequencies="linear", pool="mean", qkv_bias=False)}
+    "linear": dict(rope_frequencies="linear", pool="mean", qkv_bias=False),
+}
 IMAGES = torch.randn(7, 3, 28, 44, generator=seeded(1))
 
 
 def initialised(name: str, init: str = "impulse", **options) -> nn.Module:
     sizes = dict(patch_size=4, embed_dim=132, depth=3, num_heads=3, pos_embed="rope")
-    return written(init, vitinit.build_model("vit_tiny", num_classes=5, image_size=(28, 44),
-                                             **sizes | MODELS[name]), 3, **options).eval()
+    return written(
+        init,
+        vitinit.build_model("vit_tiny", num_classes=5, image_size=(28, 44), **sizes | MODELS[name]),
+        3,
+        **options,
+    ).eval()
 
 
 def wanted_logits(omega: Tensor, offsets: Sequence[Offset], size: Tensor) -> Tensor:
@@ -41,7 +46,8 @@ def wanted_logits(omega: Tensor, offsets: Sequence[Offset], size: Tensor) -> Ten
     away = (places - places[:, None] - torch.tensor(offsets)[:, None, None]).double()
     share = omega.square().sum(2) / omega.square().sum((1, 2))[:, None]
     return size[:, None, None] * torch.einsum(
-        "hqkf, hf -> hqk", torch.einsum("hqkx, hfx -> hqkf", away, omega).cos(), share)
+        "hqkf, hf -> hqk", torch.einsum("hqkx, hfx -> hqkf", away, omega).cos(), share
+    )
 
 
 @pytest.mark.parametrize("name", ["rope", "mixed", "linear", "no biases"])
@@ -51,13 +57,13 @@ def test_without_content_every_block_is_its_closed_form_and_has_the_mass(name):
     model = initialised(name, "deep_impulse", base="default", target_mass=(0.8, 0.6)).double()
     kind, base = MODELS[name].get("rope_frequencies", "axial"), MODELS[name].get("rope_base", 100.0)
     omega = frequencies_of(kind, 3, 44, base)
-    if name == "no biases":                          # 4π / n of a unit is one row, or column
+    if name == "no biases":  # 4π / n of a unit is one row, or column
         omega = omega * 4 * math.pi / torch.tensor(GRID)
     for number, block in enumerate(layout_of(model).blocks):
         constant = (block.q if block.q_bias is None else block.q_bias[..., None])[..., 0]
         size = constant.square().sum(1) / math.sqrt(44)
         weights = block.mixing_weights(block.norm(torch.zeros(1, 77, 132).double()))[0]
-        targets = ordered_offsets(3)[3 * number:3 * number + 3]          # in turn
+        targets = ordered_offsets(3)[3 * number : 3 * number + 3]  # in turn
         expected = wanted_logits(omega, targets, size)
         assert torch.allclose(weights, expected.softmax(-1), atol=1e-5)
         mass = target_mass(weights, targets, GRID)
@@ -73,8 +79,10 @@ def test_on_images_the_mean_mass_is_what_was_asked_for(name):
 
 
 def test_patches_are_whitened_by_images_where_that_is_asked_for():
-    ours, theirs = (initialised("rope", init, base="lecun", images=IMAGES, **how).patch_embed.proj
-                    for init, how in (("impulse", dict(patch_init="whitened")), ("whitened", {})))
+    ours, theirs = (
+        initialised("rope", init, base="lecun", images=IMAGES, **how).patch_embed.proj
+        for init, how in (("impulse", dict(patch_init="whitened")), ("whitened", {}))
+    )
     assert torch.equal(ours.weight, theirs.weight)
 
 
@@ -84,18 +92,29 @@ def test_the_mean_mass_is_that_of_a_softmax_of_drawn_content():
     omega, offset, root = drawn(3, 2), (1, -2), math.sqrt(6)
     share = omega.square().sum(1) / omega.square().sum()
     cells = torch.cartesian_prod(*(torch.arange(1.0 - side, side) for side in GRID)).double()
-    formula = partial(mean_mass, 17.0, ((cells @ omega.T).cos() @ share).view(13, 21),
-                      neighbours(offset, GRID)[1])
+    formula = partial(
+        mean_mass, 17.0, ((cells @ omega.T).cos() @ share).view(13, 21), neighbours(offset, GRID)[1]
+    )
     size, phase = (17.0 * share * root).sqrt(), omega @ omega.new_tensor(offset)
-    constants = [torch.view_as_real(torch.polar(size, angle)).flatten()
-                 for angle in (phase, 0 * phase)]
-    angles = torch.cartesian_prod(*map(torch.arange, GRID)).double() @ omega.T       # (N, 3)
-    rotation = Rotation(torch.arange(6).view(3, 2),          # turns: (N, 1, 3, 2)
-                        torch.stack([angles.cos(), angles.sin()], -1)[:, None])
+    constants = [
+        torch.view_as_real(torch.polar(size, angle)).flatten() for angle in (phase, 0 * phase)
+    ]
+    angles = torch.cartesian_prod(*map(torch.arange, GRID)).double() @ omega.T  # (N, 3)
+    rotation = Rotation(
+        torch.arange(6).view(3, 2),  # turns: (N, 1, 3, 2)
+        torch.stack([angles.cos(), angles.sin()], -1)[:, None],
+    )
     content = drawn(2, 100, 1, 77, 6) * torch.tensor([0.03, 0.05]).view(2, 1, 1, 1, 1).sqrt()
-    masses = [target_mass(attention_weights(*(rotation(constant + scale * noise) for constant, noise
-                                              in zip(constants, content))), [offset], GRID).item()
-              for scale in (0.0, 1.0)]
+    masses = [
+        target_mass(
+            attention_weights(
+                *(rotation(constant + scale * noise) for constant, noise in zip(constants, content))
+            ),
+            [offset],
+            GRID,
+        ).item()
+        for scale in (0.0, 1.0)
+    ]
     assert formula((0.0, 0.0, 0.0)) == pytest.approx(masses[0], abs=1e-9)
     expected = formula((0.03 / root, 0.05 / root / 2, 0.03 * 0.05 / 2))
     assert masses[1] - 0.02 < expected < masses[1] < masses[0] - 0.02
@@ -104,11 +123,11 @@ def test_the_mean_mass_is_that_of_a_softmax_of_drawn_content():
 def test_frequencies_are_read_up_to_a_turn_and_refused_unless_planar():
     places = torch.cartesian_prod(*map(torch.arange, GRID)).double()
     omega = drawn(3, 5, 2).clamp(-3, 3)
-    angles = (places[:, None, None] * omega).sum(-1) + 0.7               # of an offset
-    turns = torch.stack([angles.cos(), angles.sin()], -1)                # (N, 3, 5, 2)
+    angles = (places[:, None, None] * omega).sum(-1) + 0.7  # of an offset
+    turns = torch.stack([angles.cos(), angles.sin()], -1)  # (N, 3, 5, 2)
     rotation = partial(Rotation, torch.arange(10).view(5, 2))
     assert torch.allclose(rotation(turns.float()).frequencies(GRID), omega, atol=1e-6)
-    for bent in (angles + 0.01 * places[:, :1, None]**2, angles.flip(1)[torch.randperm(77)]):
+    for bent in (angles + 0.01 * places[:, :1, None] ** 2, angles.flip(1)[torch.randperm(77)]):
         with pytest.raises(ValueError, match="not one for the rows and one for the columns"):
             rotation(torch.stack([bent.cos(), bent.sin()], -1)).frequencies(GRID)
 
@@ -121,7 +140,8 @@ def test_prefix_tokens_are_without_the_constants_in_every_block(name):
     read: list[Tensor] = []
     for block in model.blocks:
         block.attn.register_forward_hook(
-            lambda attention, inputs, _: read.append(attention.mixing_weights(*inputs)))
+            lambda attention, inputs, _: read.append(attention.mixing_weights(*inputs))
+        )
     model(IMAGES)
     prefix = model.num_prefix_tokens
     for weights in read:

@@ -13,8 +13,14 @@ from vitinit.mixing.filters import ordered_offsets
 
 initialised = partial(written, "impulse")
 # Stages of 12×20 and 6×10 tokens in windows of 3×5; the second block of each is shifted by (1, 2).
-SIZES = dict(image_size=(24, 40), patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
-             window_size=(3, 5))
+SIZES = dict(
+    image_size=(24, 40),
+    patch_size=2,
+    embed_dim=22,
+    depths=(2, 2),
+    num_heads=(2, 11),
+    window_size=(3, 5),
+)
 
 
 def built(**sizes) -> nn.Module:
@@ -30,8 +36,8 @@ def without_content(model: nn.Module) -> nn.Module:
     """Set Q and K to zero, so that the logits are the bias and the shift's mask."""
     for block in blocks_of(model):
         dim = block.attn.proj.in_features
-        block.attn.qkv.weight[:2 * dim] = 0.0
-        block.attn.qkv.bias[:2 * dim] = 0.0
+        block.attn.qkv.weight[: 2 * dim] = 0.0
+        block.attn.qkv.bias[: 2 * dim] = 0.0
     return model
 
 
@@ -39,11 +45,12 @@ def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
     """(N, N): the softmax over what each token sees on the unshifted map, token by token. Row r
     sees row s if ⌊(r − shift) / w⌋ is the same for both; it is −1 for the rows that wrap around."""
     (height, width), tokens = block.grid, block.window[0] * block.window[1]
-    strength = mass * (tokens - 1) / (1.0 - mass)                        # e^β
+    strength = mass * (tokens - 1) / (1.0 - mass)  # e^β
 
     def window_of(token: int) -> tuple[int, int]:
         cell = token // width, token % width
         return tuple((x - s) // w for x, s, w in zip(cell, block.shift, block.window))
+
     matrix = torch.zeros(height * width, height * width, dtype=torch.float64)
     for query in range(height * width):
         for key in range(height * width):
@@ -64,7 +71,7 @@ def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map
             expected = slow_map(block, offset, 0.8)
             torch.testing.assert_close(found[index][0, head], expected, rtol=0, atol=1e-7)
             mass = expected.max(1).values
-            mass = mass[mass > 0.75]                 # of the rows that have a target in sight
+            mass = mass[mass > 0.75]  # of the rows that have a target in sight
             assert mass.min().item() == pytest.approx(0.8)
             assert (mass.max() > 0.9) == (index % 2 == 1)
 

@@ -30,21 +30,22 @@ def test_all_products_of_a_swin_are_those_of_the_matrices_that_were_drawn():
     model, generator = drawn("swin", qk_alpha=0.6, qk_beta=0.5, value_alpha=0.3, value_beta=0.2)
     for attention in (layer for layer in model.modules() if isinstance(layer, Attention)):
         dim, width = attention.proj.in_features, attention.head_dim
-        query, key, value = attention.qkv.weight.detach().chunk(3)       # each (C, C)
+        query, key, value = attention.qkv.weight.detach().chunk(3)  # each (C, C)
         for head in range(attention.num_heads):
             rows = slice(head * width, (head + 1) * width)
             expected = best(noisy_identity(dim, 0.6, 0.5, query, generator), width)
             torch.testing.assert_close(query[rows].T @ key[rows], expected, rtol=0, atol=1e-8)
         expected = noisy_identity(dim, 0.3, -0.2, query, generator)
-        torch.testing.assert_close((attention.proj.weight.detach() @ value).T, expected,
-                                   rtol=0, atol=1e-8)
+        torch.testing.assert_close(
+            (attention.proj.weight.detach() @ value).T, expected, rtol=0, atol=1e-8
+        )
 
 
 @pytest.mark.parametrize("reads, size, head_dim", [("content", 68, 11), ("free", 35, 41)])
 def test_a_simple_vits_products_are_the_best_low_rank_parts_of_what_is_drawn(reads, size, head_dim):
     model, generator = drawn(f"simple_vit, {reads}", head_dim=head_dim, qk_alpha=0.6, qk_beta=0.5)
     for block in model.blocks:
-        query, key = block.attn.factors              # (h, C or N, d)
+        query, key = block.attn.factors  # (h, C or N, d)
         assert query.shape == key.shape == (4, size, head_dim)
         for one, other in zip(query.detach(), key.detach()):
             matrix = noisy_identity(size, 0.6, 0.5, torch.empty(0).double(), generator)
@@ -59,15 +60,17 @@ def test_a_simple_vits_noise_is_uniform_on_the_interval_of_the_papers_code(reads
         noise = (query @ key.mT).detach() - 0.7 * torch.eye(size, dtype=torch.float64)
         bound = 0.7 * (1 / size) ** 0.5
         assert 0.99 * bound < noise.abs().max() <= bound * (1 + 1e-8)
-        assert noise.square().mean().item() == pytest.approx(bound ** 2 / 3, rel=0.05)
+        assert noise.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
 
 
 def test_untransposed_values_are_the_factors_as_the_released_code_stores_them():
     """qkv.weight's V rows are U√S and proj.weight √S Wᵀ: as numpy, not nn.Linear, reads them."""
-    ours, papers = ([block.attn for block in drawn("vit", value_init=how)[0].blocks]
-                    for how in ("untransposed", "mimetic"))
+    ours, papers = (
+        [block.attn for block in drawn("vit", value_init=how)[0].blocks]
+        for how in ("untransposed", "mimetic")
+    )
     for one, other in zip(ours, papers):
         stored = one.v_weight.flatten(0, 1) @ one.proj.weight
         theirs = other.v_weight.flatten(0, 1).T @ other.proj.weight.T
-        torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-8)    # αZ − βI
-        assert torch.equal(one.qkv.weight[:2 * 54], other.qkv.weight[:2 * 54])
+        torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-8)  # αZ − βI
+        assert torch.equal(one.qkv.weight[: 2 * 54], other.qkv.weight[: 2 * 54])

@@ -16,8 +16,9 @@ from vitinit.models.layers import Mlp
 TOKENS = 15
 
 
-@pytest.mark.parametrize("hidden, bias, gain", [(30, 4.0, 1.0), (37, 4.0, -0.75),
-                                                (15, 4.0, 1.0), (23, 8.0, -0.75)])
+@pytest.mark.parametrize(
+    "hidden, bias, gain", [(30, 4.0, 1.0), (37, 4.0, -0.75), (15, 4.0, 1.0), (23, 8.0, -0.75)]
+)
 def test_a_token_mlp_is_the_given_map_exactly_or_through_gelus_near_linear_part(hidden, bias, gain):
     """gain · (GELU(Hx + b) − b) with fewer than twice as many hidden units as tokens.
     Surplus units are not dead: they keep their inputs, so that their outputs can be learnt."""
@@ -32,8 +33,9 @@ def test_a_token_mlp_is_the_given_map_exactly_or_through_gelus_near_linear_part(
     torch.testing.assert_close(mlp(x).detach(), gain * wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("family, bias, distance", [("mixer", 4.0, 1e-9),
-                                                    ("mixer, narrow", 8.0, 5e-4)])
+@pytest.mark.parametrize(
+    "family, bias, distance", [("mixer", 4.0, 1e-9), ("mixer, narrow", 8.0, 5e-4)]
+)
 def test_each_block_mixes_tokens_as_the_shift_whose_turn_it_is(family, bias, distance):
     """In all channels, and past the edge nothing is read. GELU′(x + 8) − 1 is at most 5e-4 for the
     x that LayerNorm makes, of which some reach −4."""
@@ -45,16 +47,31 @@ def test_each_block_mixes_tokens_as_the_shift_whose_turn_it_is(family, bias, dis
         assert (matrices - wanted).abs().sum(-1).max() / 2 <= distance
 
 
-@pytest.mark.parametrize("size, kernel_size, num_filters, gain", [
-    (3, 0, 0, 3**-0.5), (4, 0, 0, 1.0), (5, 3, 7, -2.0), (7, 2, 0, 1.0)])
+@pytest.mark.parametrize(
+    "size, kernel_size, num_filters, gain",
+    [(3, 0, 0, 3**-0.5), (4, 0, 0, 1.0), (5, 3, 7, -2.0), (7, 2, 0, 1.0)],
+)
 def test_each_filter_reads_one_neighbour_in_order_of_offsets(size, kernel_size, num_filters, gain):
     """Even kernels, too: a smaller kernel's offsets are the same cells in the larger one."""
-    model = vitinit.build_model("convmixer_256_8", num_classes=7, image_size=(20, 28), patch_size=4,
-                                embed_dim=31, depth=2, kernel_size=size, num_filters=num_filters)
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), gain=gain,
-                         kernel_size=kernel_size)
+    model = vitinit.build_model(
+        "convmixer_256_8",
+        num_classes=7,
+        image_size=(20, 28),
+        patch_size=4,
+        embed_dim=31,
+        depth=2,
+        kernel_size=size,
+        num_filters=num_filters,
+    )
+    vitinit.init_weights(
+        model,
+        "impulse",
+        generator=torch.Generator().manual_seed(0),
+        gain=gain,
+        kernel_size=kernel_size,
+    )
     offsets = ordered_offsets(kernel_size or size)
-    for block in model.blocks:                       # alike in every block
+    for block in model.blocks:  # alike in every block
         kernels = model.depthwise(block).weight.detach()[:, 0]
         assert len(kernels) == (num_filters or 31)
         for number, kernel in enumerate(kernels):
@@ -63,8 +80,15 @@ def test_each_filter_reads_one_neighbour_in_order_of_offsets(size, kernel_size, 
 
 
 def conv_mixer(width: int = 1009, kernel_size: int = 5, **options) -> torch.nn.Module:
-    return vitinit.build_model("convmixer_256_8", num_classes=3, image_size=6, embed_dim=width,
-                               depth=1, kernel_size=kernel_size, **options)
+    return vitinit.build_model(
+        "convmixer_256_8",
+        num_classes=3,
+        image_size=6,
+        embed_dim=width,
+        depth=1,
+        kernel_size=kernel_size,
+        **options,
+    )
 
 
 def filters(model: torch.nn.Module, seed: int = 0, **options) -> torch.Tensor:
@@ -101,6 +125,6 @@ def test_random_filters_are_uniform_within_one_over_k_and_a_placed_gaussian_is_i
         row, column = divmod(int(kernel.argmax()), 5)
         for y in range(5):
             for x in range(5):
-                square = (y - row)**2 + (x - column)**2
+                square = (y - row) ** 2 + (x - column) ** 2
                 expected = math.exp(-square / (2 * 0.49))
                 assert kernel[y, x].item() == pytest.approx(expected, abs=1e-7)

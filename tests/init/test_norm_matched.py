@@ -26,12 +26,22 @@ def parts(model) -> dict[str, torch.Tensor]:
 
 def test_the_norms_are_those_of_impulse_and_all_else_is_the_base():
     matched, structured, base = drawn("norm_matched"), drawn("impulse"), drawn("impulse", "default")
-    for (name, ours), theirs, plain in zip(parts(matched).items(), parts(structured).values(),
-                                           parts(base).values()):
-        torch.testing.assert_close(ours.norm(dim=1), theirs.norm(dim=1), rtol=1e-5, atol=0,
-                                   msg=lambda text: f"{name}: {text}")
-        torch.testing.assert_close(torch.nn.functional.normalize(ours),
-                                   torch.nn.functional.normalize(plain), rtol=0, atol=1e-6)
+    for (name, ours), theirs, plain in zip(
+        parts(matched).items(), parts(structured).values(), parts(base).values()
+    ):
+        torch.testing.assert_close(
+            ours.norm(dim=1),
+            theirs.norm(dim=1),
+            rtol=1e-5,
+            atol=0,
+            msg=lambda text: f"{name}: {text}",
+        )
+        torch.testing.assert_close(
+            torch.nn.functional.normalize(ours),
+            torch.nn.functional.normalize(plain),
+            rtol=0,
+            atol=1e-6,
+        )
     written = ("pos_embed", "attn.qkv.weight", "attn.proj.weight")
     for (name, ours), plain in zip(matched.state_dict().items(), base.state_dict().values()):
         assert name.endswith(written) or torch.equal(ours, plain), name

@@ -14,10 +14,11 @@ from small_models import QUICK, SIZES, built, inits_of, seeded
 from vitinit.init import INITS, init_function, init_weights, stated_family
 from vitinit.models import MODELS, VisionTransformer
 
-BESIDE = {"sigma": dict(kind="gaussian"), "cells": dict(kind="box")}     # with which they matter
+BESIDE = {"sigma": dict(kind="gaussian"), "cells": dict(kind="box")}  # with which they matter
 EXTREMES = {
     float: [0.0, -1.0, -0.4, 1e-300, 1e-30, 1e30, 1e308, -1e308, math.nan, math.inf, -math.inf],
-    int: [0, -1, 2**31, 2**63, -(2**63)]}
+    int: [0, -1, 2**31, 2**63, -(2**63)],
+}
 EXTREMES[tuple] = [(number, 0.02) for number in EXTREMES[float]]
 
 
@@ -28,21 +29,28 @@ def tries() -> Iterator[tuple[str, str, str, Any]]:
             function = init_function(init, stated_family(*SIZES[family]))
             for option, parameter in inspect.signature(function).parameters.items():
                 values = EXTREMES.get(type(parameter.default), [])
-                yield from ((family, init, option, value)
-                            for value in (values if option != "steps" else (0, -1)))
+                yield from (
+                    (family, init, option, value)
+                    for value in (values if option != "steps" else (0, -1))
+                )
 
 
 def test_extreme_numbers_give_finite_weights_or_a_line_that_names_the_option():
     for family, init, option, value in random.Random(0).sample(list(tries()), 110):
         model, case = built(family), f"{family}: {init} {option}={value!r:.40}"
         try:
-            init_weights(model, init, generator=seeded(), **QUICK.get(init, {})
-                         | BESIDE.get(option, {}) | {option: value})
+            init_weights(
+                model,
+                init,
+                generator=seeded(),
+                **QUICK.get(init, {}) | BESIDE.get(option, {}) | {option: value},
+            )
         except ValueError as error:
             message = str(error)
             assert "\n" not in message and len(message) < 300 + len(repr(value)), case
-            assert (option in message or "nearly uniform" in message
-                    or "something did" in message), message
+            assert option in message or "nearly uniform" in message or "something did" in message, (
+                message
+            )
         except Exception as error:
             pytest.fail(f"{case}: {type(error).__name__}: {error}")
         else:
@@ -85,13 +93,21 @@ def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself():
     for model in (plain, child, torch.compile(wrapped)):
         init_weights(model, "impulse", generator=seeded())
     for other in (child, wrapped):
-        assert all(torch.equal(value, other.state_dict()[key])
-                   for key, value in plain.state_dict().items())
+        assert all(
+            torch.equal(value, other.state_dict()[key]) for key, value in plain.state_dict().items()
+        )
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda model: model.half(), "^cls_token is float16 on cpu; .* call init_weights before .half"),
-    (lambda model: model.to("meta"), r"^cls_token is float32 on meta; .* or \.to\(device\)")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda model: model.half(),
+            "^cls_token is float16 on cpu; .* call init_weights before .half",
+        ),
+        (lambda model: model.to("meta"), r"^cls_token is float32 on meta; .* or \.to\(device\)"),
+    ],
+)
 def test_models_on_a_device_or_in_half_precision_are_one_line(change, message):
     model, generator = change(built("vit")), torch.Generator()
     state = generator.get_state()

@@ -29,6 +29,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PINNED = Path(__file__).with_name("pinned_weights.json")
 TOLERANCE = 1e-4
 
+# fmt: off
 SMALL = {           # name in the table of models, sizes for images of 20×28 pixels
     "vit": ("vit_tiny", dict(patch_size=4, embed_dim=57, depth=3, num_heads=3)),
     "vit, mean, no biases": ("vit_tiny", dict(patch_size=4, embed_dim=57, depth=2, num_heads=3,
@@ -45,19 +46,29 @@ SMALL = {           # name in the table of models, sizes for images of 20×28 pi
         patch_size=4, embed_dim=68, depth=2, num_heads=4, reads=reads,
         input_pos_embed=reads == "content")) for reads in ("content", "mixed", "position", "free")},
 }
-VARIANTS = {        # options of inits beside their defaults, where the family's function has them
+# fmt: on
+VARIANTS = {  # options of inits beside their defaults, where the family's function has them
     "impulse": [
-        dict(kernel_size=5, base="torch", value_beta=0.5), dict(offsets="random"),
-        dict(value_init="base", rank=11, qk_norm=5.0, pos_embed_scale=9.0), dict(gain=0.5),
-        dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2)],
-    "deep_impulse": [dict(base="torch", kernel_size=5, target_mass=(0.6, 0.2)),
-                     dict(value_init="base")],
-    "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base"),
-                dict(value_init="untransposed")],
+        dict(kernel_size=5, base="torch", value_beta=0.5),
+        dict(offsets="random"),
+        dict(value_init="base", rank=11, qk_norm=5.0, pos_embed_scale=9.0),
+        dict(gain=0.5),
+        dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2),
+    ],
+    "deep_impulse": [
+        dict(base="torch", kernel_size=5, target_mass=(0.6, 0.2)),
+        dict(value_init="base"),
+    ],
+    "mimetic": [
+        dict(base="torch", qk_alpha=0.2),
+        dict(qk_init="base"),
+        dict(value_init="base"),
+        dict(value_init="untransposed"),
+    ],
     "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
     "filters": [dict(kind=kind, base="default") for kind in ("box", "gaussian")],
 }
-QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by default
+QUICK = {"impulse_gd": dict(steps=5)}  # a thousand steps by default
 
 
 def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
@@ -70,8 +81,13 @@ def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
             known = inspect.signature(init_function(init, kind)).parameters
             for options in [{}, *VARIANTS.get(init, [])]:
                 if options.keys() <= set(known):
-                    yield (f"{family}: {init} {options or ''}".strip(), name,
-                           sizes | dict(image_size=(20, 28)), init, QUICK.get(init, {}) | options)
+                    yield (
+                        f"{family}: {init} {options or ''}".strip(),
+                        name,
+                        sizes | dict(image_size=(20, 28)),
+                        init,
+                        QUICK.get(init, {}) | options,
+                    )
 
 
 def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
@@ -84,9 +100,9 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         sizes["image_size"] = recipe["data"]["image_size"]
         cut = "depths" if "depths" in MODELS[name][1] else "depth"
         sizes[cut] = (1,) * len(MODELS[name][1][cut]) if cut == "depths" else 1
-        if sizes.get("pos_embed") == "sincos":       # which these inits do not write
+        if sizes.get("pos_embed") == "sincos":  # which these inits do not write
             continue
-        own = recipe["init"].get("options", {})      # of the recipe's init, such as base = "torch"
+        own = recipe["init"].get("options", {})  # of the recipe's init, such as base = "torch"
         vit = MODELS[name][0] == "vit"
         # deep_impulse passes images through the model, which takes long for the larger ones.
         for init in ("impulse", "deep_impulse") if vit and "tiny" in name else ("impulse",):
@@ -112,17 +128,22 @@ def fingerprint(model: nn.Module) -> dict[str, list[float]]:
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             packed |= {f"{name}.qkv.weight", f"{name}.proj.weight"}
-            products["Q·Kᵀ"] += [q.double().mT @ k.double()
-                                 for q, k in zip(module.q_weight, module.k_weight)]
+            products["Q·Kᵀ"] += [
+                q.double().mT @ k.double() for q, k in zip(module.q_weight, module.k_weight)
+            ]
             value = module.v_weight.double().flatten(0, 1)
             products["V·proj"].append(module.proj.weight.double() @ value)
         elif isinstance(module, SimpleAttention):
             packed |= {f"{name}.qk.weight", f"{name}.query", f"{name}.key"}
             products["Q·Kᵀ"] += [q.double() @ k.double().mT for q, k in zip(*module.factors)]
-    rest = [value.double() for name, value in model.state_dict().items()
-            if name not in packed and value.is_floating_point()]
-    return {part: projected(tensors) for part, tensors in (products | {"rest": rest}).items()
-            if tensors}
+    rest = [
+        value.double()
+        for name, value in model.state_dict().items()
+        if name not in packed and value.is_floating_point()
+    ]
+    return {
+        part: projected(tensors) for part, tensors in (products | {"rest": rest}).items() if tensors
+    }
 
 
 def projected(tensors: list[Tensor]) -> list[float]:
@@ -136,8 +157,9 @@ def projected(tensors: list[Tensor]) -> list[float]:
     return [total, square**0.5]
 
 
-def found(model_name: str, sizes: dict[str, Any], init: str,
-          options: dict[str, Any]) -> dict[str, list[float]]:
+def found(
+    model_name: str, sizes: dict[str, Any], init: str, options: dict[str, Any]
+) -> dict[str, list[float]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -158,8 +180,9 @@ def test_weights_are_those_that_were_pinned(model, init):
         for part, (value, norm) in actual.items():
             pinned_value, pinned_norm = expected[part]
             assert norm == pytest.approx(pinned_norm, rel=TOLERANCE, abs=1e-12), (label, part)
-            assert value == pytest.approx(pinned_value, rel=0,
-                                          abs=TOLERANCE * pinned_norm + 1e-12), (label, part)
+            assert value == pytest.approx(
+                pinned_value, rel=0, abs=TOLERANCE * pinned_norm + 1e-12
+            ), (label, part)
 
 
 def test_nothing_is_pinned_that_is_gone():
@@ -167,6 +190,12 @@ def test_nothing_is_pinned_that_is_gone():
 
 
 if __name__ == "__main__":
-    PINNED.write_text("{\n" + ",\n".join(
-        f"{json.dumps(label, ensure_ascii=False)}: {json.dumps(found(*case), ensure_ascii=False)}"
-        for label, case in CASES.items()) + "\n}\n", encoding="utf-8")
+    PINNED.write_text(
+        "{\n"
+        + ",\n".join(
+            f"{json.dumps(label, ensure_ascii=False)}: {json.dumps(found(*case), ensure_ascii=False)}"
+            for label, case in CASES.items()
+        )
+        + "\n}\n",
+        encoding="utf-8",
+    )

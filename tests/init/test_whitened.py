@@ -24,15 +24,20 @@ def test_patches_are_white_above_the_floor_and_as_large_as_before(family, images
     for given in (images, None):
         layer, base = (embedding(family, init, given) for init in ("whitened", "default"))
         (down, across), weight = layer.kernel_size, layer.weight.flatten(1)
-        patches = rearrange(images.double(), "n c (y down) (x across) -> (n y x) (c down across)",
-                            down=down, across=across)
-        square = patches.T @ patches / len(patches)                      # (P, P)
+        patches = rearrange(
+            images.double(),
+            "n c (y down) (x across) -> (n y x) (c down across)",
+            down=down,
+            across=across,
+        )
+        square = patches.T @ patches / len(patches)  # (P, P)
         if given is None:
             square = torch.eye(len(square), dtype=torch.float64)
         floor = FLOOR * square.trace() / len(square) * torch.eye(len(square))
         found = torch.linalg.eigvalsh(weight @ (square + floor) @ weight.T)
-        assert found[-min(weight.shape):].tolist() == pytest.approx(
-            [found[-1].item()] * min(weight.shape), rel=1e-6)
+        assert found[-min(weight.shape) :].tolist() == pytest.approx(
+            [found[-1].item()] * min(weight.shape), rel=1e-6
+        )
         ours, theirs = ((w @ square @ w.T).trace() for w in (weight, base.weight.flatten(1)))
         assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 

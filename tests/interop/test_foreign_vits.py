@@ -22,17 +22,24 @@ PATH = Path("theirs.pth")
 # Arguments of `drawn_tensors` and `written_out`.
 LAYOUTS = {
     "DINOv2": dict(scale="ls{}.gamma", positions="class and patches", read="class", head=False),
-    "DINOv2 with registers": dict(scale="ls{}.gamma", registers="register_tokens",
-                                  positions="class and patches", read="class", head=False),
-    "DINOv2 with registers, timm": dict(scale="ls{}.gamma", registers="reg_token",
-                                        positions="patches", read="class", head=False),
+    "DINOv2 with registers": dict(
+        scale="ls{}.gamma",
+        registers="register_tokens",
+        positions="class and patches",
+        read="class",
+        head=False,
+    ),
+    "DINOv2 with registers, timm": dict(
+        scale="ls{}.gamma", registers="reg_token", positions="patches", read="class", head=False
+    ),
     "registers with positions, timm": dict(registers="reg_token", positions="all", read="class"),
     "DeiT-III": dict(scale="gamma_{}", positions="patches", read="class"),
     "DeiT-III, timm": dict(scale="ls{}.gamma", positions="patches", read="class"),
     "MAE, fine-tuned": dict(positions="all", read="mean"),
     "mean-pooled, timm": dict(class_token=False, positions="all", read="mean"),
-    "mean-pooled with registers, timm": dict(class_token=False, registers="reg_token",
-                                             positions="patches", read="mean"),
+    "mean-pooled with registers, timm": dict(
+        class_token=False, registers="reg_token", positions="patches", read="mean"
+    ),
     "mean-pooled with both, timm": dict(registers="reg_token", positions="all", read="mean"),
 }
 squares = [name for name, layout in LAYOUTS.items() if "scale" in layout or "registers" in layout]
@@ -43,8 +50,14 @@ def theirs(name: str, grid: tuple[int, int] = (5, 5)) -> dict[str, Tensor]:
 
 
 def images(grid: tuple[int, int] = (5, 5)) -> Tensor:
-    return torch.randn(2, 3, PATCH[0] * grid[0], PATCH[1] * grid[1], dtype=torch.float64,
-                       generator=torch.Generator().manual_seed(4))
+    return torch.randn(
+        2,
+        3,
+        PATCH[0] * grid[0],
+        PATCH[1] * grid[1],
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(4),
+    )
 
 
 def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
@@ -52,12 +65,21 @@ def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
     layout = LAYOUTS[name]
     read, extra = layout["read"], bool(layout.get("registers")) * REGISTERS
     if read == "mean":
-        extra += layout.get("class_token", True)     # a class token that is not pooled
-    options = dict(num_classes=CLASSES, pool=read, fc_norm=read == "mean",
-                   num_registers=extra) | sizes
-    return redraw(vitinit.build_model(
-        "vit_tiny", patch_size=PATCH, depth=DEPTH, embed_dim=WIDTH, num_heads=HEADS,
-        image_size=(PATCH[0] * grid[0], PATCH[1] * grid[1]), **options)).eval()
+        extra += layout.get("class_token", True)  # a class token that is not pooled
+    options = (
+        dict(num_classes=CLASSES, pool=read, fc_norm=read == "mean", num_registers=extra) | sizes
+    )
+    return redraw(
+        vitinit.build_model(
+            "vit_tiny",
+            patch_size=PATCH,
+            depth=DEPTH,
+            embed_dim=WIDTH,
+            num_heads=HEADS,
+            image_size=(PATCH[0] * grid[0], PATCH[1] * grid[1]),
+            **options,
+        )
+    ).eval()
 
 
 @torch.no_grad()
@@ -74,8 +96,16 @@ def test_features_and_outputs_are_the_originals(name):
         assert expected.std() > 0.1
         # For evaluation; a bare backbone gets a classifier that returns its input.
         exact = ours(name, grid)
-        load_exactly(exact, native_tensors(tensors if has_head else tensors | {
-            "head.weight": torch.eye(WIDTH)[:CLASSES], "head.bias": torch.zeros(CLASSES)}), PATH)
+        load_exactly(
+            exact,
+            native_tensors(
+                tensors
+                if has_head
+                else tensors
+                | {"head.weight": torch.eye(WIDTH)[:CLASSES], "head.bias": torch.zeros(CLASSES)}
+            ),
+            PATH,
+        )
         torch.testing.assert_close(exact(images(grid)), expected[:, :CLASSES], rtol=0, atol=1e-10)
         # For fine-tuning; the classifier of a bare backbone is new.
         model, given = ours(name, grid), native_tensors(tensors)
@@ -83,13 +113,17 @@ def test_features_and_outputs_are_the_originals(name):
         assert given.keys() == native_tensors(tensors).keys()
         assert report.resized == [] and report.dropped == []
         assert report.kept == ([] if has_head else ["head.weight", "head.bias"])
-        assert all(torch.equal(value, exact.state_dict()[key])
-                   for key, value in model.state_dict().items() if key not in report.kept)
+        assert all(
+            torch.equal(value, exact.state_dict()[key])
+            for key, value in model.state_dict().items()
+            if key not in report.kept
+        )
         features = model.features(images(grid), blocks=range(DEPTH))
-        for found, x in zip(features.blocks, blocks, strict=True):       # x: (2, N, WIDTH)
+        for found, x in zip(features.blocks, blocks, strict=True):  # x: (2, N, WIDTH)
             patches = grid[0] * grid[1]
-            torch.testing.assert_close(found.map, x[:, -patches:].unflatten(1, grid), rtol=0,
-                                       atol=1e-10)
+            torch.testing.assert_close(
+                found.map, x[:, -patches:].unflatten(1, grid), rtol=0, atol=1e-10
+            )
             torch.testing.assert_close(found.prefix, x[:, :-patches], rtol=0, atol=1e-10)
         torch.testing.assert_close(features.pooled, pooled, rtol=0, atol=1e-10)
         assert all(torch.equal(tensors[key], value) for key, value in before.items())
@@ -105,8 +139,11 @@ def test_resized_positions_are_those_of_the_patches_alone(name):
     report = start_from(model, tensors, PATH, None)
     start_from(same, tensors, PATH, None)
     before = model.num_prefix_tokens
-    lacking = {"all": [], "class and patches": ["reg_token"],
-               "patches": ["cls_token", "reg_token"]}[LAYOUTS[name]["positions"]]
+    lacking = {
+        "all": [],
+        "class and patches": ["reg_token"],
+        "patches": ["cls_token", "reg_token"],
+    }[LAYOUTS[name]["positions"]]
     without = ", ".join(key for key in lacking if key in tensors)
     assert report.resized == [f"pos_embed 5×5{without and f' without {without}'} → 3×7"]
     assert torch.equal(model.pos_embed[:, :before], same.pos_embed[:, :before])
@@ -119,9 +156,18 @@ def test_resized_positions_are_those_of_the_patches_alone(name):
 def test_what_belongs_to_pretraining_is_dropped_and_named():
     tensors, plain, model = theirs("DeiT-III"), ours("DeiT-III"), ours("DeiT-III")
     load_exactly(plain, native_tensors(tensors), PATH)
-    pretraining = {name: torch.zeros(1, 26, WIDTH) for name in (
-        "mask_token", "decoder_embed.weight", "decoder_blocks.0.norm1.weight",
-        "decoder_pos_embed", "decoder_pred.bias", "head.mlp.0.weight", "dino_head.last_layer.bias")}
+    pretraining = {
+        name: torch.zeros(1, 26, WIDTH)
+        for name in (
+            "mask_token",
+            "decoder_embed.weight",
+            "decoder_blocks.0.norm1.weight",
+            "decoder_pos_embed",
+            "decoder_pred.bias",
+            "head.mlp.0.weight",
+            "dino_head.last_layer.bias",
+        )
+    }
     load_exactly(model, native_tensors(tensors | pretraining), PATH)
     assert_identical(model.state_dict(), plain.state_dict())
     report = start_from(model, native_tensors(tensors | pretraining), PATH, None)
@@ -141,8 +187,10 @@ def test_a_new_classifier_may_follow_another_norm(head):
     assert report.dropped[:2] == ["norm.weight", "norm.bias"]
     assert all(torch.equal(model.state_dict()[key], own[key]) for key in report.kept)
     assert torch.equal(model.reg_token, tensors["cls_token"])
-    same_classes = tensors | {"head.weight": torch.zeros(CLASSES, WIDTH),
-                              "head.bias": torch.zeros(CLASSES)}
+    same_classes = tensors | {
+        "head.weight": torch.zeros(CLASSES, WIDTH),
+        "head.bias": torch.zeros(CLASSES),
+    }
     message = refusal(start_from, ours("MAE, fine-tuned"), same_classes)
     assert "missing: fc_norm.weight, fc_norm.bias; surplus: norm.weight, norm.bias" in message
 
@@ -153,8 +201,10 @@ def test_registers_may_be_added():
     own, positions = state_of(model), tensors["pos_embed"]
     report = start_from(model, tensors, PATH, None)
     assert report.kept == ["reg_token"] and torch.equal(model.reg_token, own["reg_token"])
-    assert torch.equal(model.pos_embed, torch.cat([
-        positions[:, :1], own["pos_embed"][:, 1:6], positions[:, 1:]], dim=1))
+    assert torch.equal(
+        model.pos_embed,
+        torch.cat([positions[:, :1], own["pos_embed"][:, 1:6], positions[:, 1:]], dim=1),
+    )
 
 
 def refusal(load, model: nn.Module, tensors: dict[str, Tensor]) -> str:
@@ -171,7 +221,7 @@ def test_a_tensor_on_one_side_only_is_one_line_that_names_it(load):
     for stranger in ("norm_pre.weight", "blocks.1.attn.q_norm.weight", "rope.periods"):
         tensors = theirs("DeiT-III") | {stranger: torch.ones(WIDTH)}
         assert f"surplus: {stranger}" in refusal(load, ours("DeiT-III"), tensors)
-    siglip = theirs("DINOv2") | {"attn_pool.latent": torch.ones(1, 1, WIDTH)}   # no classifier
+    siglip = theirs("DINOv2") | {"attn_pool.latent": torch.ones(1, 1, WIDTH)}  # no classifier
     assert "surplus: attn_pool.latent" in refusal(load, ours("DINOv2"), siglip)
     for lost in ("blocks.0.norm1.bias", "norm.weight", "pos_embed", "patch_embed.proj.bias"):
         tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")

@@ -11,8 +11,10 @@ import vitinit
 from vitinit.init import INITS
 from vitinit.train.optim import decays, hidden_matrices, set_learning_rate
 
-HERE, PAGE = (read_page(Path(vitinit.__file__).parent / name)
-              for name in ("interop/in_place/your_own_code.md", "init/README.md"))
+HERE, PAGE = (
+    read_page(Path(vitinit.__file__).parent / name)
+    for name in ("interop/in_place/your_own_code.md", "init/README.md")
+)
 
 
 def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(monkeypatch):
@@ -31,7 +33,7 @@ def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
     first, own, _ = HERE.blocks("python")
     exec(first, {})
     printed = capsys.readouterr().out.splitlines()
-    shown, = (block for block in HERE.blocks("") if block.startswith("Vision"))
+    (shown,) = (block for block in HERE.blocks("") if block.startswith("Vision"))
     for line, expected in zip(printed, shown.splitlines(), strict=True):
         before, _, after = expected.partition("…")
         assert line.startswith(before.rstrip()) and line.endswith(after.strip())
@@ -42,8 +44,9 @@ def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
 
 def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
     """Its iteration is in bfloat16, ours in float32 here; a larger decay than the page's shows."""
-    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=16, patch_size=8,
-                                embed_dim=22, depth=2, num_heads=2)
+    model = vitinit.build_model(
+        "vit_tiny", num_classes=3, image_size=16, patch_size=8, embed_dim=22, depth=2, num_heads=2
+    )
     generator = torch.Generator().manual_seed(0)
     vitinit.init_weights(model, "lecun", generator=generator)
     *_, code = HERE.blocks("python")
@@ -52,10 +55,14 @@ def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
     theirs, adamw = names["optimisers"]
     matrices = {name: model.get_parameter(name) for name in hidden_matrices(model)}
     assert set(names["matrices"]) == set(matrices.values())
-    left = {weight: decays(name, weight) * names["decay"] for name, weight
-            in model.named_parameters() if name not in matrices}
-    assert left == {weight: group["weight_decay"] for group in adamw.param_groups
-                    for weight in group["params"]}
+    left = {
+        weight: decays(name, weight) * names["decay"]
+        for name, weight in model.named_parameters()
+        if name not in matrices
+    }
+    assert left == {
+        weight: group["weight_decay"] for group in adamw.param_groups for weight in group["params"]
+    }
     start, other = copy.deepcopy(model), copy.deepcopy(model)
     ours = muon(other, factor=names["factor"], momentum=0.95, weight_decay=names["decay"])
     set_learning_rate(ours, names["rate"])

@@ -6,8 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from other_models import (CLASSES, DIM, GRID, HEADS, OtherAttention, OtherViT, assert_masses, put,
-                          turning)
+from other_models import (
+    CLASSES,
+    DIM,
+    GRID,
+    HEADS,
+    OtherAttention,
+    OtherViT,
+    assert_masses,
+    put,
+    turning,
+)
 from small_models import seeded, state_of
 from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
@@ -33,7 +42,7 @@ class Attention(OtherAttention):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         packed = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = self.change(self, *packed, self.scale)                   # (n, h, T, d)
+        mixed = self.change(self, *packed, self.scale)  # (n, h, T, d)
         return self.proj(mixed.transpose(1, 2).flatten(2)), None
 
 
@@ -41,18 +50,26 @@ ATTENTIONS: dict[str, Callable] = {
     "the formula": lambda own, q, k, v, scale: (q @ k.mT * scale).softmax(-1) @ v,
     "another scale": lambda own, q, k, v, scale: (q @ k.mT * scale**2).softmax(-1) @ v,
     "keys that are not turned": lambda own, q, k, v, scale: (
-        turning("mixed", 0)(q) @ k.mT * scale).softmax(-1) @ v,
+        (turning("mixed", 0)(q) @ k.mT * scale).softmax(-1) @ v
+    ),
     "norms of Q and K": lambda own, q, k, v, scale: (
-        nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT).softmax(-1) @ v,
-    "the diagonal masked": lambda own, q, k, v, scale: (q @ k.mT * scale).masked_fill(
-        torch.eye(q.shape[2]).bool(), -torch.inf).softmax(-1) @ v,
+        (nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT).softmax(-1) @ v
+    ),
+    "the diagonal masked": lambda own, q, k, v, scale: (
+        (q @ k.mT * scale).masked_fill(torch.eye(q.shape[2]).bool(), -torch.inf).softmax(-1) @ v
+    ),
     "a gate that is 0": lambda own, q, k, v, scale: (
-        q @ k.mT * scale + own.gate * torch.arange(q.shape[2])).softmax(-1) @ v,
+        (q @ k.mT * scale + own.gate * torch.arange(q.shape[2])).softmax(-1) @ v
+    ),
     "talking heads": lambda own, q, k, v, scale: (q @ k.mT * scale).softmax(-1).roll(1, 1) @ v,
     "over channels": lambda own, q, k, v, scale: ((q.mT @ k * scale).softmax(-1) @ v.mT).mT,
     "heads in another order": lambda own, q, k, v, scale: (
-        torch.stack([q, k, v], 2).flatten(1, 2).unflatten(1, (3, HEADS))[:, 0] @ k.mT * scale
-    ).softmax(-1) @ v}
+        (
+            torch.stack([q, k, v], 2).flatten(1, 2).unflatten(1, (3, HEADS))[:, 0] @ k.mT * scale
+        ).softmax(-1)
+        @ v
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
@@ -92,7 +109,8 @@ def test_a_norm_that_is_called_twice_and_blocks_of_fewer_tokens_are_refused():
     merged.blocks[2].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, 2:],))
     for images in (None, IMAGES):
         assert "a block has 34 tokens, and the first one 36: tokens are merged, or left out" in (
-            describe(merged, images=images).reason)
+            describe(merged, images=images).reason
+        )
 
 
 def test_images_that_are_the_probes_own_noise_are_as_good_as_any():
@@ -113,10 +131,14 @@ class Gated(nn.Module):
 def test_a_stack_of_which_some_blocks_are_unknown_is_refused_and_a_classifier_below_it_is_not():
     for holder in (nn.ModuleList, nn.Sequential):
         model = OtherViT("timm")
-        model.blocks = holder([*model.blocks, Gated()]) if holder is nn.ModuleList else holder(
-            *model.blocks, Gated())
-        assert describe(model).reason == ("blocks.3, a Gated, has no attention of a layout known "
-                                          "here, as others of its list have")
+        model.blocks = (
+            holder([*model.blocks, Gated()])
+            if holder is nn.ModuleList
+            else holder(*model.blocks, Gated())
+        )
+        assert describe(model).reason == (
+            "blocks.3, a Gated, has no attention of a layout known here, as others of its list have"
+        )
     model = OtherViT("timm")
     model.blocks = nn.Sequential(*model.blocks, Gated(CLASSES))
     model.norm = model.head = nn.Identity()
@@ -132,8 +154,9 @@ class Apart(ShiftedWindowAttention):
     """Its windows are of every other row and column."""
 
     def forward(self, x: Tensor) -> Tensor:
-        order = [torch.cat([torch.arange(0, side, 2), torch.arange(1, side, 2)])
-                 for side in x.shape[1:3]]
+        order = [
+            torch.cat([torch.arange(0, side, 2), torch.arange(1, side, 2)]) for side in x.shape[1:3]
+        ]
         x = super().forward(x[:, order[0]][:, :, order[1]])
         return x[:, order[0].argsort()][:, :, order[1].argsort()]
 
@@ -142,23 +165,32 @@ class Apart(ShiftedWindowAttention):
 def test_a_swins_windows_and_bias_are_compared(kind):
     """Images of 20×28 pixels are padded, with a shift in the first stage."""
     model = SwinTransformer(
-        patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5])
+        patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5]
+    )
     model.features[1][1].attn.__class__ = kind
     for images in (None, IMAGES):
         reason = describe(model, images=images).reason
-        assert reason == "" if kind is ShiftedWindowAttention else (
-            "the attention of 1 of 4 blocks computes something else" in reason)
+        assert (
+            reason == ""
+            if kind is ShiftedWindowAttention
+            else ("the attention of 1 of 4 blocks computes something else" in reason)
+        )
 
 
 # Rotations --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind, rotation", [("timm", "halves"), ("eva", "neighbours"),
-                                            ("siglip", "mixed"), ("eager", "mixed")])
+@pytest.mark.parametrize(
+    "kind, rotation",
+    [("timm", "halves"), ("eva", "neighbours"), ("siglip", "mixed"), ("eager", "mixed")],
+)
 def test_a_rotation_is_read_from_the_queries_as_they_meet_the_keys(kind, rotation):
     """eager: in a product that is scaled before, and not in scaled_dot_product_attention."""
     model = OtherViT("timm" if kind == "eager" else kind, rope=rotation, registers=2)
     for block in model.blocks if kind == "eager" else []:
-        block.attn = Attention(lambda own, q, k, v, scale, turn=block.attn.turn: (
-            turn(scale * q) @ turn(k).mT).softmax(-1) @ v)
+        block.attn = Attention(
+            lambda own, q, k, v, scale, turn=block.attn.turn: (
+                (turn(scale * q) @ turn(k).mT).softmax(-1) @ v
+            )
+        )
     vit = probe(layout_of(model), IMAGES)
     for number, block in enumerate(vit.blocks):
         x = torch.randn(2, HEADS, 38, DIM // HEADS, generator=seeded())
@@ -168,9 +200,18 @@ def test_a_rotation_is_read_from_the_queries_as_they_meet_the_keys(kind, rotatio
 
 @pytest.mark.parametrize("frequencies", ["axial", "mixed"])
 def test_the_rotation_of_our_own_models_is_as_it_is_read(frequencies):
-    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=(20, 28), patch_size=4,
-                                embed_dim=60, depth=2, pos_embed="rope", num_registers=1,
-                                rope_frequencies=frequencies, rope_coordinates="centred")
+    model = vitinit.build_model(
+        "vit_tiny",
+        num_classes=3,
+        image_size=(20, 28),
+        patch_size=4,
+        embed_dim=60,
+        depth=2,
+        pos_embed="rope",
+        num_registers=1,
+        rope_frequencies=frequencies,
+        rope_coordinates="centred",
+    )
     known = probe(layout_of(model), IMAGES)
     plain = [replace(block, rotation=None) for block in known.blocks]
     for block, other in zip(known.blocks, turned_blocks(replace(known, blocks=plain), IMAGES)):
@@ -186,7 +227,7 @@ def test_what_is_refused_of_rotary_models_and_the_grid_that_need_not_be_as_state
     model.blocks[1].attn.turn = lambda x: x
     assert "2 of 3 blocks turn their queries" in describe(model).reason
     shared, larger = OtherViT("eva", rope="mixed"), OtherViT("eva", rope="mixed", positions=False)
-    for block in shared.blocks:                      # as if MLPs read what attention reads
+    for block in shared.blocks:  # as if MLPs read what attention reads
         block.norm2 = nn.Identity()
     assert "a LayerNorm before it, and finds no such" in describe(shared).reason
     larger.patch_embed.grid_size = (9, 11)
@@ -207,7 +248,7 @@ class Plain(nn.Module):
         del self.inside
 
     def forward(self, images: Tensor) -> Tensor:
-        x = nn.functional.unfold(images, 4, stride=4).mT                 # (n, N, 48), row by row
+        x = nn.functional.unfold(images, 4, stride=4).mT  # (n, N, 48), row by row
         if self.lie == "in the order of rows":
             x = x.unflatten(1, (images.shape[2] // 4, -1)).transpose(1, 2).flatten(1, 2)
         x, first = self.patches(x), self.cls_token.expand(len(x), 1, DIM)
@@ -227,7 +268,7 @@ class Plain(nn.Module):
 def test_images_show_the_grid_that_no_attribute_states(size):
     model, images = Plain().eval(), torch.randn(3, 3, *size, generator=seeded(1))
     assert "the size of its images is not seen in the model; give images=" in describe(model).reason
-    convolution = OtherViT("timm")                   # its size is in a configuration, as DINOv3's
+    convolution = OtherViT("timm")  # its size is in a configuration, as DINOv3's
     del convolution.patch_embed.grid_size
     convolution.config = SimpleNamespace(image_size=(20, 28))
     assert describe(convolution).grid == GRID
@@ -238,20 +279,28 @@ def test_images_show_the_grid_that_no_attribute_states(size):
     assert str(report).splitlines()[1] == "grid, order, positions and formula checked on 2 images"
 
 
-@pytest.mark.parametrize("lie", ["in the order of rows", "follow those of the patches",
-                                 "row by row and as they are", "before the first block"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "in the order of rows",
+        "follow those of the patches",
+        "row by row and as they are",
+        "before the first block",
+    ],
+)
 def test_tokens_and_positions_in_another_order_are_refused(lie):
     assert lie in describe(Plain(lie), images=IMAGES).reason
 
 
 def test_a_stem_of_several_convolutions_is_seen_by_what_moves_with_the_patches():
     model = OtherViT("timm")
-    model.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 17, 3, 2, 1), nn.ReLU(),
-                                           nn.Conv2d(17, DIM, 3, 2, 1))
+    model.patch_embed.proj = nn.Sequential(
+        nn.Conv2d(3, 17, 3, 2, 1), nn.ReLU(), nn.Conv2d(17, DIM, 3, 2, 1)
+    )
     assert describe(model, images=IMAGES).grid == GRID
     model.patch_embed.proj.append(nn.Conv2d(DIM, DIM, (1, 13), padding=(0, 6), groups=DIM))
     with torch.no_grad():
-        model.patch_embed.proj[-1].weight.copy_(torch.eye(13)[9])        # to the left
+        model.patch_embed.proj[-1].weight.copy_(torch.eye(13)[9])  # to the left
     assert "no grid of patches is seen" in describe(model, images=IMAGES).reason
 
 
@@ -260,16 +309,20 @@ def test_a_stack_that_is_known_in_part_is_refused():
     model = OtherViT("timm")
     put(model.blocks[1].attn, "key_value", model.blocks[1].attn.qkv)
     del model.blocks[1].attn.qkv
-    assert describe(model).reason == ("blocks.1, a OtherBlock, has no attention of a layout known "
-                                      "here, as others of its list have")
+    assert describe(model).reason == (
+        "blocks.1, a OtherBlock, has no attention of a layout known "
+        "here, as others of its list have"
+    )
     narrow = OtherViT("timm")
-    narrow.blocks[0].attn.qkv = nn.Linear(DIM, 2 * DIM)                  # keys and values
+    narrow.blocks[0].attn.qkv = nn.Linear(DIM, 2 * DIM)  # keys and values
     assert "132 rows of Q, K and V for 3 heads of 66 channels" in describe(narrow).reason
     adapted = OtherViT("timm")
     adapted.blocks[0].attn.proj = type("Linear", (nn.Module,), {"__module__": "peft.tuners"})()
     assert "has a Linear of peft where nn.Linear is expected" in describe(adapted).reason
-    assert "a OtherViT is of no layout known here: KeyError: 'no such'" == describe(
-        narrow, layout=lambda model: {}["no such"]).reason
+    assert (
+        "a OtherViT is of no layout known here: KeyError: 'no such'"
+        == describe(narrow, layout=lambda model: {}["no such"]).reason
+    )
 
 
 def test_frozen_sines_and_cosines_stay_and_other_frozen_positions_do_not():
@@ -293,19 +346,21 @@ class Clip(nn.Module):
         self.class_embedding = nn.Parameter(torch.randn(DIM))
         self.positional_embedding = nn.Parameter(torch.randn(36, DIM))
         self.ln_pre = nn.LayerNorm(DIM) if ln_pre else nn.Identity()
-        self.transformer = nn.TransformerEncoder(nn.TransformerEncoderLayer(
-            DIM, HEADS, 31, norm_first=True, batch_first=batch_first), 2,
-            enable_nested_tensor=False)
+        self.transformer = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(DIM, HEADS, 31, norm_first=True, batch_first=batch_first),
+            2,
+            enable_nested_tensor=False,
+        )
         self.norm = nn.LayerNorm(DIM)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.conv1(images).flatten(2).mT
         x = torch.cat([self.class_embedding.expand(len(x), 1, DIM), x], 1)
-        x = self.ln_pre(x + self.positional_embedding)                   # (n, T, D)
+        x = self.ln_pre(x + self.positional_embedding)  # (n, T, D)
         if not self.batch_first:
             x = x.transpose(0, 1)
         x = self.transformer(x)
-        if self.back:                                # (n, T, D) before the last norm
+        if self.back:  # (n, T, D) before the last norm
             x = x.transpose(0, 1)
         return self.norm(x).mean(int(self.batch_first or self.back))
 
@@ -316,11 +371,14 @@ def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
         model.ln_pre.weight.copy_(2.0 * torch.rand(DIM, generator=seeded()))
     report = impulse_(model, generator=seeded(), images=IMAGES)
     for layer in model.transformer.layers:
-        layer.norm1.register_forward_hook(lambda _, given, y, layer=layer: maps.append(
-            layer.self_attn(y, y, y, average_attn_weights=False)[1]))
+        layer.norm1.register_forward_hook(
+            lambda _, given, y, layer=layer: maps.append(
+                layer.self_attn(y, y, y, average_attn_weights=False)[1]
+            )
+        )
     model(IMAGES)
     assert_masses(report, maps)
-    with torch.no_grad():                            # positions alone go through that norm, too
+    with torch.no_grad():  # positions alone go through that norm, too
         first, block = model.ln_pre(model.positional_embedding[1:]), layout_of(model).blocks[0]
         weights = block.mixing_weights(block.norm(first[None]))[0]
     mass = target_mass(weights, list(report.targets[0]), GRID)
@@ -329,8 +387,11 @@ def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
 
 
 def test_deep_impulse_writes_the_same_whichever_dimension_is_first():
-    models = [Clip(ln_pre=False), Clip(ln_pre=False, batch_first=True),
-              Clip(ln_pre=False, back=True)]
+    models = [
+        Clip(ln_pre=False),
+        Clip(ln_pre=False, batch_first=True),
+        Clip(ln_pre=False, back=True),
+    ]
     for model in models:
         deep_impulse_(model, generator=seeded(), images=IMAGES, base="lecun")
     for weight, *others in zip(*(model.parameters() for model in models)):

@@ -16,6 +16,7 @@ from vitinit.models.attention import Attention
 from vitinit.train.metrics import training_flops
 
 VIT = dict(patch_size=(4, 5), embed_dim=22, depth=3, num_heads=2)
+# fmt: off
 FAMILIES = {        # name in the table, sizes for images of 12×20 pixels, tokens before the patches
     "vit": ("vit_tiny", VIT, 1),
     "vit, mean": ("vit_tiny", VIT | dict(num_registers=3, pool="mean", fc_norm=True), 3),
@@ -29,6 +30,7 @@ FAMILIES = {        # name in the table, sizes for images of 12×20 pixels, toke
                                            num_filters=5), 0),
     "simple_vit": ("simple_vit", dict(patch_size=4, embed_dim=28, depth=3, num_heads=2), 0),
 }
+# fmt: on
 each_family = pytest.mark.parametrize("family", FAMILIES)
 ONE_EACH = ("vit, distilled", "swin", "mixer", "conv_mixer", "simple_vit")
 one_of_each = pytest.mark.parametrize("family", ONE_EACH)
@@ -73,7 +75,7 @@ def test_features_are_what_leaves_the_blocks_and_enters_the_head(family):
     norm = getattr(model, "norm", nn.Identity())
     for one, two in zip(features.blocks[2], features.last):
         torch.testing.assert_close(norm(one) if one.numel() else one, two)
-    if "vit" in family and model.num_prefix_tokens in (1, 7):            # the class token is read
+    if "vit" in family and model.num_prefix_tokens in (1, 7):  # the class token is read
         count = 2 if family == "vit, distilled" else 1
         assert torch.equal(features.pooled, features.last.prefix[:, :count].flatten(1))
     else:
@@ -81,7 +83,8 @@ def test_features_are_what_leaves_the_blocks_and_enters_the_head(family):
         torch.testing.assert_close(features.pooled, getattr(model, "fc_norm", nn.Identity())(mean))
     for block in (3, -4):
         assert f"block {block} is asked for, but the model has blocks 0…2" in refused(
-            ValueError, model.features, drawn_images(), blocks=[block])
+            ValueError, model.features, drawn_images(), blocks=[block]
+        )
 
 
 @pytest.mark.parametrize("family", ["vit, distilled", "swin", "mixer"])
@@ -89,11 +92,21 @@ def test_features_are_what_leaves_the_blocks_and_enters_the_head(family):
 def test_a_dropped_branch_is_one_that_adds_nothing_to_its_image(family):
     """The scales are a table of two branches per block; ones change nothing, nor does order."""
     model = redraw(built(family, drop_path=0.4))
-    images, branches = drawn_images().double(), [
-        branch for block in blocks_of(model) for branch in
-        ((block.mlp_tokens, block.mlp_channels) if family == "mixer" else (block.attn, block.mlp))]
-    assert model.drop_path_rates == pytest.approx((0.4,) * 6 if family == "mixer" else
-                                                  (0, 0, 0.2, 0.2, 0.4, 0.4))
+    images, branches = (
+        drawn_images().double(),
+        [
+            branch
+            for block in blocks_of(model)
+            for branch in (
+                (block.mlp_tokens, block.mlp_channels)
+                if family == "mixer"
+                else (block.attn, block.mlp)
+            )
+        ],
+    )
+    assert model.drop_path_rates == pytest.approx(
+        (0.4,) * 6 if family == "mixer" else (0, 0, 0.2, 0.2, 0.4, 0.4)
+    )
     logits, ones = model(images), torch.ones(6, 3)
     torch.testing.assert_close(model(images, ones), logits)
     for number, branch in enumerate(branches):
@@ -114,20 +127,24 @@ def test_a_dropped_branch_is_one_that_adds_nothing_to_its_image(family):
 def test_a_model_without_classes_gives_what_the_head_would_read(family):
     whole, bare = built(family), built(family, num_classes=0)
     assert not any(name.startswith("head") for name in bare.state_dict())
-    bare.load_state_dict({name: value for name, value in whole.state_dict().items()
-                          if not name.startswith("head")})
+    bare.load_state_dict(
+        {name: value for name, value in whole.state_dict().items() if not name.startswith("head")}
+    )
     assert torch.equal(bare(drawn_images()), whole.features(drawn_images()).pooled)
     assert written("default", bare)(drawn_images()).isfinite().all()
     assert "num_classes is -1, expected at least 0 (a model without" in refused(
-        ValueError, built, family, num_classes=-1)
+        ValueError, built, family, num_classes=-1
+    )
 
 
 @each_family
 def test_images_of_another_size_or_shape_are_one_line(family):
     model = built(family)
-    messages = {(2, 3, 24, 20): "the model was built for images of 12×20 pixels and got 24×20",
-                (2, 1, 12, 20): "the model takes images of shape (B, 3, "}
-    if family == "conv_mixer":                       # its weights know no size
+    messages = {
+        (2, 3, 24, 20): "the model was built for images of 12×20 pixels and got 24×20",
+        (2, 1, 12, 20): "the model takes images of shape (B, 3, ",
+    }
+    if family == "conv_mixer":  # its weights know no size
         assert model(torch.zeros(2, 3, 24, 20)).shape == (2, 7)
         messages[2, 3, 12, 21] = "patches of 4×4 pixels do not tile an image of 12×21;"
         del messages[2, 3, 24, 20]
@@ -146,12 +163,17 @@ def test_in_half_precision_compiled_to_one_graph_or_exported_a_model_is_the_same
     model = built(family)
 
     class Chosen(nn.Module):
-        def forward(self, images):                   # as the model does, for two blocks
+        def forward(self, images):  # as the model does, for two blocks
             return model.classify(model.features(images, blocks=[0, -1]))
+
     logits = torch.compile(Chosen(), fullgraph=True, backend="eager")(drawn_images())
     torch.testing.assert_close(logits, model(drawn_images()), rtol=0, atol=1e-6)
-    program = torch.export.export(model, (drawn_images(),), strict=False,
-                                  dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+    program = torch.export.export(
+        model,
+        (drawn_images(),),
+        strict=False,
+        dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+    )
     for images in map(drawn_images, (1, 7)):
         torch.testing.assert_close(program.module()(images), model(images), rtol=0, atol=1e-6)
 
@@ -163,10 +185,11 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
 
     def count(layer: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         nonlocal counted
-        if isinstance(layer, Attention):             # of (B, N, C)
+        if isinstance(layer, Attention):  # of (B, N, C)
             counted += 2 * 2 * inputs[0].shape[1] * output.numel()
         else:
             counted += 2 * output.numel() * layer.weight[0].numel()
+
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d, Attention)):
             module.register_forward_hook(count)
@@ -175,34 +198,41 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
 
 
 # Names and sizes, as in checkpoints -----------------------------------------------------------
-@pytest.mark.parametrize("name, options, parameters, digest", [
-    ("vit_tiny", {}, 5_717_416, "1d65166950a3"),
-    ("vit_tiny_distilled", {}, 5_910_800, "65c9f7da3355"),
-    ("vit_tiny", dict(pool="mean", fc_norm=True, num_registers=4, qkv_bias=False),
-     5_711_656, "05a0b56412fd"),
-    ("swin_tiny", {}, 28_288_354, "29a380cbce8e"),
-    ("swin_small", {}, 49_606_258, "301da032e9f3"),
-    ("swin_base", {}, 87_768_224, "680483e9115d"),
-    ("mixer_s32", {}, 19_104_624, "d70ed7593fc6"),
-    ("mixer_s16", {}, 18_528_264, "8b771ba903ae"),
-    ("mixer_b32", {}, 60_293_428, "5266520dfef1"),
-    ("mixer_b16", {}, 59_880_472, "8b4513ba4f93"),
-    ("mixer_l16", {}, 208_196_168, "929d86a84850"),
-    ("convmixer_1536_20", {}, 51_625_960, "6d1b6698dba2"),
-    ("convmixer_1024_20", {}, 24_383_464, "f78788ec5721"),
-    ("convmixer_768_32", {}, 21_110_248, "74f9257fcda1"),
-    ("convmixer_512_8", {}, 2_744_808, "5ad2141e3d49"),
-    ("convmixer_256_8", {}, 848_616, "93cac92d4ffd"),
-    ("simple_vit", {}, 9_977_344, "834901039c25"),
-    ("simple_vit", dict(reads="free", input_pos_embed=False), 8_404_480, "f6133cb786a6"),
-    ("simple_vit", dict(values=False), 8_404_480, "07f9929686d8"),
-])
+@pytest.mark.parametrize(
+    "name, options, parameters, digest",
+    [
+        ("vit_tiny", {}, 5_717_416, "1d65166950a3"),
+        ("vit_tiny_distilled", {}, 5_910_800, "65c9f7da3355"),
+        (
+            "vit_tiny",
+            dict(pool="mean", fc_norm=True, num_registers=4, qkv_bias=False),
+            5_711_656,
+            "05a0b56412fd",
+        ),
+        ("swin_tiny", {}, 28_288_354, "29a380cbce8e"),
+        ("swin_small", {}, 49_606_258, "301da032e9f3"),
+        ("swin_base", {}, 87_768_224, "680483e9115d"),
+        ("mixer_s32", {}, 19_104_624, "d70ed7593fc6"),
+        ("mixer_s16", {}, 18_528_264, "8b771ba903ae"),
+        ("mixer_b32", {}, 60_293_428, "5266520dfef1"),
+        ("mixer_b16", {}, 59_880_472, "8b4513ba4f93"),
+        ("mixer_l16", {}, 208_196_168, "929d86a84850"),
+        ("convmixer_1536_20", {}, 51_625_960, "6d1b6698dba2"),
+        ("convmixer_1024_20", {}, 24_383_464, "f78788ec5721"),
+        ("convmixer_768_32", {}, 21_110_248, "74f9257fcda1"),
+        ("convmixer_512_8", {}, 2_744_808, "5ad2141e3d49"),
+        ("convmixer_256_8", {}, 848_616, "93cac92d4ffd"),
+        ("simple_vit", {}, 9_977_344, "834901039c25"),
+        ("simple_vit", dict(reads="free", input_pos_embed=False), 8_404_480, "f6133cb786a6"),
+        ("simple_vit", dict(values=False), 8_404_480, "07f9929686d8"),
+    ],
+)
 def test_names_and_sizes_are_those_of_checkpoints(name, options, parameters, digest):
     """The number of parameters, as published, and all names and shapes of the state dict in order.
     The names and shapes were found equal to timm's, where timm has the model. Of the other ViTs the
     cards of DeiT's recipes state the numbers of parameters."""
     size = 32 if MODELS[name][1]["patch_size"] == 2 else 224
-    with torch.device("meta"):                       # shapes and no values
+    with torch.device("meta"):  # shapes and no values
         model = vitinit.build_model(name, num_classes=1000, image_size=size, **options)
         assert model(torch.empty(2, 3, size, size)).shape == (2, 1000)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
@@ -221,7 +251,7 @@ EXTREMES = (0, -1, 2**62, 10**30)
 FRACTIONS = (0.0, -1.0, 1e-9, math.nan, math.inf, 1e308)
 
 
-@pytest.mark.filterwarnings("error")                 # of layers without a single channel
+@pytest.mark.filterwarnings("error")  # of layers without a single channel
 @one_of_each
 def test_every_numeric_option_builds_or_is_one_line(family):
     name, own, _ = FAMILIES[family]
@@ -239,42 +269,92 @@ def test_every_numeric_option_builds_or_is_one_line(family):
                 assert message.isprintable() and len(message) <= 250, (option, value, message)
 
 
-@pytest.mark.parametrize("family, sizes, message", [
-    ("vit", dict(mlp_ratio=0.01), "mlp_ratio is 0.01, which leaves an MLP of 22 channels no hidden "
-                                  "one; expected at least 1 / 22"),
-    ("vit", dict(mlp_ratio=math.nan), "mlp_ratio is nan, expected more than 0"),
-    ("vit", dict(fc_norm=True), 'fc_norm stands after mean pooling; pool is "class", expected'),
-    ("vit", dict(distilled=True, pool="mean"), 'beside a class token; pool is "mean", expected'),
-    ("vit", dict(pool="max"), "pool is 'max', expected one of class, mean"),
-    ("vit", dict(num_heads=7), "embed_dim 22 does not divide into num_heads 7"),
-    ("vit", dict(image_size=(12, 21)), "patches of 4×5 pixels do not tile an image of 12×21; "
-                                       "image_size must be a multiple of patch_size on both sides"),
-    ("vit", dict(pos_embed="sincos"), "need an embed_dim that 4 divides, not 22"),
-    ("vit", dict(pos_embed="rope"), "rope_base 100.0, head_dim 11: expected > 1, multiple of 4"),
-    ("vit, distilled", dict(rope_base=1.0), "rope_base 1.0, head_dim 12: expected > 1, multiple"),
-    ("vit", dict(layer_scale=-0.1), "layer_scale is -0.1, expected at least 0"),
-    ("vit", dict(num_registers=-1), "num_registers is -1, expected at least 0"),
-    ("mixer", dict(drop_path=1.0), "drop_path is 1.0, expected 0 ≤ drop_path < 1"),
-    ("swin", dict(depths=(2, 0)), "depths is (2, 0), expected more than 0"),
-    ("swin", dict(depths=(2, 10**9)), "depths is (2, 1000000000), expected at most 1000 blocks"),
-    ("mixer", dict(embed_dim=10**9), "mixer_s16 cannot be built with these sizes: "),
-    ("swin", dict(depths=(2, 1, 1)), "depths has 3 stages and num_heads 2; expected as many"),
-    ("swin", dict(image_size=(12, 24)),
-     "stage 1 has a grid of 6×12 tokens, which windows of 3×5 do not tile; choose window_size or "
-     "image_size so that they do"),
-    ("swin", dict(image_size=(12, 10)),
-     "stage 1 has a grid of 6×5 tokens, which does not merge into 2×2; image_size must be a "
-     "multiple of patch_size · 2"),
-    ("conv_mixer", dict(num_filters=12), "num_filters is 12, expected 0 ≤ num_filters ≤ embed_dim"),
-    ("simple_vit", dict(reads="mixed"), 'reads = "mixed" brings the position embedding into '
-                                        "attention; expected input_pos_embed = false"),
-    ("simple_vit", dict(alpha=1.1), "alpha is 1.1, logit_scale 0.0 and head_dim 0; expected 0 ≤"),
-    ("simple_vit", dict(head_dim=7, values=False), "num_heads · head_dim = 14 must be embed_dim"),
-])
+@pytest.mark.parametrize(
+    "family, sizes, message",
+    [
+        (
+            "vit",
+            dict(mlp_ratio=0.01),
+            "mlp_ratio is 0.01, which leaves an MLP of 22 channels no hidden "
+            "one; expected at least 1 / 22",
+        ),
+        ("vit", dict(mlp_ratio=math.nan), "mlp_ratio is nan, expected more than 0"),
+        ("vit", dict(fc_norm=True), 'fc_norm stands after mean pooling; pool is "class", expected'),
+        (
+            "vit",
+            dict(distilled=True, pool="mean"),
+            'beside a class token; pool is "mean", expected',
+        ),
+        ("vit", dict(pool="max"), "pool is 'max', expected one of class, mean"),
+        ("vit", dict(num_heads=7), "embed_dim 22 does not divide into num_heads 7"),
+        (
+            "vit",
+            dict(image_size=(12, 21)),
+            "patches of 4×5 pixels do not tile an image of 12×21; "
+            "image_size must be a multiple of patch_size on both sides",
+        ),
+        ("vit", dict(pos_embed="sincos"), "need an embed_dim that 4 divides, not 22"),
+        (
+            "vit",
+            dict(pos_embed="rope"),
+            "rope_base 100.0, head_dim 11: expected > 1, multiple of 4",
+        ),
+        (
+            "vit, distilled",
+            dict(rope_base=1.0),
+            "rope_base 1.0, head_dim 12: expected > 1, multiple",
+        ),
+        ("vit", dict(layer_scale=-0.1), "layer_scale is -0.1, expected at least 0"),
+        ("vit", dict(num_registers=-1), "num_registers is -1, expected at least 0"),
+        ("mixer", dict(drop_path=1.0), "drop_path is 1.0, expected 0 ≤ drop_path < 1"),
+        ("swin", dict(depths=(2, 0)), "depths is (2, 0), expected more than 0"),
+        (
+            "swin",
+            dict(depths=(2, 10**9)),
+            "depths is (2, 1000000000), expected at most 1000 blocks",
+        ),
+        ("mixer", dict(embed_dim=10**9), "mixer_s16 cannot be built with these sizes: "),
+        ("swin", dict(depths=(2, 1, 1)), "depths has 3 stages and num_heads 2; expected as many"),
+        (
+            "swin",
+            dict(image_size=(12, 24)),
+            "stage 1 has a grid of 6×12 tokens, which windows of 3×5 do not tile; choose window_size or "
+            "image_size so that they do",
+        ),
+        (
+            "swin",
+            dict(image_size=(12, 10)),
+            "stage 1 has a grid of 6×5 tokens, which does not merge into 2×2; image_size must be a "
+            "multiple of patch_size · 2",
+        ),
+        (
+            "conv_mixer",
+            dict(num_filters=12),
+            "num_filters is 12, expected 0 ≤ num_filters ≤ embed_dim",
+        ),
+        (
+            "simple_vit",
+            dict(reads="mixed"),
+            'reads = "mixed" brings the position embedding into '
+            "attention; expected input_pos_embed = false",
+        ),
+        (
+            "simple_vit",
+            dict(alpha=1.1),
+            "alpha is 1.1, logit_scale 0.0 and head_dim 0; expected 0 ≤",
+        ),
+        (
+            "simple_vit",
+            dict(head_dim=7, values=False),
+            "num_heads · head_dim = 14 must be embed_dim",
+        ),
+    ],
+)
 def test_the_line_names_the_option_and_what_would_do(family, sizes, message):
     assert message in refused(ValueError, built, family, **sizes)
 
 
 def test_an_unknown_name_lists_the_near_ones():
     assert "no model 'vit_tinny'; near: vit_tiny" in refused(
-        ValueError, vitinit.build_model, "vit_tinny", num_classes=10, image_size=32)
+        ValueError, vitinit.build_model, "vit_tinny", num_classes=10, image_size=32
+    )

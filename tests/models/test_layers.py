@@ -16,14 +16,27 @@ DIM = HEADS * HEAD_DIM
 
 
 @pytest.mark.parametrize("dtype, apart", [(torch.float64, 1e-12), (torch.bfloat16, 0.06)])
-@pytest.mark.parametrize("bias_shape, scale", [(None, 0.83), ((HEADS, N, N), 0.3),
-    *((shape, None) for shape in (None, (N, N), (1, HEADS, N, N), (B, 1, N, N)))])
+@pytest.mark.parametrize(
+    "bias_shape, scale",
+    [
+        (None, 0.83),
+        ((HEADS, N, N), 0.3),
+        *((shape, None) for shape in (None, (N, N), (1, HEADS, N, N), (B, 1, N, N))),
+    ],
+)
 def test_attend_is_weights_times_values_forward_and_backward(bias_shape, scale, dtype, apart):
     results = []
-    for kind, way in ((dtype, attend), (torch.float64, lambda query, key, values, *more:
-                                        attention_weights(query, key, *more) @ values)):
-        given = [drawn(*shape, seed=seed).to(kind).requires_grad_() for seed, shape in enumerate(
-            [(B, HEADS, N, HEAD_DIM)] * 3 + [bias_shape or (N, N)])]
+    for kind, way in (
+        (dtype, attend),
+        (
+            torch.float64,
+            lambda query, key, values, *more: attention_weights(query, key, *more) @ values,
+        ),
+    ):
+        given = [
+            drawn(*shape, seed=seed).to(kind).requires_grad_()
+            for seed, shape in enumerate([(B, HEADS, N, HEAD_DIM)] * 3 + [bias_shape or (N, N)])
+        ]
         output = way(*given[:3], given[3] if bias_shape else None, scale)
         (output * drawn(*output.shape, seed=4)).sum().backward()
         results.append([output, *(part.grad for part in given if part.grad is not None)])
@@ -46,11 +59,14 @@ def test_cudnns_attention_is_off_where_there_is_a_bias_and_nowhere_else(compiled
         def forward(*given):
             with Seen():
                 return graph(*given)
+
         return forward
+
     for given, expected in ((None, True), (bias, False), (None, True)):
         torch._dynamo.reset()
-        found = (torch.compile(attend, fullgraph=True, backend=run) if compiled else
-                 run(attend, None))(q, q, q, given)
+        found = (
+            torch.compile(attend, fullgraph=True, backend=run) if compiled else run(attend, None)
+        )(q, q, q, given)
         torch.testing.assert_close(found, attention_weights(q, q, given) @ q)
         assert seen.pop() is expected and not seen
 
@@ -58,18 +74,25 @@ def test_cudnns_attention_is_off_where_there_is_a_bias_and_nowhere_else(compiled
 def test_the_named_views_are_the_layout_that_forward_uses():
     attention = redraw(Attention(DIM, num_heads=HEADS, qkv_bias=False))
     x = drawn(B, N, DIM, seed=1)
-    for weight, part in zip((attention.q_weight, attention.k_weight, attention.v_weight),
-                            attention.queries_keys_values(x)):
+    for weight, part in zip(
+        (attention.q_weight, attention.k_weight, attention.v_weight),
+        attention.queries_keys_values(x),
+    ):
         assert weight._base is attention.qkv.weight  # so that writing to it writes the parameter
         for head in range(HEADS):
             torch.testing.assert_close(x @ weight[head].T, part[:, head])
     biased = redraw(Attention(DIM, num_heads=HEADS))
-    query, _, _ = biased.queries_keys_values(torch.zeros_like(x))        # nothing else is left
+    query, _, _ = biased.queries_keys_values(torch.zeros_like(x))  # nothing else is left
     assert torch.equal(biased.q_bias[:, None].expand(B, -1, N, -1), query)
     # Head by head through proj_weight equals the projection of all heads together.
     weights, values = attention.mixing_weights(x), attention.queries_keys_values(x)[2]
-    output = sum(weights[:, head] @ values[:, head] @ attention.proj_weight[:, head].T
-                 for head in range(HEADS)) + attention.proj.bias
+    output = (
+        sum(
+            weights[:, head] @ values[:, head] @ attention.proj_weight[:, head].T
+            for head in range(HEADS)
+        )
+        + attention.proj.bias
+    )
     torch.testing.assert_close(attention(x), output)
 
 
@@ -78,8 +101,8 @@ def test_drop_path_scales_are_zero_or_the_inverse_survival_rate_and_keep_the_pre
     assert drop_path.shape == (3, 20_011) and drop_path.dtype == torch.float32
     assert (drop_path[0] == 1).all()
     assert set(drop_path[1].unique().tolist()) == {0.0, 1.25}
-    assert (drop_path == 0).double().mean(1).tolist() == pytest.approx([0, .2, .5], abs=.01)
-    assert drop_path.mean(1).tolist() == pytest.approx([1, 1, 1], abs=.02)
+    assert (drop_path == 0).double().mean(1).tolist() == pytest.approx([0, 0.2, 0.5], abs=0.01)
+    assert drop_path.mean(1).tolist() == pytest.approx([1, 1, 1], abs=0.02)
     x = torch.ones(3, 2, 5, dtype=torch.bfloat16)
     assert add_branch(x, x, torch.tensor([0.0, 1.0, 1.25])).dtype == torch.bfloat16
 
@@ -90,6 +113,12 @@ def test_sincos_position_embeddings_are_the_formula():
     row, column, channel = 2, 4, 3
     frequency = 10_000 ** (-channel / 7)
     token = positions[row * 5 + column]
-    for quarter, value in enumerate((math.sin(column * frequency), math.cos(column * frequency),
-                                     math.sin(row * frequency), math.cos(row * frequency))):
+    for quarter, value in enumerate(
+        (
+            math.sin(column * frequency),
+            math.cos(column * frequency),
+            math.sin(row * frequency),
+            math.cos(row * frequency),
+        )
+    ):
         assert token[7 * quarter + channel].item() == pytest.approx(value, abs=1e-6)

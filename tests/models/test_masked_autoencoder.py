@@ -8,17 +8,25 @@ import vitinit
 from vitinit.models.masked_autoencoder import MaskedAutoencoder
 from vitinit.tasks.reconstruction import reconstruction
 
-GRID, PATCH, SIZE = (3, 5), (2, 3), (6, 15)              # 15 patches of 6 pixels, 11 of them hidden
+GRID, PATCH, SIZE = (3, 5), (2, 3), (6, 15)  # 15 patches of 6 pixels, 11 of them hidden
 
 
 def autoencoder(**options: object) -> MaskedAutoencoder:
     """In float64, with random weights, a class token and a register."""
     torch.manual_seed(7)
     encoder = vitinit.build_model(
-        "vit_tiny", num_classes=0, image_size=SIZE, patch_size=PATCH, embed_dim=24, depth=2,
-        num_heads=3, **{"pool": "class", "num_registers": 1} | options)
-    model = MaskedAutoencoder(encoder, decoder_dim=20, decoder_depth=2, decoder_heads=5,
-                              mask_ratio=0.72)
+        "vit_tiny",
+        num_classes=0,
+        image_size=SIZE,
+        patch_size=PATCH,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        **{"pool": "class", "num_registers": 1} | options,
+    )
+    model = MaskedAutoencoder(
+        encoder, decoder_dim=20, decoder_depth=2, decoder_heads=5, mask_ratio=0.72
+    )
     assert model.visible == 4
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -40,8 +48,9 @@ def test_the_loss_is_that_of_the_papers_code():
 
     def rows(x: Tensor, indices: Tensor) -> Tensor:
         return torch.stack([row[index] for row, index in zip(x, indices)])
+
     x = encoder.patch_embed(images) + encoder.pos_embed[:, 2:]
-    prefix = (torch.cat([encoder.cls_token, encoder.reg_token], 1) + encoder.pos_embed[:, :2])
+    prefix = torch.cat([encoder.cls_token, encoder.reg_token], 1) + encoder.pos_embed[:, :2]
     x = torch.cat([prefix.expand(7, -1, -1), rows(x, keep)], 1)
     for block in encoder.blocks:
         x = block(x)
@@ -51,20 +60,23 @@ def test_the_loss_is_that_of_the_papers_code():
     for block in decoder.blocks:
         x = block(x)
     predicted = decoder.pixels(decoder.norm(x))[:, 2:]
-    target = torch.einsum("nchpwq->nhwpqc", images.reshape(7, 3, GRID[0], PATCH[0], GRID[1],
-                                                          PATCH[1])).reshape(7, 15, -1)
+    target = torch.einsum(
+        "nchpwq->nhwpqc", images.reshape(7, 3, GRID[0], PATCH[0], GRID[1], PATCH[1])
+    ).reshape(7, 15, -1)
     mean, var = target.mean(-1, keepdim=True), target.var(-1, keepdim=True)
     plain, target = target, (target - mean) / (var + 1e-6) ** 0.5
     mask = rows(torch.cat([torch.zeros(7, 4), torch.ones(7, 11)], 1), restore)
-    expected, of_pixels = (((predicted - what) ** 2 * mask[..., None]).mean(-1).sum() / mask.sum()
-                           for what in (target, plain))
+    expected, of_pixels = (
+        ((predicted - what) ** 2 * mask[..., None]).mean(-1).sum() / mask.sum()
+        for what in (target, plain)
+    )
     loss = reconstruction(model, images, (), keep.sort(1).values)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
     theirs = torch.autograd.grad(expected, [*model.parameters()])
     ours = torch.autograd.grad(loss, [*model.parameters()])
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     dropped = reconstruction(model, images, (torch.zeros(4, 7),), keep.sort(1).values)
-    assert abs(dropped / loss - 1) > 1e-3            # no block of the encoder adds anything
+    assert abs(dropped / loss - 1) > 1e-3  # no block of the encoder adds anything
     model.normalise_targets = False
     torch.testing.assert_close(reconstruction(model, images, (), keep.sort(1).values), of_pixels)
 
@@ -85,7 +97,7 @@ def test_tokens_keep_their_places_and_what_is_hidden_is_not_seen(positions):
     for image, places in zip(other, hidden):
         for place in places.tolist():
             top, left = place // 5 * 2, place % 5 * 3
-            image[:, top:top + 2, left:left + 3] += 1.0
+            image[:, top : top + 2, left : left + 3] += 1.0
     assert torch.equal(model.reconstruct(other, visible)[1], predicted)
 
 
@@ -103,4 +115,4 @@ def test_a_share_that_hides_all_or_nothing_is_refused():
         with pytest.raises(ValueError, match="leaves none of 15 patches visible, or none hidden"):
             MaskedAutoencoder(encoder, mask_ratio=ratio)
     most = MaskedAutoencoder(encoder, mask_ratio=0.04, decoder_dim=20, decoder_heads=5)
-    assert most.visible == 14                        # int(15 · .96): one is hidden
+    assert most.visible == 14  # int(15 · .96): one is hidden

@@ -16,6 +16,7 @@ def written_out(state: dict[str, Tensor], images: Tensor, depth: int) -> Tensor:
 
     def mlp(x, name):
         return linear(state, F.gelu(linear(state, x, f"{name}.fc1")), f"{name}.fc2")
+
     kernel = state["stem.proj.weight"]
     x = F.conv2d(images, kernel, state["stem.proj.bias"], stride=kernel.shape[2:])
     x = torch.einsum("bchw->bhwc", x).flatten(1, 2)
@@ -28,9 +29,17 @@ def written_out(state: dict[str, Tensor], images: Tensor, depth: int) -> Tensor:
 
 def test_outputs_and_gradients_equal_the_equations_written_out():
     """A grid of 3×5 = 15 tokens; hidden widths 7 · .5 → 3 and 7 · 3 = 21."""
-    model = redraw(vitinit.build_model(
-        "mixer_s16", num_classes=11, image_size=(6, 20), patch_size=(2, 4), embed_dim=7, depth=2,
-        channels_ratio=3.0))
+    model = redraw(
+        vitinit.build_model(
+            "mixer_s16",
+            num_classes=11,
+            image_size=(6, 20),
+            patch_size=(2, 4),
+            embed_dim=7,
+            depth=2,
+            channels_ratio=3.0,
+        )
+    )
     assert model.grid == (3, 5)
     images = drawn(3, 3, 6, 20)
     state = {name: value.clone().requires_grad_() for name, value in model.state_dict().items()}

@@ -12,14 +12,30 @@ SMALL = dict(num_classes=13, image_size=(12, 20), patch_size=4, embed_dim=12, de
 
 
 def test_outputs_and_gradients_equal_torchvisions():
-    theirs = redraw(TorchvisionViT(image_size=20, patch_size=4, num_layers=3, num_heads=3,
-                                   hidden_dim=21, mlp_dim=84, num_classes=11), 0.2).eval()
-    ours = vitinit.build_model("vit_tiny", num_classes=11, image_size=20, patch_size=4,
-                               embed_dim=21, depth=3, num_heads=3).double()
+    theirs = redraw(
+        TorchvisionViT(
+            image_size=20,
+            patch_size=4,
+            num_layers=3,
+            num_heads=3,
+            hidden_dim=21,
+            mlp_dim=84,
+            num_classes=11,
+        ),
+        0.2,
+    ).eval()
+    ours = vitinit.build_model(
+        "vit_tiny", num_classes=11, image_size=20, patch_size=4, embed_dim=21, depth=3, num_heads=3
+    ).double()
     ours.load_state_dict(native_tensors(theirs.state_dict()))
     images = drawn(2, 3, 20, 20)
-    assert_same_function(ours, ours(images), theirs(images),
-                         native_tensors(dict(theirs.named_parameters())), atol=1e-9)
+    assert_same_function(
+        ours,
+        ours(images),
+        theirs(images),
+        native_tensors(dict(theirs.named_parameters())),
+        atol=1e-9,
+    )
 
 
 def test_a_gated_mlp_and_layer_scale_are_those_of_their_papers():
@@ -32,14 +48,20 @@ def test_a_gated_mlp_and_layer_scale_are_those_of_their_papers():
     both = block.norm2(middle) @ mlp.fc1.weight.T + mlp.fc1.bias
     gate, value = both[..., :18], both[..., 18:36]
     hidden = gate / (1 + (-gate).exp()) * value @ mlp.fc2.weight.T + mlp.fc2.bias
-    for pair in zip(*([y, *torch.autograd.grad(y.square().sum(), [*block.parameters()])]
-                      for y in (block(x), middle + block.ls2.gamma * hidden))):
+    for pair in zip(
+        *(
+            [y, *torch.autograd.grad(y.square().sum(), [*block.parameters()])]
+            for y in (block(x), middle + block.ls2.gamma * hidden)
+        )
+    ):
         torch.testing.assert_close(*pair, rtol=0, atol=1e-9)
 
 
 def test_without_positions_patches_could_be_shuffled():
-    model, without = (vitinit.build_model("vit_tiny", pool="mean", pos_embed=kind, **SMALL).double()
-                      for kind in ("learned", "none"))
+    model, without = (
+        vitinit.build_model("vit_tiny", pool="mean", pos_embed=kind, **SMALL).double()
+        for kind in ("learned", "none")
+    )
     without.load_state_dict(redraw(model).state_dict() | {"pos_embed": without.pos_embed})
     assert model.learns_positions and not without.learns_positions
     images = drawn(2, 3, 12, 20)
@@ -48,29 +70,47 @@ def test_without_positions_patches_could_be_shuffled():
     torch.testing.assert_close(without(images), without(swapped))
 
 
-@pytest.mark.parametrize("pool, distilled, fc_norm, pos_embed", [
-    ("class", False, False, "learned"), ("class", True, False, "sincos"),
-    ("mean", False, False, "sincos"), ("mean", False, True, "learned")])
+@pytest.mark.parametrize(
+    "pool, distilled, fc_norm, pos_embed",
+    [
+        ("class", False, False, "learned"),
+        ("class", True, False, "sincos"),
+        ("mean", False, False, "sincos"),
+        ("mean", False, True, "learned"),
+    ],
+)
 def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_norm, pos_embed):
     """arXiv 2309.16588, §2.2: they come after the other prefix tokens and before the patches."""
-    model = redraw(vitinit.build_model("vit_tiny", pool=pool, distilled=distilled, num_registers=5,
-                                       fc_norm=fc_norm, pos_embed=pos_embed, **SMALL))
+    model = redraw(
+        vitinit.build_model(
+            "vit_tiny",
+            pool=pool,
+            distilled=distilled,
+            num_registers=5,
+            fc_norm=fc_norm,
+            pos_embed=pos_embed,
+            **SMALL,
+        )
+    )
     before = (pool == "class") + distilled + 5
     assert model.num_prefix_tokens == before and model.pos_embed.shape == (1, before + 15, 12)
     assert model.learns_positions == (pos_embed == "learned")
     if pos_embed == "sincos":
         assert (model.pos_embed[:, :before] == 0).all() and (model.pos_embed[:, before:] != 0).any()
     images = drawn(7, 3, 12, 20)
-    tokens = [getattr(model, name) for name in ("cls_token", "dist_token", "reg_token")
-              if hasattr(model, name)]
+    tokens = [
+        getattr(model, name)
+        for name in ("cls_token", "dist_token", "reg_token")
+        if hasattr(model, name)
+    ]
     x = torch.cat([*(token.repeat(7, 1, 1) for token in tokens), model.patch_embed(images)], dim=1)
     x = x + model.pos_embed
     for block in model.blocks:
         x = block(x)
-    x = model.norm(x)                                # with fc_norm the identity
+    x = model.norm(x)  # with fc_norm the identity
     if distilled:
         apart = torch.stack([model.head(x[:, 0]), model.head_dist(x[:, 1])], 1)
-        assert (apart[:, 0] - apart[:, 1]).std() > 0.1       # else either head would do
+        assert (apart[:, 0] - apart[:, 1]).std() > 0.1  # else either head would do
         torch.testing.assert_close(model(images, apart=True), apart, rtol=0, atol=1e-12)
         expected = apart.mean(1)
     else:
@@ -79,5 +119,5 @@ def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_n
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
     logits.square().sum().backward()
     assert all(p.grad.abs().max() > 1e-6 for p in model.parameters())
-    model.reg_token.data.neg_()                      # they are attended to
+    model.reg_token.data.neg_()  # they are attended to
     assert not torch.allclose(model(images), logits, atol=1e-3)

@@ -21,23 +21,36 @@ def chosen(*paths: Path) -> list[str]:
 @pytest.fixture
 def packed(written_run, tmp_path) -> Path:
     """An archive of the runs `b-s10`, `a-s2` and `a-s1`, written in this order."""
-    write_archive(read_runs([written_run("b-s10", [3.0], seed=10, init="impulse"),
-                             written_run("a-s2", [2.0], seed=2),
-                             written_run("a-s1", [1.0], seed=1)]),
-                  tmp_path / "runs.tar.xz")
+    write_archive(
+        read_runs(
+            [
+                written_run("b-s10", [3.0], seed=10, init="impulse"),
+                written_run("a-s2", [2.0], seed=2),
+                written_run("a-s1", [1.0], seed=1),
+            ]
+        ),
+        tmp_path / "runs.tar.xz",
+    )
     return tmp_path / "runs.tar.xz"
 
 
 def test_paths_of_the_machine_stay_out(written_run, tmp_path):
-    start = {"command": ["/home/somebody/train.py", "--set", 'data.root="/home/data"'],
-             "arguments": {"recipe": "/home/mine.toml", "changes": {"data.root": r"C:\my\data"}},
-             "data": {"training images": 3, "root": r'/home/somebody/"my" images'}}
+    start = {
+        "command": ["/home/somebody/train.py", "--set", 'data.root="/home/data"'],
+        "arguments": {"recipe": "/home/mine.toml", "changes": {"data.root": r"C:\my\data"}},
+        "data": {"training images": 3, "root": r'/home/somebody/"my" images'},
+    }
     run = written_run("a-s1", [1.0], start=start)
     write_archive(read_runs([run]), tmp_path / "runs.tar.xz")
-    packed, = read_runs([tmp_path / "runs.tar.xz"])
-    assert packed.starts == [RunFolder(run).starts()[0] | {
-        "command": ["train.py", "--set", "data.root=data"], "data": {"training images": 3},
-        "arguments": {"recipe": "mine.toml", "changes": {"data.root": "data"}}}]
+    (packed,) = read_runs([tmp_path / "runs.tar.xz"])
+    assert packed.starts == [
+        RunFolder(run).starts()[0]
+        | {
+            "command": ["train.py", "--set", "data.root=data"],
+            "data": {"training images": 3},
+            "arguments": {"recipe": "mine.toml", "changes": {"data.root": "data"}},
+        }
+    ]
 
 
 def test_the_same_runs_give_the_same_bytes_and_what_is_in_their_folders(packed, tmp_path):
@@ -55,8 +68,9 @@ def test_the_same_runs_give_the_same_bytes_and_what_is_in_their_folders(packed, 
         assert (found.keys, found.rows, found.starts) == (run.keys, run.rows, run.starts)
         assert found.path == packed / run.path.name
     with tarfile.open(packed) as tar:
-        assert tar.getnames() == [f"{run}/{file}" for run in ("a-s1", "a-s2", "b-s10")
-                                  for file in FILES]
+        assert tar.getnames() == [
+            f"{run}/{file}" for run in ("a-s1", "a-s2", "b-s10") for file in FILES
+        ]
 
 
 def test_a_path_is_a_folder_or_an_archive_with_a_pattern(packed, tmp_path, monkeypatch, capsys):
@@ -85,22 +99,31 @@ def archive_of_holes() -> bytes:
 def test_what_cannot_be_read_or_packed_is_one_line(tmp_path, packed, written_run):
     """Nor what is packed twice, of which each layer may hold a thousand times as much."""
     path, content = tmp_path / "x.tar.xz", packed.read_bytes()
-    for wrong in (b"seed = 1\n", b"", content[:-50], lzma.compress(b"x" * 2000),
-                  lzma.compress(content), archive_of_holes(), lzma.compress(bytes(2**26 + 1)),
-                  content[:300] + bytes([content[300] ^ 1]) + content[301:]):
+    for wrong in (
+        b"seed = 1\n",
+        b"",
+        content[:-50],
+        lzma.compress(b"x" * 2000),
+        lzma.compress(content),
+        archive_of_holes(),
+        lzma.compress(bytes(2**26 + 1)),
+        content[:300] + bytes([content[300] ^ 1]) + content[301:],
+    ):
         path.write_bytes(wrong)
         with pytest.raises(CheckpointError, match=r"x\.tar\.xz: not an archive of runs \("):
             read_runs([path])
-    with pytest.raises(CheckpointError, match=r"none of the 3 runs in the archive has such a na"
-                       "me; it holds a-s1, a-s2, b-s10"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"none of the 3 runs in the archive has such a na"
+        "me; it holds a-s1, a-s2, b-s10",
+    ):
         read_runs([tmp_path / "a-s1", packed / "c-*"])
     (tmp_path / "other").mkdir()
     twin = written_run("other/a-s1", [1.0])
     for runs, out, message in (
-            (["a-s1", "other/a-s1"], packed,
-             f"{twin}: called a-s1 like {tmp_path / 'a-s1'}; in an "),
-            (["a-s1"], tmp_path / "no" / "a.tar.xz",
-             "no/a.tar.xz: cannot be written: No such file")):
+        (["a-s1", "other/a-s1"], packed, f"{twin}: called a-s1 like {tmp_path / 'a-s1'}; in an "),
+        (["a-s1"], tmp_path / "no" / "a.tar.xz", "no/a.tar.xz: cannot be written: No such file"),
+    ):
         with pytest.raises(FileError) as caught:
             write_archive(read_runs([tmp_path / name for name in runs]), out)
         assert message in str(caught.value)

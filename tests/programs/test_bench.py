@@ -16,10 +16,20 @@ from vitinit.programs.bench import all as everything, loader, program as bench, 
 from vitinit.programs.bench.step import saved_bytes
 from vitinit.programs.bench.training import interleave, recipe_of, times_as_fast
 
-TINY = [word for change in (
-    "data.image_size=32", "engine.amp=off", "engine.compile=false", "data.num_classes=3",
-    "model.options.patch_size=8", "model.options.embed_dim=24", "model.options.depth=2",
-    "model.options.num_heads=3") for word in ("--set", change)]
+TINY = [
+    word
+    for change in (
+        "data.image_size=32",
+        "engine.amp=off",
+        "engine.compile=false",
+        "data.num_classes=3",
+        "model.options.patch_size=8",
+        "model.options.embed_dim=24",
+        "model.options.depth=2",
+        "model.options.num_heads=3",
+    )
+    for word in ("--set", change)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +46,10 @@ def tables(capsys, *arguments: object) -> list[list[dict[str, str]]]:
     assert bench.main(list(map(str, arguments))) == 0
     found = []
     for text in filter(re.compile(r"\s*\|").match, capsys.readouterr().out.split("\n\n")[1:]):
-        head, _, *rows = [[part.strip() for part in line.strip("|").split(" | ")]
-                          for line in text.strip().splitlines()]
+        head, _, *rows = [
+            [part.strip() for part in line.strip("|").split(" | ")]
+            for line in text.strip().splitlines()
+        ]
         found.append([dict(zip(head, row, strict=True)) for row in rows])
     return found
 
@@ -50,52 +62,62 @@ def test_actions_are_timed_in_turn_and_the_first_round_does_not_count(monkeypatc
         def act() -> None:
             order.append(name)
             now[0] += seconds * len(order)
+
         return act
+
     found = interleave({"a": action("a", 1.0), "b": action("b", 10.0)}, lambda: now[0])
-    assert "".join(order) == "baabbaab"              # in every second round the other way round
+    assert "".join(order) == "baabbaab"  # in every second round the other way round
     assert found == {"a": [3.0, 6.0, 7.0], "b": [40.0, 50.0, 80.0]}
     assert times_as_fast(found["a"], found["b"]) == "11.4 (8.33 to 13.3)"
 
 
 @pytest.mark.parametrize("amp, wide", [("off", 4), ("bf16", 2)])
 def test_saved_bytes_are_those_that_each_layer_needs_for_the_backward_pass(amp, wide):
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 5 * 7, 11),
-                                torch.nn.GELU(), torch.nn.Linear(11, 13))
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(3 * 5 * 7, 11), torch.nn.GELU(), torch.nn.Linear(11, 13)
+    )
     model.drop_path_rates = ()
     # The inputs of both products and of GELU; log-softmax and targets, which stay in float32.
     expected = wide * (105 + 11 + 11) + 4 * (13 + 13)
-    copy = 2 * 11 * 13 if amp == "bf16" else 0       # bf16 copy of the second weight only
+    copy = 2 * 11 * 13 if amp == "bf16" else 0  # bf16 copy of the second weight only
     for count in (2, 3):
         assert saved_bytes(model, torch.zeros(count, 3, 5, 7), amp) == count * expected + copy
 
 
 def test_memory_says_how_many_images_of_a_recipe_fit(capsys, monkeypatch):
     """Of 1 GiB all 50; .16 GiB leaves 73 MiB, less than 50 images need, and 10 divides 50 next."""
-    monkeypatch.setattr(training, "fastest_amp", None)               # that of another machine
+    monkeypatch.setattr(training, "fastest_amp", None)  # that of another machine
     off = "--set", "engine.amp=off"
     for gib, fit in ((1, "50"), (0.16, "10")):
-        (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib, *off)
+        ((row,),) = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib, *off)
         assert row["MiB per image"] == "1.54" and row["global batch"] == "50"
         assert row[f"images that fit in half of {gib} GiB"] == fit
-    muon = tables(capsys, "memory", "--recipe", "quickstart", *off, "--set", "optim.name=muon"
-                  )[0][0]
-    state = "GiB of weights and optimiser"           # of a matrix Muon has one moment, AdamW two
+    muon = tables(capsys, "memory", "--recipe", "quickstart", *off, "--set", "optim.name=muon")[0][
+        0
+    ]
+    state = "GiB of weights and optimiser"  # of a matrix Muon has one moment, AdamW two
     assert 0.75 < float(muon[state]) / float(row[state]) < 1
-    for amp in ("auto", "bf16", "fp16"):             # neither saves the matrices of attention
-        (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--set", f"engine.amp={amp}")
+    for amp in ("auto", "bf16", "fp16"):  # neither saves the matrices of attention
+        ((row,),) = tables(capsys, "memory", "--recipe", "quickstart", "--set", f"engine.amp={amp}")
         assert row["MiB per image"] == "0.881"
     assert bench.main(["memory", "--recipe", "no-such-recipe"]) == 2
 
 
 def test_what_reconstructs_images_is_measured_as_that(capsys):
     """A decoder of four values saves less than half of what the encoder does with all tokens."""
-    sets = ("--set", "task.options.decoder_dim=4", "--set", "task.options.decoder_heads=1",
-            "--set", "engine.amp=off")
+    sets = (
+        "--set",
+        "task.options.decoder_dim=4",
+        "--set",
+        "task.options.decoder_heads=1",
+        "--set",
+        "engine.amp=off",
+    )
     both = tables(capsys, "memory", "--recipe", "own_images", "cifar10_10k", *sets[-2:])[0]
-    small, = tables(capsys, "memory", "--recipe", "own_images", *sets)[0]
+    (small,) = tables(capsys, "memory", "--recipe", "own_images", *sets)[0]
     masked, encoder = (float(row["MiB per image"]) for row in both)
     assert encoder / 4 < float(small["MiB per image"]) < masked < encoder / 2
-    (row,), = tables(capsys, "step", "--recipe", "own_images", "--batch", 2, *sets)
+    ((row,),) = tables(capsys, "step", "--recipe", "own_images", "--batch", 2, *sets)
     assert row["beside a bare loop over"] == "its encoder, learning classes"
 
 
@@ -104,27 +126,45 @@ def test_operations_except_views_are_counted_and_copies_by_their_direction():
         host = torch.zeros(3, 5)
 
         def action() -> None:
-            there = host.to("cuda:0").view(5, 3)[1:].t()             # one copy, three views
+            there = host.to("cuda:0").view(5, 3)[1:].t()  # one copy, three views
             there += 1
-            there.copy_(torch.ones(3, 4))                            # a constant and a copy
+            there.copy_(torch.ones(3, 4))  # a constant and a copy
             (there * 2).cpu()
+
         launches = launches_of(action)
-    assert launches.by_name == {"aten::_to_copy": 2, "aten::add_.Tensor": 1, "aten::copy_": 1,
-                                "aten::ones": 1, "aten::mul.Tensor": 1}
+    assert launches.by_name == {
+        "aten::_to_copy": 2,
+        "aten::add_.Tensor": 1,
+        "aten::copy_": 1,
+        "aten::ones": 1,
+        "aten::mul.Tensor": 1,
+    }
     assert (launches.count, launches.uploads, launches.downloads) == (6, 2, 1)
 
 
 def test_a_step_is_measured(capsys, monkeypatch):
     """Beside a bare loop over torchvision's model of the same sizes."""
     sizes, theirs = [], torchvision.models.VisionTransformer
-    monkeypatch.setattr(torchvision.models, "VisionTransformer", lambda **given: (
-        sizes.append(given), theirs(**given))[1])
-    monkeypatch.setattr(step, "interleave", lambda loops, clock: {
-        name: (loop(), [dict(engine=0.5, bare=0.75, few=0.3, product=3.0)[name]])[1]
-        for name, loop in loops.items()})
-    (row,), = tables(capsys, "step", "--recipe", "deit_tiny", "--batch", 16, *TINY)
+    monkeypatch.setattr(
+        torchvision.models,
+        "VisionTransformer",
+        lambda **given: (sizes.append(given), theirs(**given))[1],
+    )
+    monkeypatch.setattr(
+        step,
+        "interleave",
+        lambda loops, clock: {
+            name: (loop(), [dict(engine=0.5, bare=0.75, few=0.3, product=3.0)[name]])[1]
+            for name, loop in loops.items()
+        },
+    )
+    ((row,),) = tables(capsys, "step", "--recipe", "deit_tiny", "--batch", 16, *TINY)
     assert [row[key] for key in ("images/s", "ms", "× as fast", "% not for images")] == [
-        "32", "500", "1.5 (1.5 to 1.5)", "54.3"]     # .3 = a + 2 b and .5 = a + 16 b: a is .271
+        "32",
+        "500",
+        "1.5 (1.5 to 1.5)",
+        "54.3",
+    ]  # .3 = a + 2 b and .5 = a + 16 b: a is .271
     assert row["way"] == "amp off, eager"
     assert row["beside a bare loop over"] == "torchvision's VisionTransformer"
     assert sizes[0]["num_layers"] == 2
@@ -138,16 +178,36 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
         if batch > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return {"batch": batch}
+
     monkeypatch.setattr(step, "measure", measure)
     assert step.step_row(recipe, torch.device("cpu"), 13) == {"batch": 3} and tried == [13, 6, 3]
 
 
-def test_the_loader_is_measured_beside_torchvisions_pipeline_and_feeding_a_step(capsys, image_tree,
-                                                                               monkeypatch):
-    monkeypatch.setattr(loader, "interleave", lambda parts, clock: {
-        name: (part(), [seconds])[1] for seconds, (name, part) in zip((1, 2, 4, 5), parts.items())})
-    parts, fed = tables(capsys, "loader", "--recipe", "deit_tiny", "--batch", 2, "--workers", 0, 1,
-                        "--data-dir", image_tree, *TINY)
+def test_the_loader_is_measured_beside_torchvisions_pipeline_and_feeding_a_step(
+    capsys, image_tree, monkeypatch
+):
+    monkeypatch.setattr(
+        loader,
+        "interleave",
+        lambda parts, clock: {
+            name: (part(), [seconds])[1]
+            for seconds, (name, part) in zip((1, 2, 4, 5), parts.items())
+        },
+    )
+    parts, fed = tables(
+        capsys,
+        "loader",
+        "--recipe",
+        "deit_tiny",
+        "--batch",
+        2,
+        "--workers",
+        0,
+        1,
+        "--data-dir",
+        image_tree,
+        *TINY,
+    )
     assert [row["views/s"] for row in parts] == ["50", "25", "12.5", "10"]
     assert [row["% of the whole"] for row in parts] == ["25", "50", "100", "125"]
     assert parts[2]["× as fast as torchvision's"] == "1.25 (1.25 to 1.25)"
@@ -184,33 +244,53 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
     checks.mkdir()
     (checks / "test_it.py").write_text(CHECKS)
     shutil.copy(repository / "tests" / "outcomes.py", checks / "conftest.py")
-    sleeps = ("import subprocess; print('soon'); "
-              f"subprocess.run('sleep 0.7; touch {left}', shell=True)")
+    sleeps = (
+        f"import subprocess; print('soon'); subprocess.run('sleep 0.7; touch {left}', shell=True)"
+    )
     now, within, given = [0.0], everything.run_within, []
 
     def run(words: list[str], seconds: float, *more: object) -> tuple[int | None, str]:
         given.append(seconds)
         now[0] += seconds if sleeps in words else 373.0 if "1/0" in words else 1.0
         return within(words, 0.5 if sleeps in words else 60.0, *more)
+
     monkeypatch.setattr(everything, "run_within", run)
     monkeypatch.setattr(everything, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(everything, "BENCH", ["-m", "platform"])
-    monkeypatch.setattr(everything, "CHECKS", [
-        *everything.CHECKS[:-1], "-o", "faulthandler_timeout=1", str(checks)])
-    monkeypatch.setattr(everything, "speeds", lambda device, data: [
-        (["-c", "import os; os.kill(os.getpid(), 11)"], "100 %"), (["-c", sleeps], ""),
-        (["-c", "1/0"], ""), *[(["-c", sleeps], "")] * 2])
+    monkeypatch.setattr(
+        everything, "CHECKS", [*everything.CHECKS[:-1], "-o", "faulthandler_timeout=1", str(checks)]
+    )
+    monkeypatch.setattr(
+        everything,
+        "speeds",
+        lambda device, data: [
+            (["-c", "import os; os.kill(os.getpid(), 11)"], "100 %"),
+            (["-c", sleeps], ""),
+            (["-c", "1/0"], ""),
+            *[(["-c", sleeps], "")] * 2,
+        ],
+    )
     out = tmp_path / "new" / "report.md"
     assert bench.main(["all", "--minutes", "8", "--out", str(out), "--device", "cpu"]) == 1
     text = out.read_text()
     assert capsys.readouterr().out == text and not left.exists()
-    for words in (platform.platform(), "test_right", "test_it.py PASSED in 0.0 s, apart 0.5 ",
-                  "FAILED, AssertionError: three is not five assert 3 == 5 ", "SKIPPED",
-                  "FAILED, RuntimeError: CUDA error: lost ", "Timeout (0:00:01)!\nThread",
-                  "test_it.py\", line 8 in test_hangs\n", "test_after[a b]",
-                  "2 passed, 5 deselected", "exit status -11",
-                  "Looked for on an H100: 100 %", "ZeroDivisionError", "exit status 1",
-                  "soon\n```\n\n**Ended** after 96 s, all that it has."):
+    for words in (
+        platform.platform(),
+        "test_right",
+        "test_it.py PASSED in 0.0 s, apart 0.5 ",
+        "FAILED, AssertionError: three is not five assert 3 == 5 ",
+        "SKIPPED",
+        "FAILED, RuntimeError: CUDA error: lost ",
+        "Timeout (0:00:01)!\nThread",
+        'test_it.py", line 8 in test_hangs\n',
+        "test_after[a b]",
+        "2 passed, 5 deselected",
+        "exit status -11",
+        "Looked for on an H100: 100 %",
+        "ZeroDivisionError",
+        "exit status 1",
+        "soon\n```\n\n**Ended** after 96 s, all that it has.",
+    ):
         assert words in text, words
     # The machine, three times pytest, which the clock takes for a second each, and the commands.
     assert given == [96, 240, 239, 238, 96, 96, 96, 6]
@@ -234,7 +314,15 @@ def test_the_commands_of_the_report_are_commands(capsys):
 def test_rows_become_a_table():
     rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
     assert training.row_table(rows).splitlines() == [
-        "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |",
-        "| 2 | – | x\\|y |"]
+        "| a | b | c |",
+        "| --- | ---: | ---: |",
+        "| 1,234,567 | 0.00123 | – |",
+        "| 2 | – | x\\|y |",
+    ]
     assert [training.cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
-        "–", "3", "0.5", "1,234", "inf"]
+        "–",
+        "3",
+        "0.5",
+        "1,234",
+        "inf",
+    ]

@@ -16,32 +16,44 @@ from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.train.distributed import LostProcess, Processes
 
 MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
-COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
-             "did you mean 'epochs'?")
+COMPLAINT = (
+    "train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; did you mean 'epochs'?"
+)
 
 
 def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
     with pytest.raises(SystemExit, match="0"):
         train_program.main(["--help"])
     flags = re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE)
-    assert " ".join(flags) == ("--help --recipe --init --data-dir --out-dir --seed --resume "
-                               "--dry-run --read-images --set --verbose --log --trust-teacher")
+    assert " ".join(flags) == (
+        "--help --recipe --init --data-dir --out-dir --seed --resume "
+        "--dry-run --read-images --set --verbose --log --trust-teacher"
+    )
 
 
 def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     for arguments, words in (
-            (["--epochs", "5"], "--epochs"), (["quickstart"], "quickstart"),
-            (["--see", "5"], "unrecognized arguments: --see"), (["--set"], "--set"),
-            (["--seed", "1.5"], "--seed: 1.5: expected an integer ≥ 0"),
-            ([], "--recipe is missing; for example --recipe quickstart"),
-            (["--recipe", "quikstart"], "did you mean 'quickstart'?"),
-            (["--recipe", "quickstart", "--init", "mimetc"],
-             "--init mimetc: there is no init 'mimetc'; did you mean 'mimetic'?"),
-            (["--recipe", "cifar10_mixer", "--init", "mimetic", "--data-dir", "a"],
-             "--init mimetic: init 'mimetic' is not defined for a MlpMixer; it has: default, "),
-            (["--recipe", "quickstart", "--set", "run.seed=x", "--set", "run.seed=-1"],
-             "--set run.seed=-1: run.seed is -1, expected an integer ≥ 0")):
+        (["--epochs", "5"], "--epochs"),
+        (["quickstart"], "quickstart"),
+        (["--see", "5"], "unrecognized arguments: --see"),
+        (["--set"], "--set"),
+        (["--seed", "1.5"], "--seed: 1.5: expected an integer ≥ 0"),
+        ([], "--recipe is missing; for example --recipe quickstart"),
+        (["--recipe", "quikstart"], "did you mean 'quickstart'?"),
+        (
+            ["--recipe", "quickstart", "--init", "mimetc"],
+            "--init mimetc: there is no init 'mimetc'; did you mean 'mimetic'?",
+        ),
+        (
+            ["--recipe", "cifar10_mixer", "--init", "mimetic", "--data-dir", "a"],
+            "--init mimetic: init 'mimetic' is not defined for a MlpMixer; it has: default, ",
+        ),
+        (
+            ["--recipe", "quickstart", "--set", "run.seed=x", "--set", "run.seed=-1"],
+            "--set run.seed=-1: run.seed is -1, expected an integer ≥ 0",
+        ),
+    ):
         assert train_program.main(arguments) == 2
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1
@@ -50,10 +62,15 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, m
 
 def test_flags_apply_before_set_and_an_empty_one_is_given():
     assert overrides(init="impulse", seed=0, data_dir="", sets=["run.seed=7"]) == [
-        ("data.root", "", "--data-dir "), ("init.name", "impulse", "--init impulse"),
-        ("run.seed", 0, "--seed 0"), ("run.seed", 7, "--set run.seed=7")]
-    recipe = load_recipe("quickstart", overrides(seed=5, data_dir="a", init="mimetic",
-                                                 sets=["run.seed=7", "data.name=cifar10"]))
+        ("data.root", "", "--data-dir "),
+        ("init.name", "impulse", "--init impulse"),
+        ("run.seed", 0, "--seed 0"),
+        ("run.seed", 7, "--set run.seed=7"),
+    ]
+    recipe = load_recipe(
+        "quickstart",
+        overrides(seed=5, data_dir="a", init="mimetic", sets=["run.seed=7", "data.name=cifar10"]),
+    )
     assert (recipe.name, recipe.run.seed, recipe.init.name) == ("quickstart", 7, "mimetic")
     assert (recipe.data.root, recipe.data.name) == ("a", "cifar10")
 
@@ -66,7 +83,9 @@ def test_the_main_process_complains_in_one_line_and_the_others_keep_silent(monke
         complain("eval.py", RecipeError("x.toml: run.seed is 'a'"))
         warn("of it")
         assert capsys.readouterr() == (
-            "", "eval.py: x.toml: run.seed is 'a'\nwarning of it\n" * speaks)
+            "",
+            "eval.py: x.toml: run.seed is 'a'\nwarning of it\n" * speaks,
+        )
 
 
 def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_path):
@@ -78,10 +97,10 @@ def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_pat
     assert not report.exists()
     handler = signal.getsignal(signal.SIGTERM)
     complain("train.py", RecipeError("no such recipe"))
-    assert signal.signal(signal.SIGTERM, handler) is signal.SIG_IGN    # to end with its own status
+    assert signal.signal(signal.SIGTERM, handler) is signal.SIG_IGN  # to end with its own status
     failure = ProcessFailure(local_rank=1, pid=3, exitcode=2, error_file=str(report))
     assert failure.message["message"] == "train.py: no such recipe"
-    assert failure.timestamp <= time.time() - 1          # before those that it ends
+    assert failure.timestamp <= time.time() - 1  # before those that it ends
 
 
 def test_under_torchrun_the_line_is_the_last_that_is_said_and_the_status_is_2(repository, tmp_path):
@@ -93,20 +112,23 @@ def test_under_torchrun_the_line_is_the_last_that_is_said_and_the_status_is_2(re
         with open("../said", "w") as said:
             os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
         with pytest.raises(ChildFailedError) as failed:
-            distributed_run.main(["--standalone", "--nproc_per_node=2",
-                                  str(repository / "train.py"), *MISSPELT])
+            distributed_run.main(
+                ["--standalone", "--nproc_per_node=2", str(repository / "train.py"), *MISSPELT]
+            )
         return str(failed.value)
+
     report, *_ = Fork(torchrun, tmp_path / "fork").ended()
     *_, last = [line for line in report.splitlines() if line.strip("=")]
     assert last.strip() == f"traceback : {COMPLAINT}"
     assert re.search(r"Root Cause.*exitcode\s*: 2 \(pid", report, re.DOTALL)
     printed = (tmp_path / "said").read_text()
-    assert printed.splitlines().count(COMPLAINT) <= 1    # none if the main one was ended before
+    assert printed.splitlines().count(COMPLAINT) <= 1  # none if the main one was ended before
     assert "Traceback" not in printed and list(empty.iterdir()) == []
 
 
-def test_each_process_tells_the_others_its_recipe_and_its_images(train_program, small_run, tmp_path,
-                                                                 monkeypatch):
+def test_each_process_tells_the_others_its_recipe_and_its_images(
+    train_program, small_run, tmp_path, monkeypatch
+):
     """On two machines, say, one of which has another copy of the data."""
     told = []
     monkeypatch.setattr(Processes, "require_equal", lambda self, facts: told.append(dict(facts)))

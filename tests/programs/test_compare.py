@@ -18,9 +18,11 @@ from vitinit.programs.shared.results import mean_and_std, t_quantile
 @pytest.fixture
 def printed(capsys) -> Callable[..., str]:
     """What the program prints when it is given these arguments."""
+
     def run(*arguments: object) -> str:
         assert compare.main(list(map(str, arguments))) == 0
         return capsys.readouterr().out
+
     return run
 
 
@@ -31,14 +33,24 @@ def six_runs(written_run):
     for init, lasts in (("default", (50.0, 54.0, 58.0)), ("impulse", (61.0, 63.0, 71.0))):
         for seed, last in zip((1, 2, 5), lasts):
             best = 62.0 if last == 58.0 else 5.0
-            runs.append(written_run(f"{init}-{seed}", [best, last], seed=seed, init=init,
-                                    emas=[1.0, last - seed], seconds=10.0 + seed))
+            runs.append(
+                written_run(
+                    f"{init}-{seed}",
+                    [best, last],
+                    seed=seed,
+                    init=init,
+                    emas=[1.0, last - seed],
+                    seconds=10.0 + seed,
+                )
+            )
     return runs
 
 
 def test_a_comparison_as_a_whole(printed, six_runs):
     """Last: 54 ± 4 and 65 ± √28; best: 50, 54, 62 and 61, 63, 71; EMA: lower by the seed."""
-    assert printed(*six_runs) == """\
+    assert (
+        printed(*six_runs)
+        == """\
 # quickstart
 
 Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch is chosen \
@@ -63,53 +75,71 @@ on the images it is reported on. Seconds are those of training, without evaluati
 
 All runs: commit c0ffee; torch 2.7; Python 3.11; device CPU; processes 1.
 """
+    )
 
 
 def test_only_seeds_that_both_have_are_paired_and_fewer_than_two_have_no_interval(
-        printed, six_runs, written_run):
+    printed, six_runs, written_run
+):
     """−6 and 0 on seeds 2 and 5: mean −3, standard deviation √18, 12.706 · √18 / √2 = 38.12."""
-    runs = [written_run("m-2", [48.0], seed=2, init="mimetic", epochs=1),
-            written_run("m-5", [58.0], seed=5, init="mimetic", epochs=1),
-            written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1)]
+    runs = [
+        written_run("m-2", [48.0], seed=2, init="mimetic", epochs=1),
+        written_run("m-5", [58.0], seed=5, init="mimetic", epochs=1),
+        written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1),
+    ]
     text, label = printed(*six_runs[:3], *runs), "mimetic, schedule.epochs = 1"
     assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 2: -6.00, 5: +0.00 |") in text
     assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in text
-    assert f"| {label} | EMA" not in text                                 # this run has no EMA
+    assert f"| {label} | EMA" not in text  # this run has no EMA
     assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in text
     untimed = written_run("m-9", [9.0], seed=9, init="mimetic", epochs=1, seconds=None)
     assert "| mimetic | 4 | 53.50 ± 36.97 | 53.50 ± 36.97 | – | – | – |" in printed(*runs, untimed)
-    text = printed(*six_runs[:2], *six_runs[4:])                         # 1, 2 and 2, 5
+    text = printed(*six_runs[:2], *six_runs[4:])  # 1, 2 and 2, 5
     assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in text
     assert "t interval" not in text and "minus" not in printed(*six_runs[:3])
 
 
 def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
-    runs = [written_run(f"run-{seed}", [1.0], seed=seed, start=start) for seed, start in enumerate(
-        [{}, {"git_commit": "beef", "device": "NVIDIA H100"}, {"device": "NVIDIA H100"}])]
-    start, = json.loads((runs[0] / "run.json").read_text())
+    runs = [
+        written_run(f"run-{seed}", [1.0], seed=seed, start=start)
+        for seed, start in enumerate(
+            [{}, {"git_commit": "beef", "device": "NVIDIA H100"}, {"device": "NVIDIA H100"}]
+        )
+    ]
+    (start,) = json.loads((runs[0] / "run.json").read_text())
     (runs[0] / "run.json").write_text(json.dumps([start, start | {"git_commit": "f00d"}, start]))
     text = printed(*runs)
     assert "All runs: torch 2.7; Python 3.11; processes 1.\n" in text
-    assert ("Runs differ (number of runs): commit c0ffee (2), f00d (1), beef (1); "
-            "device CPU (1), NVIDIA H100 (2).\n") in text
-    on = [written_run(f"on-{seed}", [1.0], seed=seed, start={"data": {
-        "files and labels": f"{seed}" * 16 + validation}}) for seed, validation in
-        enumerate(("beef", "beef", "cafe"))]
+    assert (
+        "Runs differ (number of runs): commit c0ffee (2), f00d (1), beef (1); "
+        "device CPU (1), NVIDIA H100 (2).\n"
+    ) in text
+    on = [
+        written_run(
+            f"on-{seed}",
+            [1.0],
+            seed=seed,
+            start={"data": {"files and labels": f"{seed}" * 16 + validation}},
+        )
+        for seed, validation in enumerate(("beef", "beef", "cafe"))
+    ]
     assert "validation images beef (2), cafe (1).\n" in printed(*on)
     assert "validation images" not in printed(*on[:2])
 
 
 def test_an_archive_prints_the_same_as_folders_and_unfinished_runs_are_named_and_not_packed(
-        printed, six_runs, tmp_path, written_run):
+    printed, six_runs, tmp_path, written_run
+):
     expected = printed(*six_runs)
     reversed_groups = printed(*six_runs[3:], *six_runs[:3])
     assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00," in reversed_groups
     out = tmp_path / "six.tar.xz"
     assert printed(*reversed(six_runs), "--pack", out) == (
-        f"wrote {out}: 6 runs, {out.stat().st_size:,} bytes\n")
+        f"wrote {out}: 6 runs, {out.stat().st_size:,} bytes\n"
+    )
     assert printed(out) == expected
     assert printed(out / "impulse-*", out / "default-*") == reversed_groups
-    grown = tmp_path / "grown.tar.xz"                # it may be read and written at once
+    grown = tmp_path / "grown.tar.xz"  # it may be read and written at once
     printed(*six_runs[:2], "--pack", grown)
     printed(*six_runs[2:], grown, "--pack", grown)
     assert grown.read_bytes() == out.read_bytes()
@@ -118,7 +148,8 @@ def test_an_archive_prints_the_same_as_folders_and_unfinished_runs_are_named_and
     line = f"left out, not finished: {cut}, 1 of 2 epochs\n"
     assert printed(cut, *six_runs) == f"{expected}\n{line}"
     assert printed(cut, *six_runs, "--pack", out) == (
-        f"{line}wrote {out}: 6 runs, {out.stat().st_size:,} bytes\n")
+        f"{line}wrote {out}: 6 runs, {out.stat().st_size:,} bytes\n"
+    )
     assert printed(out) == expected
 
 
@@ -139,21 +170,41 @@ def test_without_matplotlib_a_report_and_the_extra_stand(without_matplotlib, six
 
 def test_a_replay_is_the_recorded_run_to_the_bit_or_its_first_epochs(printed, tmp_path, capsys):
     """With a learning rate that goes by all epochs; what is unlike at the start is said."""
-    run = vitinit.Run("quickstart", seed=7, out_dir=tmp_path / "mine", overrides=IN_SECONDS | {
-        "schedule.epochs": 3, "eval.every_epochs": 3}).train()
+    run = vitinit.Run(
+        "quickstart",
+        seed=7,
+        out_dir=tmp_path / "mine",
+        overrides=IN_SECONDS | {"schedule.epochs": 3, "eval.every_epochs": 3},
+    ).train()
     archive, again, first = (tmp_path / name for name in ("mine.tar.xz", "again", "first"))
     printed(run.folder.path, "--pack", archive)
     text = printed(archive, "--replay", "mine", "--out", again)
-    assert text.endswith("the same kind of machine and the same code\n"
-                         "equal to the bit: all results of epochs 1 to 3\n")
+    assert text.endswith(
+        "the same kind of machine and the same code\n"
+        "equal to the bit: all results of epochs 1 to 3\n"
+    )
     assert_same_run(run.folder.path, again)
     assert compare.main([str(archive), "--replay", "mine", "--out", str(again)]) == 2
     assert "again: is such a replay already" in capsys.readouterr().err
-    start, = json.loads(run.folder.info.read_text())
+    (start,) = json.loads(run.folder.info.read_text())
     start["torch"], start["data"]["files and labels"] = "2.0", "beef"
     run.folder.info.write_text(json.dumps([start]))
-    assert compare.main([str(run.folder.path), "--replay", "mine", "--epochs", "2",
-                         "--set", "data.on_device_gib=0", "--out", str(first)]) == 0
+    assert (
+        compare.main(
+            [
+                str(run.folder.path),
+                "--replay",
+                "mine",
+                "--epochs",
+                "2",
+                "--set",
+                "data.on_device_gib=0",
+                "--out",
+                str(first),
+            ]
+        )
+        == 0
+    )
     text, errors = capsys.readouterr()
     assert text.endswith("equal to the bit: all results of epochs 1 to 2\n")
     assert f"\ntorch 2.0 then, {torch.__version__} now\n" in text
@@ -175,23 +226,30 @@ def test_a_replay_elsewhere_is_held_to_the_seeds_on_record(six_runs, written_run
 
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
     (tmp_path / "logs").mkdir()
-    for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
-                             ([tmp_path / "logs"], "logs: neither a run's folder nor an archive"),
-                             ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
-                             ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
-                             ([six_runs[0], "--out", "a", "--pack", "b.tar.xz"],
-                              "not allowed with argu"),
-                             ([six_runs[0], "--replay", "x"], "--replay x: no such run is on rec"),
-                             ([written_run("none", [], epochs=1), "--replay", "none"],
-                              "--replay none: no epoch of it is on record"),
-                             ([six_runs[0], "--epochs", "1"], "are for --replay NAME"),
-                             ([six_runs[0], "--replay", "x", "--set", "run.seed=1"],
-                              "--set run.seed=1: a replay has all from the record but where"),
-                             ([six_runs[0], "--replay", "x", "--set", "data.image_size=64"],
-                              "--set data.image_size=64: a replay has all from the record but wh"),
-                             ([six_runs[0] / "run.json"], "run.json: neither a run's folder no")):
+    for folders, message in (
+        ([tmp_path / "nowhere"], "nowhere: not a run's folder"),
+        ([tmp_path / "logs"], "logs: neither a run's folder nor an archive"),
+        ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
+        ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
+        ([six_runs[0], "--out", "a", "--pack", "b.tar.xz"], "not allowed with argu"),
+        ([six_runs[0], "--replay", "x"], "--replay x: no such run is on rec"),
+        (
+            [written_run("none", [], epochs=1), "--replay", "none"],
+            "--replay none: no epoch of it is on record",
+        ),
+        ([six_runs[0], "--epochs", "1"], "are for --replay NAME"),
+        (
+            [six_runs[0], "--replay", "x", "--set", "run.seed=1"],
+            "--set run.seed=1: a replay has all from the record but where",
+        ),
+        (
+            [six_runs[0], "--replay", "x", "--set", "data.image_size=64"],
+            "--set data.image_size=64: a replay has all from the record but wh",
+        ),
+        ([six_runs[0] / "run.json"], "run.json: neither a run's folder no"),
+    ):
         assert compare.main(list(map(str, folders))) == 2
-        line, = capsys.readouterr().err.splitlines()
+        (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("vitinit compare: ") and message in line
 
 
@@ -205,4 +263,4 @@ def test_t_quantiles_are_those_of_tables_and_scipy_and_one_value_has_no_deviatio
             assert t_quantile(degrees, confidence) == pytest.approx(expected, rel=1e-9)
     assert mean_and_std([50.0, 54.0, 58.0]) == "54.00 ± 4.00"
     assert mean_and_std([50.0]) == "50.00"
-    assert mean_and_std([11.0, 12.0], places=0) == "12 ± 1"      # 11.5, .71
+    assert mean_and_std([11.0, 12.0], places=0) == "12 ± 1"  # 11.5, .71

@@ -44,30 +44,46 @@ def tiny_vit(classes: int, seed: int = 0) -> torch.nn.Module:
 
 def as_recipe(classes: int) -> list[str]:
     sets = [f"model.options.{key}={value}" for key, value in SIZES.items()]
-    sets += [f"data.num_classes={classes}", "data.image_size=8", "data.workers=0",
-             "eval.batch_size=4", "engine.compile=false", "engine.amp=off"]
+    sets += [
+        f"data.num_classes={classes}",
+        "data.image_size=8",
+        "data.workers=0",
+        "eval.batch_size=4",
+        "engine.compile=false",
+        "engine.amp=off",
+    ]
     return ["--recipe", "deit_tiny", *(word for text in sets for word in ("--set", text))]
 
 
 def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
     """The numbers of the JSON, computed one image at a time in float64."""
-    views = [resize_and_centre_crop(source.image(index), size, crop_pct, "bicubic")
-             for index in range(len(source))]
+    views = [
+        resize_and_centre_crop(source.image(index), size, crop_pct, "bicubic")
+        for index in range(len(source))
+    ]
     images = [normalise(view[None], IMAGENET_MEAN, IMAGENET_STD)[0] for view in views]
     loss, top1, top5, confusion = counted_by_hand(model, images, source.labels, columns)
     hits, totals = confusion.diagonal(), confusion.sum(1)
     recalls, guesses = 100 * hits / totals, confusion.sum(0)
-    return {"loss": pytest.approx(loss, rel=1e-5),
-            "top1": pytest.approx(top1),
-            "top5": pytest.approx(top5) if len(source.classes) > 5 else None,
-            "balanced_accuracy": pytest.approx(recalls.mean()),
-            "images": len(source), "confusion": confusion.tolist(),
-            "per_class": [
-                {"class": name, "correct": hits[k], "total": totals[k],
-                 "precision": pytest.approx(100 * hits[k] / guesses[k]) if guesses[k] else None,
-                 "recall": pytest.approx(recalls[k]),
-                 "f1": pytest.approx(200 * hits[k] / (totals[k] + guesses[k]))}
-                for k, name in enumerate(source.classes)]}
+    return {
+        "loss": pytest.approx(loss, rel=1e-5),
+        "top1": pytest.approx(top1),
+        "top5": pytest.approx(top5) if len(source.classes) > 5 else None,
+        "balanced_accuracy": pytest.approx(recalls.mean()),
+        "images": len(source),
+        "confusion": confusion.tolist(),
+        "per_class": [
+            {
+                "class": name,
+                "correct": hits[k],
+                "total": totals[k],
+                "precision": pytest.approx(100 * hits[k] / guesses[k]) if guesses[k] else None,
+                "recall": pytest.approx(recalls[k]),
+                "f1": pytest.approx(200 * hits[k] / (totals[k] + guesses[k])),
+            }
+            for k, name in enumerate(source.classes)
+        ],
+    }
 
 
 def write_images(root: Path, classes: list[str], seed: int) -> Path:
@@ -90,8 +106,11 @@ def rows_of(eval_program, capsys, *arguments: object) -> list[dict]:
 def decodings(monkeypatch) -> list[int]:
     """The images that are decoded from now on, by their numbers."""
     decoded, original = [], ImageFiles.image
-    monkeypatch.setattr(ImageFiles, "image", lambda self, index, *view: (
-        decoded.append(index), original(self, index, *view))[1])
+    monkeypatch.setattr(
+        ImageFiles,
+        "image",
+        lambda self, index, *view: (decoded.append(index), original(self, index, *view))[1],
+    )
     return decoded
 
 
@@ -100,65 +119,103 @@ def test_a_run_folder_gives_the_last_line_of_training(eval_program, straight, ca
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     capsys.readouterr()
     for target in (folder, folder / "last.pt"):
-        result, = rows_of(eval_program, capsys, target)
+        (result,) = rows_of(eval_program, capsys, target)
         assert {key: result["model"][key] for key in ("loss", "top1", "top5", "images")} == {
-            "loss": last["val_loss"], "top1": last["val_top1"], "top5": last["val_top5"],
-            "images": 21}
-        assert (result["ema"]["top1"], result["ema"]["top5"]) == (last["ema_top1"],
-                                                                  last["ema_top5"])
+            "loss": last["val_loss"],
+            "top1": last["val_top1"],
+            "top5": last["val_top5"],
+            "images": 21,
+        }
+        assert (result["ema"]["top1"], result["ema"]["top5"]) == (
+            last["ema_top1"],
+            last["ema_top5"],
+        )
     for name in ("last.pt", "best.pt", "epoch_0000.pt"):
         assert open_saved(folder / name).classes == ["blue", "green", "red"]
 
 
 def test_auto_is_decided_where_another_projects_checkpoint_is_evaluated(
-        eval_program, straight, tmp_path, image_tree, monkeypatch):
+    eval_program, straight, tmp_path, image_tree, monkeypatch
+):
     """And where a run's own recipe is asked for it; otherwise it states one."""
     taken, evaluate = [], eval_program.evaluate
-    monkeypatch.setattr(eval_program, "evaluate", lambda *given, amp, **more: (
-        taken.append(amp), evaluate(*given, amp=amp, **more))[1])
+    monkeypatch.setattr(
+        eval_program,
+        "evaluate",
+        lambda *given, amp, **more: (taken.append(amp), evaluate(*given, amp=amp, **more))[1],
+    )
     monkeypatch.setattr("vitinit.runs.load.fastest_amp", lambda device: "bf16")
     torch.save(tiny_vit(3).state_dict(), tmp_path / "theirs.pth")
-    sizes = ["model.options.pool=class" if word == "engine.amp=off" else word
-             for word in as_recipe(3)[2:]]
+    sizes = [
+        "model.options.pool=class" if word == "engine.amp=off" else word
+        for word in as_recipe(3)[2:]
+    ]
     run = str(straight(schedule__epochs="1"))
-    for arguments in (["--recipe", "photos", str(tmp_path / "theirs.pth"), *sizes, "--data-dir",
-                       str(image_tree)], [run, "--set", "engine.amp=auto"], [run]):
+    for arguments in (
+        ["--recipe", "photos", str(tmp_path / "theirs.pth"), *sizes, "--data-dir", str(image_tree)],
+        [run, "--set", "engine.amp=auto"],
+        [run],
+    ):
         assert eval_program.main(arguments) == 0
     assert taken == ["bf16", "bf16", "off"]
 
 
-PART = dict(schedule__epochs="1", data__held_out_per_class="4", data__subset_seed="3",
-            data__mean="[0.485, 0.456, 0.406]", data__std="[0.229, 0.224, 0.225]",
-            eval__crop_pct="0.875", eval__interpolation="bicubic")
+PART = dict(
+    schedule__epochs="1",
+    data__held_out_per_class="4",
+    data__subset_seed="3",
+    data__mean="[0.485, 0.456, 0.406]",
+    data__std="[0.229, 0.224, 0.225]",
+    eval__crop_pct="0.875",
+    eval__interpolation="bicubic",
+)
 
 
 @pytest.fixture
 def run_on_part(train_program, small_run, tmp_path, capsys, monkeypatch):
     """Makes a run on a part of `image_tree`; returns its folder and the data that it used."""
+
     def make(name: str, **changes: str):
         used, real = [], vitinit.run.open_data
         with monkeypatch.context() as patch:
-            patch.setattr("vitinit.run.open_data", lambda *arguments, **how: (
-                used.append(real(*arguments, **how)), used[0])[1])
+            patch.setattr(
+                "vitinit.run.open_data",
+                lambda *arguments, **how: (used.append(real(*arguments, **how)), used[0])[1],
+            )
             assert train_program.main(small_run(tmp_path / name, **PART | changes)) == 0
         capsys.readouterr()
         return tmp_path / name, used[0]
+
     return make
 
 
 def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
-        eval_program, run_on_part, image_tree, capsys, monkeypatch):
+    eval_program, run_on_part, image_tree, capsys, monkeypatch
+):
     """Runs of two seeds share the training images, decoded once; others have others."""
-    shares = [dict(data__images_per_class="5"), dict(data__images_per_class="5", run__seed="7"),
-              dict(data__images_per_class="5", data__subset_seed="4"),
-              dict(data__images_per_class="5", data__subset_seed="run", run__seed="7")]
+    shares = [
+        dict(data__images_per_class="5"),
+        dict(data__images_per_class="5", run__seed="7"),
+        dict(data__images_per_class="5", data__subset_seed="4"),
+        dict(data__images_per_class="5", data__subset_seed="run", run__seed="7"),
+    ]
     runs = [run_on_part(str(number), **share) for number, share in enumerate(shares)]
     decoded = decodings(monkeypatch)
-    rows = rows_of(eval_program, capsys, *(folder for folder, _ in runs), "--train-images",
-                   "--data", f"image_folder={image_tree}", "--data-dir", image_tree)
+    rows = rows_of(
+        eval_program,
+        capsys,
+        *(folder for folder, _ in runs),
+        "--train-images",
+        "--data",
+        f"image_folder={image_tree}",
+        "--data-dir",
+        image_tree,
+    )
     assert len(decoded) == 15 + 15 + 15 + 21
-    assert [(row["data"], row["model"]["images"]) for row in rows] == 4 * [("train", 15),
-                                                                          ("image_folder", 21)]
+    assert [(row["data"], row["model"]["images"]) for row in rows] == 4 * [
+        ("train", 15),
+        ("image_folder", 21),
+    ]
     for (folder, data), row in zip(runs, rows[::2]):
         assert row["model"] == by_hand(vitinit.load(folder).model, data.train_set, [0, 1, 2])
 
@@ -167,20 +224,22 @@ def test_a_run_is_validated_on_held_out_images(eval_program, run_on_part, image_
     """Of 17 images per class, 4 are held out and 9 trained on: ⌊0.7 · 13 + ½⌋."""
     folder, data = run_on_part("run", data__subset="0.7")
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    row, = rows_of(eval_program, capsys, folder)
+    (row,) = rows_of(eval_program, capsys, folder)
     assert (row["data"], row["data_dir"]) == ("held_out", str(image_tree))
     assert row["model"] == by_hand(vitinit.load(folder).model, data.val_set, [0, 1, 2])
     assert (row["model"]["loss"], row["ema"]["top1"]) == (last["val_loss"], last["ema_top1"])
-    row, test = rows_of(eval_program, capsys, folder, "--train-images", "--data",
-                        f"image_folder={image_tree}")
+    row, test = rows_of(
+        eval_program, capsys, folder, "--train-images", "--data", f"image_folder={image_tree}"
+    )
     assert (row["data"], row["ema"]["images"]) == ("train", 27)
-    assert row["ema"] == by_hand(vitinit.load(folder, weights="ema").model, data.train_set,
-                                 [0, 1, 2])
+    assert row["ema"] == by_hand(
+        vitinit.load(folder, weights="ema").model, data.train_set, [0, 1, 2]
+    )
     assert (test["data"], test["model"]["images"]) == ("image_folder", 21)
     added = next((image_tree / "train").glob("*/*"))
     shutil.copy(added, added.with_name(f"0 {added.name}"))
     for more, words in (((), "held out; "), (("--train-images",), "was trained on; ")):
-        assert eval_program.main([str(folder), *more]) == 2      # others may be held out now
+        assert eval_program.main([str(folder), *more]) == 2  # others may be held out now
         assert f"these are not the images that it {words}expected" in capsys.readouterr().err
     with pytest.raises(DataError, match="not the images that it held out"):
         judge(folder, None, 100, "model")
@@ -189,35 +248,62 @@ def test_a_run_is_validated_on_held_out_images(eval_program, run_on_part, image_
 def test_a_list_may_lack_a_class_of_those_trained_on(eval_program, image_tree, tmp_path, capsys):
     torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
     for name, classes in (("train", ("blue", "green", "red")), ("val", ("red", "blue"))):
-        (image_tree / f"{name}.csv").write_text("path,label\n" + "".join(
-            f"{name}/{label}/0{number}.png,{label}\n" for label in classes for number in range(5)))
-    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_list={image_tree}",
-                              "--per-class", *as_recipe(3)]) == 0
+        (image_tree / f"{name}.csv").write_text(
+            "path,label\n"
+            + "".join(
+                f"{name}/{label}/0{number}.png,{label}\n"
+                for label in classes
+                for number in range(5)
+            )
+        )
+    assert (
+        eval_program.main(
+            [
+                str(tmp_path / "a.pth"),
+                "--data",
+                f"image_list={image_tree}",
+                "--per-class",
+                *as_recipe(3),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "  over 10 images\n" in printed
     assert {line.split()[1] for line in printed.splitlines() if line.endswith(" |")} == {
-        "class", "---", "red", "blue"}
+        "class",
+        "---",
+        "red",
+        "blue",
+    }
 
 
 def test_a_foreign_checkpoint_needs_only_a_recipe_and_one_that_misfits_is_one_line(
-        eval_program, image_tree, tmp_path, capsys):
+    eval_program, image_tree, tmp_path, capsys
+):
     """Like DeiT's files: a state dict under "model", and a Namespace beside it."""
     state = {f"module.{name}": value for name, value in tiny_vit(3).state_dict().items()}
     torch.save({"model": state, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "deit.pth")
     given = (tmp_path / "deit.pth", "--data-dir", image_tree, *as_recipe(3))
-    result, = rows_of(eval_program, capsys, *given)
+    (result,) = rows_of(eval_program, capsys, *given)
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert result["model"] == by_hand(tiny_vit(3), source, [0, 1, 2]) and "ema" not in result
-    row, = rows_of(eval_program, capsys, *given, "--train-images", "--set",
-                   "data.held_out_per_class=10")
+    (row,) = rows_of(
+        eval_program, capsys, *given, "--train-images", "--set", "data.held_out_per_class=10"
+    )
     assert (row["data"], row["model"]["images"]) == ("train", 21)
     torch.save(tiny_vit(5).state_dict(), tmp_path / "a.pth")
     for arguments, message in (
-            ([], "say with --recipe what it is a checkpoint of"),
-            (["--recipe", "deit_tiny", "--data-dir", str(image_tree), "--set",
-              "data.num_classes=3"], "does not fit the model; missing: blocks.1"),
-            (["--data", f"image_folder={image_tree}", *as_recipe(5)],
-             f"{image_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model of 5 whose")):
+        ([], "say with --recipe what it is a checkpoint of"),
+        (
+            ["--recipe", "deit_tiny", "--data-dir", str(image_tree), "--set", "data.num_classes=3"],
+            "does not fit the model; missing: blocks.1",
+        ),
+        (
+            ["--data", f"image_folder={image_tree}", *as_recipe(5)],
+            f"{image_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model of 5 whose",
+        ),
+    ):
         assert eval_program.main([str(tmp_path / "a.pth"), *arguments]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
@@ -233,8 +319,12 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
     for seed in (0, 1):
         paths.append(str(tmp_path / f"{seed}.pth"))
         torch.save(tiny_vit(1000, seed).state_dict(), paths[-1])
-    assert eval_program.main([*paths, "--data", f"image_folder={root}", *as_recipe(1000),
-                              "--json", "-"]) == 0
+    assert (
+        eval_program.main(
+            [*paths, "--data", f"image_folder={root}", *as_recipe(1000), "--json", "-"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert f"image_folder={root}: 7 of the 1000 classes of {paths[0]}; the others" in printed
     rows = [json.loads(line) for line in printed.splitlines()[-2:]]
@@ -243,67 +333,122 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
         assert row["model"] == expected and row["checkpoint"] == paths[seed]
         assert (row["classes"], row["model_classes"]) == (7, 1000)
     assert rows[0]["model"]["loss"] != rows[1]["model"]["loss"]
-    saved = open_saved(Path(paths[0]), recipe="deit_tiny",
-                       changes=overrides(sets=as_recipe(1000)[3::2]))
-    for names, expected in ((imagenet_wnids()[::-1], [999 - column for column in columns]),
-                            ([f"no {index}" for index in range(1000)], columns)):
-        beside = saved._replace(reader=SimpleNamespace(config=ForeignConfig(
-            Path("config.json"), "", {}, names)))
+    saved = open_saved(
+        Path(paths[0]), recipe="deit_tiny", changes=overrides(sets=as_recipe(1000)[3::2])
+    )
+    for names, expected in (
+        (imagenet_wnids()[::-1], [999 - column for column in columns]),
+        ([f"no {index}" for index in range(1000)], columns),
+    ):
+        beside = saved._replace(
+            reader=SimpleNamespace(config=ForeignConfig(Path("config.json"), "", {}, names))
+        )
         found = columns_of(beside, EvaluatedSet("image_folder", str(root)), source)
         assert found.tolist() == expected
 
 
 def test_another_resolution_and_crop_and_class_names_of_a_checkpoint_in_another_order(
-        eval_program, image_tree, tmp_path, capsys):
+    eval_program, image_tree, tmp_path, capsys
+):
     """tests/runs/test_transfer.py says how position embeddings are resized."""
     torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
-    result, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
-                      f"image_folder={image_tree}", "--image-size", "12,20", *as_recipe(3), "--set",
-                      "eval.crop_pct=1.0")
-    resized = open_saved(tmp_path / "a.pth", recipe="deit_tiny", image_size=(12, 20),
-                         changes=overrides(sets=as_recipe(3)[3::2])).model("model")
+    (result,) = rows_of(
+        eval_program,
+        capsys,
+        tmp_path / "a.pth",
+        "--data",
+        f"image_folder={image_tree}",
+        "--image-size",
+        "12,20",
+        *as_recipe(3),
+        "--set",
+        "eval.crop_pct=1.0",
+    )
+    resized = open_saved(
+        tmp_path / "a.pth",
+        recipe="deit_tiny",
+        image_size=(12, 20),
+        changes=overrides(sets=as_recipe(3)[3::2]),
+    ).model("model")
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert result["model"] == by_hand(resized, source, [0, 1, 2], (12, 20), 1.0)
     assert result["image_size"] == [12, 20]
-    torch.save({"model": tiny_vit(5).state_dict(),
-                "classes": ["red", "pink", "blue", "grey", "green"]}, tmp_path / "a.pth")
-    row, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
-                   f"image_folder={image_tree}", *as_recipe(5))
+    torch.save(
+        {"model": tiny_vit(5).state_dict(), "classes": ["red", "pink", "blue", "grey", "green"]},
+        tmp_path / "a.pth",
+    )
+    (row,) = rows_of(
+        eval_program,
+        capsys,
+        tmp_path / "a.pth",
+        "--data",
+        f"image_folder={image_tree}",
+        *as_recipe(5),
+    )
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert row["model"] == by_hand(tiny_vit(5), source, [2, 4, 0])
 
 
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
-        eval_program, straight, image_tree, tmp_path, monkeypatch, capsys):
+    eval_program, straight, image_tree, tmp_path, monkeypatch, capsys
+):
     """Two runs of one crop and batch size, that differ in std, and two others, on two sets. All
     results equal those of separate evaluations. Where nothing can be kept, each run decodes. Only
     the models at work are on the device. tests/runs/test_results.py has the table."""
-    folders = [straight(schedule__epochs="1", **changes) for changes in (
-        {}, dict(data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"),
-        dict(eval__interpolation="bilinear"))]
+    folders = [
+        straight(schedule__epochs="1", **changes)
+        for changes in (
+            {},
+            dict(data__std="[0.3, 0.2, 0.1]"),
+            dict(eval__crop_pct="0.8"),
+            dict(eval__interpolation="bilinear"),
+        )
+    ]
     capsys.readouterr()
     alone = [rows_of(eval_program, capsys, folder)[0] for folder in folders]
     decoded = decodings(monkeypatch)
     there, to, cpu, real = set(), nn.Module.to, nn.Module.cpu, eval_program.evaluate
-    monkeypatch.setattr(nn.Module, "to", lambda self, *where, **how: (
-        there.add(self), to(self, *where, **how))[1])
+    monkeypatch.setattr(
+        nn.Module, "to", lambda self, *where, **how: (there.add(self), to(self, *where, **how))[1]
+    )
     monkeypatch.setattr(nn.Module, "cpu", lambda self: (there.discard(self), cpu(self))[1])
     alone_there = []
-    monkeypatch.setattr(eval_program, "evaluate", lambda models, *what, **how: (
-        alone_there.append(there == set(models)), real(models, *what, **how))[1])
+    monkeypatch.setattr(
+        eval_program,
+        "evaluate",
+        lambda models, *what, **how: (
+            alone_there.append(there == set(models)),
+            real(models, *what, **how),
+        )[1],
+    )
     other = write_images(tmp_path / "other", ["blue", "green", "red"], seed=2)
     for gib, times in (("0.5", 3), ("0.0", 4)):
         decoded.clear()
-        assert eval_program.main([
-            *map(str, folders), "--data", f"image_folder={image_tree}", f"image_folder={other}",
-            "--json", str(tmp_path / "out.json"), "--set", "data.on_device_gib=0.0", "--set",
-            f"eval.cache_gib={gib}"]) == 0
+        assert (
+            eval_program.main(
+                [
+                    *map(str, folders),
+                    "--data",
+                    f"image_folder={image_tree}",
+                    f"image_folder={other}",
+                    "--json",
+                    str(tmp_path / "out.json"),
+                    "--set",
+                    "data.on_device_gib=0.0",
+                    "--set",
+                    f"eval.cache_gib={gib}",
+                ]
+            )
+            == 0
+        )
         assert len(decoded) == times * (21 + 9)
         together = [json.loads(line) for line in (tmp_path / "out.json").read_text().splitlines()]
         assert together[::2] == alone and set(alone_there) == {True}
         assert [(row["checkpoint"], row["data_dir"]) for row in together] == [
-            (str(folder / "last.pt"), str(root)) for folder in folders
-            for root in (image_tree, other)]
+            (str(folder / "last.pt"), str(root))
+            for folder in folders
+            for root in (image_tree, other)
+        ]
 
 
 def test_a_folder_of_classes_is_evaluated_whole(eval_program, one_epoch_run, image_tree, capsys):
@@ -312,11 +457,12 @@ def test_a_folder_of_classes_is_evaluated_whole(eval_program, one_epoch_run, ima
     assert eval_program.main([str(one_epoch_run), *given, "--json", "-"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == f"{image_tree / 'train'}: no splits in it, so that all 51 images are evaluated"
-    row, = rows_of(eval_program, capsys, one_epoch_run, "--train-images")
+    (row,) = rows_of(eval_program, capsys, one_epoch_run, "--train-images")
     assert json.loads(last)["model"] == row["model"]
     assert eval_program.main([str(one_epoch_run), "--data-dir", str(image_tree / "train")]) == 2
     assert f"eval.py evaluates all images of a folder of classes by {' '.join(given)}\n" in (
-        capsys.readouterr().err)
+        capsys.readouterr().err
+    )
 
 
 def test_dark_16_bit_images_are_told_of(eval_program, one_epoch_run, tmp_path, capsys):
@@ -325,24 +471,40 @@ def test_dark_16_bit_images_are_told_of(eval_program, one_epoch_run, tmp_path, c
         Image.fromarray(np.full((10, 14), 4095, np.uint16)).save(tmp_path / name / "a.png")
     assert eval_program.main([str(one_epoch_run), "--data", f"image_folder={tmp_path}"]) == 0
     assert "\nwarning 3 images of 16 bits were looked at, and their highest value is" in (
-        capsys.readouterr().out)
+        capsys.readouterr().out
+    )
 
 
-def test_what_is_measured_is_printed_though_the_next_set_fails(eval_program, one_epoch_run,
-                                                                image_tree, tmp_path, capsys):
+def test_what_is_measured_is_printed_though_the_next_set_fails(
+    eval_program, one_epoch_run, image_tree, tmp_path, capsys
+):
     (tmp_path / "bad" / "red").mkdir(parents=True)
     (tmp_path / "bad" / "red" / "1.png").write_bytes(b"no image")
     good, bad = image_tree / "train", tmp_path / "bad"
-    assert eval_program.main([str(one_epoch_run), "--data", f"image_folder={good}",
-                              f"image_folder={bad}", "--json", str(tmp_path / "x.json")]) == 2
+    assert (
+        eval_program.main(
+            [
+                str(one_epoch_run),
+                "--data",
+                f"image_folder={good}",
+                f"image_folder={bad}",
+                "--json",
+                str(tmp_path / "x.json"),
+            ]
+        )
+        == 2
+    )
     printed = capsys.readouterr()
     assert "over 51 images" in printed.out and "1.png" in printed.err
     assert json.loads((tmp_path / "x.json").read_text())["model"]["images"] == 51
 
 
-WRONG = [                   # arguments after a run's folder, part of the error message
-    (["--set", "data.held_out_per_class=0"], "--set data.held_out_per_class=0: the checkpoint "
-     "brings its own recipe, of which only how to evaluate can change; valid: data.on_"),
+WRONG = [  # arguments after a run's folder, part of the error message
+    (
+        ["--set", "data.held_out_per_class=0"],
+        "--set data.held_out_per_class=0: the checkpoint "
+        "brings its own recipe, of which only how to evaluate can change; valid: data.on_",
+    ),
     (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
     (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),
     (["--set", "eval.crop_pct=true"], "eval.crop_pct is true, expected a number ≥ 0.1"),
@@ -350,8 +512,10 @@ WRONG = [                   # arguments after a run's folder, part of the error 
     (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
     (["--data", "cifar10"], "cifar10: expected NAME=DIR"),
-    (["--data", "shapes"], "shapes: class 'disc' is none of the model's 3 classes (blue, green, "
-     "red); the model is"),
+    (
+        ["--data", "shapes"],
+        "shapes: class 'disc' is none of the model's 3 classes (blue, green, red); the model is",
+    ),
     (["--data", "shapes", "--data-dir", "x"], "--data-dir x: the folder of the recipe's own data"),
     (["--image-size", "8,0"], "the image size is [8, 0], expected an integer or a list of 2"),
     (["--image-size", "10"], "last.pt at 10×10: patches of 4×4 pixels do not tile an image"),

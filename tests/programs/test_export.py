@@ -28,6 +28,7 @@ from vitinit.recipe.files import from_dict, load_recipe, overrides
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"
 PAGE = read_page(REPOSITORY / "vitinit" / "runs" / "README.md")
+# fmt: off
 FAMILIES = {        # recipe, changes
     "vit": ("quickstart", ["data.name=image_folder", "model.options.embed_dim=24",
                            "model.options.depth=1", "model.options.pool=class"]),
@@ -41,27 +42,40 @@ FAMILIES = {        # recipe, changes
     "simple_vit": ("cifar10_simple_vit", ["model.options.embed_dim=28", "model.options.depth=1",
                                           "model.options.num_heads=2"]),
 }
+# fmt: on
 
 
 def recipe_of(name: str, *sets: str):
     return load_recipe(name, overrides(data_dir="nowhere", sets=sets))
 
 
+# fmt: off
 FURTHER = {"DINOv3": ("quickstart", [f"model.options.{option}" for option in (
     "embed_dim=24", "depth=1", "pos_embed=rope", "rope_coordinates=centred", "layer_scale=0.1",
     "norm_eps=1e-5", "qkv_bias=false")])}
+# fmt: on
 
 
 @pytest.fixture(params=FAMILIES)
 def checkpoint(request, tmp_path) -> Path:
     name, sets = (FAMILIES | FURTHER)[request.param]
     recipe = recipe_of(name, *sets)
-    model = vitinit.build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                                image_size=recipe.data.image_size, **recipe.model.options)
+    model = vitinit.build_model(
+        recipe.model.name,
+        num_classes=recipe.data.num_classes,
+        image_size=recipe.data.image_size,
+        **recipe.model.options,
+    )
     vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
     path = tmp_path / "checkpoint.pt"
-    torch.save({"model": model.state_dict(), "recipe": recipe.as_dict(),
-                "classes": [f"class {number}" for number in range(10)]}, path)
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "recipe": recipe.as_dict(),
+            "classes": [f"class {number}" for number in range(10)],
+        },
+        path,
+    )
     return path
 
 
@@ -72,8 +86,12 @@ def exported(*arguments: object) -> int:
 def opened(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The metadata and the tensors of a file of safetensors."""
     with safe_open(path, "pt") as file:
-        notes = {key: text if key in ("recipe", "made_by", "model", "interpolation", "format") else
-                 json.loads(text) for key, text in file.metadata().items()}
+        notes = {
+            key: text
+            if key in ("recipe", "made_by", "model", "interpolation", "format")
+            else json.loads(text)
+            for key, text in file.metadata().items()
+        }
         return notes, {name: file.get_tensor(name) for name in file.keys()}
 
 
@@ -86,9 +104,11 @@ def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_pa
     assert len(own) > 5
     assert_identical(weights, foreign_names(own, rotary))
     assert ("rope.freqs" in weights) == bool(rotary)
-    assert plain([notes[key] for key in ("classes", "image_size", "mean", "std", "crop_pct")]
-                 ) == plain([trained.classes, trained.image_size, data.mean, data.std,
-                             trained.recipe.eval.crop_pct])
+    assert plain(
+        [notes[key] for key in ("classes", "image_size", "mean", "std", "crop_pct")]
+    ) == plain(
+        [trained.classes, trained.image_size, data.mean, data.std, trained.recipe.eval.crop_pct]
+    )
     assert (notes["timm"] is None) == (trained.recipe.model.name == "simple_vit")
     (tmp_path / "recipe.toml").write_text(notes["recipe"])
     assert load_recipe(tmp_path / "recipe.toml").model == trained.recipe.model
@@ -97,17 +117,24 @@ def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_pa
 
 @pytest.mark.parametrize("checkpoint", ["DINOv3"], indirect=True)
 def test_a_rotary_model_without_biases_gets_zeros_so_that_its_channels_are_not_taken_for_others(
-        checkpoint, tmp_path):
+    checkpoint, tmp_path
+):
     """And what timm's config.json says of the rotation is read."""
     out, trained = tmp_path / "folder", vitinit.load(checkpoint)
     assert exported(checkpoint, "--to", "safetensors", "--out", out) == 0
-    config, (_, weights) = json.loads((out / "config.json").read_text()), opened(
-        out / "model.safetensors")
+    config, (_, weights) = (
+        json.loads((out / "config.json").read_text()),
+        opened(out / "model.safetensors"),
+    )
     assert config["architecture"] == "vit_small_patch16_dinov3" and config["model_args"]["qkv_bias"]
     assert not weights["blocks.0.attn.qkv.bias"].any()
     images = views_and_logits(trained)[0] / 99
-    torch.testing.assert_close(vitinit.load(out, recipe="quickstart").model(images),
-                               trained.model(images), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        vitinit.load(out, recipe="quickstart").model(images),
+        trained.model(images),
+        rtol=0,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("checkpoint", ["vit", "swin"], indirect=True)
@@ -115,8 +142,20 @@ def test_a_rotary_model_without_biases_gets_zeros_so_that_its_channels_are_not_t
 def test_torchvision_loads_its_names_strictly_and_gives_the_same_logits(checkpoint, tmp_path):
     """With its real models, at another size. The Swin's second block shifts its windows."""
     out, trained = tmp_path / "out.safetensors", vitinit.load(checkpoint, image_size=64)
-    assert exported(checkpoint, "--to", "safetensors", "--names", "torchvision", "--out", out,
-                    "--image-size", 64) == 0
+    assert (
+        exported(
+            checkpoint,
+            "--to",
+            "safetensors",
+            "--names",
+            "torchvision",
+            "--out",
+            out,
+            "--image-size",
+            64,
+        )
+        == 0
+    )
     notes, weights = opened(out)
     module, name = notes["torchvision"]["class"].rsplit(".", 1)
     assert module == "torchvision.models"
@@ -134,102 +173,185 @@ def test_a_folder_is_what_timm_opens_or_says_which_sizes_it_has(checkpoint, tmp_
     """Its config.json states the model, how images are prepared, and what another number of classes
     replaces. With timm 1.0.31 those of 14 small models gave the same logits, to 2.4e-7."""
     out, trained = tmp_path / "folder", vitinit.load(checkpoint)
-    refused = {"mlp_mixer": "MlpMixer; expected patch_size = 32 and embed_dim = 512 and depth = 8",
-               "conv_mixer": "ConvMixer; expected patch_size = 7 and embed_dim = 1536 and ",
-               "simple_vit": "SimpleViT; expected another family"}.get(trained.model.family)
+    refused = {
+        "mlp_mixer": "MlpMixer; expected patch_size = 32 and embed_dim = 512 and depth = 8",
+        "conv_mixer": "ConvMixer; expected patch_size = 7 and embed_dim = 1536 and ",
+        "simple_vit": "SimpleViT; expected another family",
+    }.get(trained.model.family)
     assert exported(checkpoint, "--to", "safetensors", "--out", out) == (2 if refused else 0)
     if refused:
         said = capsys.readouterr().err
         assert f"no model of timm.create_model takes the weights of this {refused}" in said
         assert said.count("\n") == 1 and not out.exists()
         return
-    config, layers = json.loads((out / "config.json").read_text()), dict(
-        trained.model.named_modules())
-    name, arguments, _ = counterpart("timm.create_model", trained.model.family,
-                                     image_size=trained.image_size, **trained.recipe.model.options)
+    config, layers = (
+        json.loads((out / "config.json").read_text()),
+        dict(trained.model.named_modules()),
+    )
+    name, arguments, _ = counterpart(
+        "timm.create_model",
+        trained.model.family,
+        image_size=trained.image_size,
+        **trained.recipe.model.options,
+    )
     assert (f"timm.{config['architecture']}", config["model_args"]) == (name, arguments)
     assert (config["label_names"], config["num_classes"]) == (list(trained.classes), 10)
     stated = config["pretrained_cfg"]
     assert [layers[layer].out_features for layer in stated["classifier"]] == [10]
     assert (stated["input_size"], stated["fixed_input_size"]) == ([3, *trained.image_size], True)
-    described = read_description(out / "model.safetensors").values       # as it is read here
+    described = read_description(out / "model.safetensors").values  # as it is read here
     assert plain({key: trained.recipe.keys[key] for key in described}) == plain(described)
     assert {"data.mean", "data.std", "eval.crop_pct", "eval.interpolation"} < described.keys()
-    assert opened(out / "model.safetensors")[1].keys() == foreign_names(
-        trained.model.state_dict(), TIMM_EVA if trained.model.rotary else {}).keys()
+    assert (
+        opened(out / "model.safetensors")[1].keys()
+        == foreign_names(
+            trained.model.state_dict(), TIMM_EVA if trained.model.rotary else {}
+        ).keys()
+    )
 
 
-TIMM_VIT = dict(img_size=[224, 224], patch_size=16, embed_dim=192, depth=12, num_heads=3,
-                mlp_ratio=4.0, qkv_bias=True)
-ROPE, MIXED, CENTRED = (f"model.options.{option}" for option in (
-    "pos_embed=rope", "rope_frequencies=mixed", "rope_coordinates=centred"))
+TIMM_VIT = dict(
+    img_size=[224, 224],
+    patch_size=16,
+    embed_dim=192,
+    depth=12,
+    num_heads=3,
+    mlp_ratio=4.0,
+    qkv_bias=True,
+)
+ROPE, MIXED, CENTRED = (
+    f"model.options.{option}"
+    for option in ("pos_embed=rope", "rope_frequencies=mixed", "rope_coordinates=centred")
+)
 
 
 def test_the_model_that_takes_the_weights_is_named_and_what_a_library_cannot_express_refused():
     """With timm 1.0.31 each of these took the weights and gave the same logits, to 5.5e-7. Its
     functions fix the sizes of a mixer."""
-    assert counterpart("timm.create_model", "conv_mixer", image_size=(224, 224),
-                       **MODELS["convmixer_1024_20"][1])[:2] == (
-                           "timm.convmixer_1024_20_ks9_p14", {})
+    assert counterpart(
+        "timm.create_model", "conv_mixer", image_size=(224, 224), **MODELS["convmixer_1024_20"][1]
+    )[:2] == ("timm.convmixer_1024_20_ks9_p14", {})
     for recipe, sets, name, arguments in (
-            ("deit_tiny", [], "vision_transformer.VisionTransformer", TIMM_VIT | dict(
-                class_token=True, reg_tokens=0, global_pool="token", fc_norm=False)),
-            *(("deit_tiny", [ROPE, *changes], f"eva.{name}", TIMM_VIT | arguments | dict(
-                class_token=True, global_pool="token", use_fc_norm=False, num_reg_tokens=0,
-                attn_type="rope", use_rot_pos_emb=True, rope_grid_indexing="xy",
-                rope_temperature=100.0, use_abs_pos_emb=False)) for changes, name, arguments in (
-                    (["model.options.rope_coordinates=scaled", "model.options.mlp=swiglu"], "Eva",
-                     dict(rope_type="cat", ref_feat_shape=[16, 16], swiglu_mlp=True)),
-                    ([MIXED, "model.options.qk_norm=true"], "Eva", dict(
-                        rope_type="mixed", qk_norm=True)),
-                    ([CENTRED, "model.options.norm_eps=1e-5", "model.options.layer_scale=0.5"],
-                     "vit_small_patch16_dinov3", dict(
-                         rope_type="dinov3", rope_rotate_half=False, init_values=0.5,
-                         dynamic_img_size=False)))),
-            ("deit_tiny", ["model.name=vit_tiny_distilled"], "deit.VisionTransformerDistilled",
-             TIMM_VIT), ("convmixer_768_32", [], "convmixer.convmixer_768_32", {}),
-            ("mixer_b16", ["model.options.channels_ratio=3.0"], "mlp_mixer.MlpMixer", dict(
-                img_size=[224, 224], patch_size=16, embed_dim=768, num_blocks=12,
-                mlp_ratio=[0.5, 3.0]))):
-        assert counterpart_of(recipe, *sets, library="timm")[:2] == (f"timm.models.{name}",
-                                                                     arguments)
+        (
+            "deit_tiny",
+            [],
+            "vision_transformer.VisionTransformer",
+            TIMM_VIT | dict(class_token=True, reg_tokens=0, global_pool="token", fc_norm=False),
+        ),
+        *(
+            (
+                "deit_tiny",
+                [ROPE, *changes],
+                f"eva.{name}",
+                TIMM_VIT
+                | arguments
+                | dict(
+                    class_token=True,
+                    global_pool="token",
+                    use_fc_norm=False,
+                    num_reg_tokens=0,
+                    attn_type="rope",
+                    use_rot_pos_emb=True,
+                    rope_grid_indexing="xy",
+                    rope_temperature=100.0,
+                    use_abs_pos_emb=False,
+                ),
+            )
+            for changes, name, arguments in (
+                (
+                    ["model.options.rope_coordinates=scaled", "model.options.mlp=swiglu"],
+                    "Eva",
+                    dict(rope_type="cat", ref_feat_shape=[16, 16], swiglu_mlp=True),
+                ),
+                (
+                    [MIXED, "model.options.qk_norm=true"],
+                    "Eva",
+                    dict(rope_type="mixed", qk_norm=True),
+                ),
+                (
+                    [CENTRED, "model.options.norm_eps=1e-5", "model.options.layer_scale=0.5"],
+                    "vit_small_patch16_dinov3",
+                    dict(
+                        rope_type="dinov3",
+                        rope_rotate_half=False,
+                        init_values=0.5,
+                        dynamic_img_size=False,
+                    ),
+                ),
+            )
+        ),
+        (
+            "deit_tiny",
+            ["model.name=vit_tiny_distilled"],
+            "deit.VisionTransformerDistilled",
+            TIMM_VIT,
+        ),
+        ("convmixer_768_32", [], "convmixer.convmixer_768_32", {}),
+        (
+            "mixer_b16",
+            ["model.options.channels_ratio=3.0"],
+            "mlp_mixer.MlpMixer",
+            dict(
+                img_size=[224, 224],
+                patch_size=16,
+                embed_dim=768,
+                num_blocks=12,
+                mlp_ratio=[0.5, 3.0],
+            ),
+        ),
+    ):
+        assert counterpart_of(recipe, *sets, library="timm")[:2] == (
+            f"timm.models.{name}",
+            arguments,
+        )
     for library, recipe, change, expected in (
-            ("timm", "deit_tiny", "norm_eps=1e-5", "norm_eps = 1e-06"),
-            ("timm", "deit_tiny", "mlp=swiglu", "pos_embed = rope"),
-            ("timm", "deit_tiny", f"rope_frequencies=linear {ROPE}", "rope_frequencies = axial"),
-            ("timm", "deit_tiny", f"norm_eps=1e-5 {ROPE} {CENTRED}", "norm_eps = 1e-06"),
-            ("timm", "deit_tiny", f"qk_norm=true {ROPE} {MIXED} {CENTRED}", "rope_freq.* = axial"),
-            ("torchvision", "deit_tiny", "pos_embed=rope", "no rotary pos_embed"),
-            ("timm", "convmixer_768_32", "depth=3", "depth = 32|activation = gelu"),
-            ("timm", "cifar10_simple_vit", "depth=3", "another family"),
-            ("torchvision", "deit_tiny", "pool=mean", "pool = class"),
-            ("torchvision", "deit_tiny", "patch_size=[16,8]", "a square patch_size"),
-            ("torchvision", "swin_tiny", "window_size=14", "a window_size within every grid"),
-            ("transformers", "convmixer_768_32", "depth=3", "another family")):
+        ("timm", "deit_tiny", "norm_eps=1e-5", "norm_eps = 1e-06"),
+        ("timm", "deit_tiny", "mlp=swiglu", "pos_embed = rope"),
+        ("timm", "deit_tiny", f"rope_frequencies=linear {ROPE}", "rope_frequencies = axial"),
+        ("timm", "deit_tiny", f"norm_eps=1e-5 {ROPE} {CENTRED}", "norm_eps = 1e-06"),
+        ("timm", "deit_tiny", f"qk_norm=true {ROPE} {MIXED} {CENTRED}", "rope_freq.* = axial"),
+        ("torchvision", "deit_tiny", "pos_embed=rope", "no rotary pos_embed"),
+        ("timm", "convmixer_768_32", "depth=3", "depth = 32|activation = gelu"),
+        ("timm", "cifar10_simple_vit", "depth=3", "another family"),
+        ("torchvision", "deit_tiny", "pool=mean", "pool = class"),
+        ("torchvision", "deit_tiny", "patch_size=[16,8]", "a square patch_size"),
+        ("torchvision", "swin_tiny", "window_size=14", "a window_size within every grid"),
+        ("transformers", "convmixer_768_32", "depth=3", "another family"),
+    ):
         with pytest.raises(ValueError, match=f"no model of {library} .*expected ({expected})"):
             counterpart_of(recipe, *f"model.options.{change}".split(), library=library)
 
 
-def counterpart_of(recipe: str, *sets: str, library: str, **options: object
-                   ) -> tuple[str, dict, dict]:
+def counterpart_of(
+    recipe: str, *sets: str, library: str, **options: object
+) -> tuple[str, dict, dict]:
     found = recipe_of(recipe, *sets)
-    return counterpart(library, MODELS[found.model.name][0], image_size=found.data.image_size,
-                       **found.model.options, **options)
+    return counterpart(
+        library,
+        MODELS[found.model.name][0],
+        image_size=found.data.image_size,
+        **found.model.options,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("default, other", [("gelu", "silu"), ((3, 5), [3, 7])])
 def test_an_option_that_no_table_lists_has_to_be_at_its_default(monkeypatch, default, other):
-    known = [(recipe, library, counterpart_of(recipe, library=library))
-             for recipe in ("deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
-             for library, (_, families) in LIBRARIES.items()
-             if MODELS[recipe_of(recipe).model.name][0] in families]
+    known = [
+        (recipe, library, counterpart_of(recipe, library=library))
+        for recipe in ("deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
+        for library, (_, families) in LIBRARIES.items()
+        if MODELS[recipe_of(recipe).model.name][0] in families
+    ]
     assert len(known) == 12
 
     def wider(family: str) -> type:
         own = inspect.signature(model_class(family))
         new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=default)
-        return type("Wider", (), {"__signature__": own.replace(
-            parameters=[*own.parameters.values(), new])})
+        return type(
+            "Wider", (), {"__signature__": own.replace(parameters=[*own.parameters.values(), new])}
+        )
+
     monkeypatch.setattr(libraries, "model_class", wider)
     for recipe, library, expected in known:
         assert counterpart_of(recipe, library=library) == expected
@@ -241,8 +363,12 @@ def test_an_option_that_no_table_lists_has_to_be_at_its_default(monkeypatch, def
 
 def views_and_logits(trained: vitinit.Trained) -> tuple[torch.Tensor, torch.Tensor]:
     """Random images, (11, 3, H, W) uint8, and what the model makes of them."""
-    views = torch.randint(256, (11, 3, *trained.image_size), dtype=torch.uint8,
-                          generator=torch.Generator().manual_seed(1))
+    views = torch.randint(
+        256,
+        (11, 3, *trained.image_size),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
+    )
     return views, trained.model(normalise(views, trained.recipe.data.mean, trained.recipe.data.std))
 
 
@@ -254,12 +380,12 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
     assert exported(checkpoint, "--to", "torch", "--out", out, "--normalise") == 0
     notes = {"vitinit.json": ""}
     stored = torch.export.load(out, extra_files=notes)
-    (example,), _ = stored.example_inputs            # as AOTInductor needs it; of no photograph
+    (example,), _ = stored.example_inputs  # as AOTInductor needs it; of no photograph
     assert torch.equal(example, export.noise(trained)[:2])
     program, (views, logits) = stored.module(), views_and_logits(trained)
     for batch in (1, 2, 5, 11):
         torch.testing.assert_close(program(views[:batch]), logits[:batch], rtol=0, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):      # as a student's step in bf16 asks a teacher
+    with torch.autocast("cpu", torch.bfloat16):  # as a student's step in bf16 asks a teacher
         assert program(views).dtype == torch.bfloat16
     assert json.loads(notes["vitinit.json"])["classes"] == list(trained.classes)
     said = capsys.readouterr().out
@@ -271,12 +397,13 @@ def test_the_page_makes_onnx_of_a_program(checkpoint, tmp_path, monkeypatch):
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
+
     monkeypatch.chdir(tmp_path)
     assert exported(checkpoint, "--to", "torch", "--out", "model.pt2", "--normalise") == 0
-    lines, = [code for code in PAGE.blocks("python") if "torch.onnx" in code]
+    (lines,) = [code for code in PAGE.blocks("python") if "torch.onnx" in code]
     exec(lines, {"torch": torch})
     (views, expected), graph = views_and_logits(vitinit.load(checkpoint)), onnx.load("model.onnx")
-    logits, = ReferenceEvaluator(graph).run(None, {graph.graph.input[0].name: views.numpy()})
+    (logits,) = ReferenceEvaluator(graph).run(None, {graph.graph.input[0].name: views.numpy()})
     torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
 
 
@@ -288,23 +415,44 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
     run = home / "run"
     run.mkdir(parents=True)
     state = torch.load(checkpoint)
-    recipe = from_dict(state["recipe"], "", overrides(data_dir=f"{home}/photographs", sets=[
-        f"init.checkpoint={home}/pretrained.pt", f"distill.teacher={home}/teacher",
-        f"distill.weights={home}/weights.pth"]))
+    recipe = from_dict(
+        state["recipe"],
+        "",
+        overrides(
+            data_dir=f"{home}/photographs",
+            sets=[
+                f"init.checkpoint={home}/pretrained.pt",
+                f"distill.teacher={home}/teacher",
+                f"distill.weights={home}/weights.pth",
+            ],
+        ),
+    )
     torch.save(state | {"recipe": recipe.as_dict()}, run / "last.pt")
     (run / "recipe.toml").write_text(recipe.as_toml())
-    (run / "run.json").write_text(json.dumps([{
-        "command": [f"{home}/train.py", f'--set=data.root="{home}/photographs"', "--data-dir",
-                    f"{home}/a=b/photographs", r"data.root=C:\home-of-ada\photographs"],
-        "data": {"root": f"{home}/photographs as they were"}}]))
+    (run / "run.json").write_text(
+        json.dumps(
+            [
+                {
+                    "command": [
+                        f"{home}/train.py",
+                        f'--set=data.root="{home}/photographs"',
+                        "--data-dir",
+                        f"{home}/a=b/photographs",
+                        r"data.root=C:\home-of-ada\photographs",
+                    ],
+                    "data": {"root": f"{home}/photographs as they were"},
+                }
+            ]
+        )
+    )
     out = tmp_path / ("out.pt2" if kind == "torch" else "out")
     assert exported(run, "--to", kind, "--out", out) == 0
     found = contents(out)
     for place in (str(tmp_path), str(REPOSITORY), "home-of-ada"):
         assert not [name for name, content in found.items() if place.encode() in content]
     text = b"".join(found.values())
-    assert b"pretrained.pt" in text and b"photographs" in text           # the last parts stay
-    if kind == "run":                                # both say what the recipe said
+    assert b"pretrained.pt" in text and b"photographs" in text  # the last parts stay
+    if kind == "run":  # both say what the recipe said
         assert torch.load(out / "last.pt")["recipe"]["data"]["root"] == "photographs"
         assert load_recipe(out / "recipe.toml").data.root == "photographs"
 
@@ -320,21 +468,29 @@ def contents(path: Path) -> dict[str, bytes]:
     return found
 
 
-def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, capsys, train_program,
-                                                                   eval_program, image_tree):
+def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(
+    tmp_path, capsys, train_program, eval_program, image_tree
+):
     out = tmp_path / "small"
     assert exported(RUN, "--to", "run", "--out", out, "--weights", "ema") == 0
     printed = capsys.readouterr().out
     assert "read back and run on 7 images: largest difference " in printed
     assert f"{sum(path.stat().st_size for path in out.iterdir()) / 1e6:.1f} MB" in printed
-    assert {path.name for path in out.iterdir()} == {"recipe.toml", "run.json", "metrics.jsonl",
-                                                     "last.pt"}
+    assert {path.name for path in out.iterdir()} == {
+        "recipe.toml",
+        "run.json",
+        "metrics.jsonl",
+        "last.pt",
+    }
     for name in ("run.json", "metrics.jsonl"):
         assert (out / name).read_bytes() == (RUN / name).read_bytes()
     assert load_recipe(out / "recipe.toml") == load_recipe(RUN / "recipe.toml")
     ours, theirs = vitinit.load(out), vitinit.load(RUN, weights="ema")
-    assert (ours.classes, ours.recipe, ours.image_size) == (theirs.classes, theirs.recipe,
-                                                            theirs.image_size)
+    assert (ours.classes, ours.recipe, ours.image_size) == (
+        theirs.classes,
+        theirs.recipe,
+        theirs.image_size,
+    )
     kept = torch.load(out / "last.pt")["model"]
     assert {value.dtype for value in kept.values()} == {torch.float16}
     assert_identical(kept, dict(theirs.model.half().state_dict()))
@@ -350,27 +506,34 @@ def test_integers_such_as_batch_norms_count_are_not_rounded(checkpoint, tmp_path
     state = torch.load(checkpoint)
     for name, value in state["model"].items():
         if name.endswith("num_batches_tracked"):
-            value.fill_(4099)                        # halves are even from 2048 on
+            value.fill_(4099)  # halves are even from 2048 on
     torch.save(state | {"grid": (16, 16)}, checkpoint)
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "small") == 0
-    ours, theirs = (vitinit.load(path).model.state_dict()
-                    for path in (tmp_path / "small", checkpoint))
+    ours, theirs = (
+        vitinit.load(path).model.state_dict() for path in (tmp_path / "small", checkpoint)
+    )
     assert torch.load(tmp_path / "small" / "last.pt")["grid"] == (16, 16)
     bare = {key: value for key, value in state.items() if key != "classes"}
-    torch.save(bare, checkpoint)                     # a name that we invent is no name to keep
+    torch.save(bare, checkpoint)  # a name that we invent is no name to keep
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "bare") == 0
     assert torch.load(tmp_path / "bare" / "last.pt")["classes"] is None
-    assert_identical(dict(ours), {
-        name: value.half().float() if value.is_floating_point() else value
-        for name, value in theirs.items()})
+    assert_identical(
+        dict(ours),
+        {
+            name: value.half().float() if value.is_floating_point() else value
+            for name, value in theirs.items()
+        },
+    )
 
 
 def test_a_run_that_half_precision_spoils_and_a_program_that_is_not_the_model_leave_nothing(
-        tmp_path, capsys, monkeypatch):
+    tmp_path, capsys, monkeypatch
+):
     """Weights that overflow; and weights whose differences are small compared with their size."""
     for factor, shift, problem in (
-            (1e7, 0.0, "'head.weight' is not finite"),
-            (10.0, 30_000.0, "with weights in half precision, logits are up to")):
+        (1e7, 0.0, "'head.weight' is not finite"),
+        (10.0, 30_000.0, "with weights in half precision, logits are up to"),
+    ):
         state = torch.load(RUN / "last.pt")
         # Normalised features sum to 0: a constant added to all weights does not change the logits.
         state["model"]["norm.weight"].fill_(1.0)
@@ -386,6 +549,7 @@ def test_a_run_that_half_precision_spoils_and_a_program_that_is_not_the_model_le
         program = real(file)
         program.state_dict["head.bias"].data[1] += 0.01
         return program
+
     monkeypatch.setattr(torch.export, "load", changed)
     assert exported(RUN, "--to", "torch", "--out", tmp_path / "out.pt2") == 2
     assert "the exported program's logits are up to 1.0e-02 from" in capsys.readouterr().err
@@ -397,12 +561,13 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
     damaged = Path(shutil.copytree(RUN, tmp_path / "run"))
     (damaged / "run.json").write_text("{")
     for arguments, problem in (
-            (["nowhere", "--to", "torch", "--out", "x.pt2"], "nowhere: no such checkpoint"),
-            ([RUN, "--to", "run", "--out", "x", "--names", "timm"], "--names does not go with"),
-            ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise does not go"),
-            ([RUN, "--to", "run", "--out", "x", "--image-size", 16], "--image-size does not go"),
-            ([damaged, "--to", "run", "--out", "x"], "run.json: not what a run writes"),
-            ([RUN, "--to", "torch", "--out", "x.pt2", "--image-size", 9], "patches of 4×4")):
+        (["nowhere", "--to", "torch", "--out", "x.pt2"], "nowhere: no such checkpoint"),
+        ([RUN, "--to", "run", "--out", "x", "--names", "timm"], "--names does not go with"),
+        ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise does not go"),
+        ([RUN, "--to", "run", "--out", "x", "--image-size", 16], "--image-size does not go"),
+        ([damaged, "--to", "run", "--out", "x"], "run.json: not what a run writes"),
+        ([RUN, "--to", "torch", "--out", "x.pt2", "--image-size", 9], "patches of 4×4"),
+    ):
         assert exported(*arguments) == 2
         said = capsys.readouterr().err
         assert problem in said and said.count("\n") == 1

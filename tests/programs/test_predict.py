@@ -20,7 +20,7 @@ from vitinit.programs import predict as predict_module
 from vitinit.programs.shared.plot import BLUE, VERMILION, FigureError, save
 from vitinit.runs.trained import Trained
 
-RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"     # of three colours, 8 px wide
+RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"  # of three colours, 8 px wide
 
 
 def predicted(*arguments: object) -> int:
@@ -45,8 +45,9 @@ def test_lines_are_the_models_guesses_in_order(folder, monkeypatch, capsys):
         assert line == f"{path}  {first} {100 * one:.1f} %  {second} {100 * two:.1f} %"
         right += first == path.parent.name
     assert 0 < right < 22
-    assert last == (f"{right} of 22 images are classified as their folder says "
-                    f"({100 * right / 22:.2f} %)")
+    assert last == (
+        f"{right} of 22 images are classified as their folder says ({100 * right / 22:.2f} %)"
+    )
 
 
 @pytest.mark.usefixtures("without_heif")
@@ -55,14 +56,15 @@ def test_what_a_folder_leaves_out_is_named_once(folder, capsys):
         (folder / "red" / name).touch()
     assert predicted(RUN, folder) == 0
     assert capsys.readouterr().err == (
-        f"vitinit predict: left out: 2 .heic, 1 .mov in {folder}; {HEIF_REMEDY}\n")
+        f"vitinit predict: left out: 2 .heic, 1 .mov in {folder}; {HEIF_REMEDY}\n"
+    )
 
 
 def test_dark_images_of_16_bits_are_cautioned_of_once(tmp_path, capsys):
     for number in range(3):
         Image.fromarray(np.full((8, 8), 4095, np.uint16)).save(tmp_path / f"{number}.png")
     assert predicted(RUN, tmp_path) == 0
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("vitinit predict: warning 3 images of 16 bits were looked at, and their")
 
 
@@ -111,27 +113,31 @@ def test_json_holds_every_image(folder, tmp_path, capsys):
             assert "not a readable image" in one["problem"] and "classes" not in one
         else:
             assert [(found["class"], found["probability"]) for found in one["classes"]] == [
-                (name, pytest.approx(share, rel=1e-5)) for name, share in trained.predict(path)]
+                (name, pytest.approx(share, rel=1e-5)) for name, share in trained.predict(path)
+            ]
 
 
 def test_the_list_of_guesses_is_read_as_a_list(folder, tmp_path, capsys):
-    strange = folder / os.fsdecode(b"caf\xe9, \"\n.png")
+    strange = folder / os.fsdecode(b'caf\xe9, "\n.png')
     os.rename(folder / "blue" / "00.png", strange)
     (folder / "red" / "05.png").write_bytes(b"no image")
     Image.new("RGB", (8, 8)).save(tmp_path / "elsewhere.png")
     paths, trained = [*sorted(folder.rglob("*.png")), tmp_path / "elsewhere.png"], vitinit.load(RUN)
     paths.remove(folder / "red" / "05.png")
-    assert predicted(RUN, folder, strange, tmp_path / "elsewhere.png", "--csv",
-                     folder / "images.csv") == 1
+    assert (
+        predicted(RUN, folder, strange, tmp_path / "elsewhere.png", "--csv", folder / "images.csv")
+        == 1
+    )
     assert capsys.readouterr().out.endswith(f"\nwrote {folder / 'images.csv'}\n")
     source = open_split("image_list", str(folder), "whole", 0)
     guesses = {path: trained.predict(path)[0] for path in paths}
-    assert {Path(path): source.classes[label] for path, label in zip(
-        source.paths, source.labels, strict=True)} == {
-            path: name for path, (name, _) in guesses.items()}
+    assert {
+        Path(path): source.classes[label]
+        for path, label in zip(source.paths, source.labels, strict=True)
+    } == {path: name for path, (name, _) in guesses.items()}
     last = (folder / "images.csv").read_bytes().decode("utf-8", "surrogateescape").splitlines()[-1]
     assert last == f"{paths[-1]},{guesses[paths[-1]][0]},{guesses[paths[-1]][1]:.6f}"
-    (folder / "train.csv").write_text("path,label\nred/00.png,red\n")      # the user's own
+    (folder / "train.csv").write_text("path,label\nred/00.png,red\n")  # the user's own
     assert predicted(RUN, folder, "--csv", folder / "train.csv") == 2
     assert "train.csv: is there already and no .csv file as this p" in capsys.readouterr().err
 
@@ -141,6 +147,7 @@ def test_no_file_and_too_little_memory_are_named_and_passed(folder, tmp_path, mo
         if image.shape[2] > 99:
             raise MemoryError
         return resize(image, *arguments)
+
     resize = images.resize
     monkeypatch.setattr(images, "resize", resize_small_ones)
     os.mkfifo(tmp_path / "a.png")
@@ -151,18 +158,21 @@ def test_no_file_and_too_little_memory_are_named_and_passed(folder, tmp_path, mo
     assert out.startswith(f"{folder}/red/03.png  ") and out.endswith("2 of 3 could not be read\n")
     assert err == (
         f"vitinit predict: {tmp_path}/a.png: is a pipe or a device, expected a file\n"
-        f"vitinit predict: {tmp_path}/b.png: too little memory to read it (MemoryError)\n")
+        f"vitinit predict: {tmp_path}/b.png: too little memory to read it (MemoryError)\n"
+    )
     assert refused(DataError, vitinit.load(RUN).predict, large) == (
-        "an image: too little memory to read it (MemoryError)")
+        "an image: too little memory to read it (MemoryError)"
+    )
 
 
 def test_the_sheet_shows_an_even_selection_of_images_with_guesses(folder, tmp_path, monkeypatch):
     drawn, places = [], [0, 4, 8, 12, 16]
     monkeypatch.setattr(predict_module, "SHEET", 5)
-    monkeypatch.setattr(predict_module, "draw_sheet",
-                        lambda out, tiles, heading: drawn.append((tiles, heading)))
+    monkeypatch.setattr(
+        predict_module, "draw_sheet", lambda out, tiles, heading: drawn.append((tiles, heading))
+    )
     assert predicted(RUN, folder, "--sheet", tmp_path / "a.png") == 0
-    (tiles, heading), = drawn
+    ((tiles, heading),) = drawn
     paths, trained = sorted(folder.glob("*/*.png")), vitinit.load(RUN)
     assert f"{len(places)} of 21 images: " in heading
     for tile, path in zip(tiles, [paths[place] for place in places], strict=True):
@@ -173,7 +183,8 @@ def test_the_sheet_shows_an_even_selection_of_images_with_guesses(folder, tmp_pa
 
 
 def test_a_drawn_sheet_marks_each_guess_as_right_or_wrong_and_shows_attention(
-        folder, tmp_path, monkeypatch, capsys):
+    folder, tmp_path, monkeypatch, capsys
+):
     (folder / "red" / "01.png").write_bytes(b"no image")
     out, drawn, trained = tmp_path / "sheet.png", [], vitinit.load(RUN)
     monkeypatch.setattr(predict_module, "save", lambda *what: drawn.append(what[0]) or save(*what))
@@ -188,7 +199,10 @@ def test_a_drawn_sheet_marks_each_guess_as_right_or_wrong_and_shows_attention(
         file, guess = axis.texts
         words = f"{name} {100 * share:.0f} %" + f"\nis {truth}" * (name != truth)
         assert (file.get_text(), guess.get_text(), guess.get_color()) == (
-            f"{truth}/{path.name}", words, BLUE if name == truth else VERMILION)
+            f"{truth}/{path.name}",
+            words,
+            BLUE if name == truth else VERMILION,
+        )
         heat = predict_module.attended(trained, trained.view(path))
         np.testing.assert_allclose(axis.images[1].get_array(), heat * heat.numel(), rtol=1e-5)
 
@@ -202,11 +216,15 @@ def with_model(family: str, **sizes) -> Trained:
 @torch.no_grad()
 def test_heat_is_the_attention_of_the_pooled_tokens():
     view = torch.randint(0, 256, (3, 20, 28), dtype=torch.uint8, generator=seeded(1))
-    for family, sizes in (("vit", dict(pool="class", num_registers=2)), ("swin", {}),
-                          ("vit", dict(pool="mean", num_registers=2)), ("simple_vit, content", {})):
+    for family, sizes in (
+        ("vit", dict(pool="class", num_registers=2)),
+        ("swin", {}),
+        ("vit", dict(pool="mean", num_registers=2)),
+        ("simple_vit, content", {}),
+    ):
         trained = with_model(family, **sizes)
         matrices = mixing_matrices(trained.model, trained.preprocess(view))
-        weights = matrices[max(matrices)][0].mean(0)                     # (N, N)
+        weights = matrices[max(matrices)][0].mean(0)  # (N, N)
         expected = weights[0] if sizes.get("pool") == "class" else weights[-35:].mean(0)
         heat = predict_module.attended(trained, view)
         torch.testing.assert_close(heat, expected[-35:].view(5, 7))
@@ -219,13 +237,14 @@ def test_what_cannot_be_predicted_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.png").write_bytes(b"text")
     for arguments, problem in (
-            ("nowhere x.png", "nowhere: no such checkpoint"),
-            (f"{RUN} x.png", "x.png: no such file or folder"),
-            (f"{RUN} empty", "empty: no images in it"),
-            (f"{RUN}", "the following arguments are required: IMAGE|FOLDER"),
-            (f"{RUN} empty --attention", "--attention is drawn on a contact sheet; give --sheet F"),
-            (f"{RUN} empty --top 0", "0: expected an integer"),
-            (f"{RUN} a.png --sheet b.png", "no image could be read, so there is nothing to dra")):
+        ("nowhere x.png", "nowhere: no such checkpoint"),
+        (f"{RUN} x.png", "x.png: no such file or folder"),
+        (f"{RUN} empty", "empty: no images in it"),
+        (f"{RUN}", "the following arguments are required: IMAGE|FOLDER"),
+        (f"{RUN} empty --attention", "--attention is drawn on a contact sheet; give --sheet F"),
+        (f"{RUN} empty --top 0", "0: expected an integer"),
+        (f"{RUN} a.png --sheet b.png", "no image could be read, so there is nothing to dra"),
+    ):
         assert predicted(*arguments.split()) == 2
         assert problem in capsys.readouterr().err.splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "empty"]

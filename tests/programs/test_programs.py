@@ -23,10 +23,15 @@ from vitinit.recipe.files import RecipeError, building
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged
 
-PROGRAMS = {"vitinit bench": bench.main, "vitinit compare": compare.main,
-             "vitinit export": export.main, "vitinit figures": figures.main,
-            "vitinit lessons": lessons.main, "vitinit predict": predict.main,
-            "vitinit sweep": sweep.main}
+PROGRAMS = {
+    "vitinit bench": bench.main,
+    "vitinit compare": compare.main,
+    "vitinit export": export.main,
+    "vitinit figures": figures.main,
+    "vitinit lessons": lessons.main,
+    "vitinit predict": predict.main,
+    "vitinit sweep": sweep.main,
+}
 
 
 def as_on_windows(image: str, out: Path) -> None:
@@ -43,29 +48,32 @@ def as_on_windows(image: str, out: Path) -> None:
         delattr(os, name)
     import vitinit
     from vitinit.programs import export, predict
+
     print(*vitinit.load("cifar10_small").predict(image, top=1)[0])
     assert predict.main(["cifar10_small", image]) == 0
     assert export.main(["cifar10_small", "--to", "safetensors", "--out", str(out)]) == 0
 
 
 def line_of(capsys) -> str:
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
 def test_a_wrong_argument_is_one_line(capsys):
     for program, arguments, words in (
-            ("vitinit bench", "step --recipe a --batch 0", "--batch: 0: expected an integer ≥ 1"),
-            ("vitinit bench", "step --recipe a --device cdua", "no 'cdua'; did you mean 'cuda'?"),
-            ("vitinit lessons", "99", "there is no lesson 99; expected 1 to"),
-            ("vitinit lessons", "--update", "expected the number of a lesson"),
-            ("vitinit figures", "maps", "required: --o"),
-            ("vitinit figures", "maps --recipe a --out a --init defualt", "did you mean 'default'"),
-            ("vitinit figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such"),
-            ("vitinit figures", "attention p --recipe a --out a --queries 3", "3: expected two n"),
-            ("vitinit figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0"),
-            ("vitinit compare", "", "required: RUN"), ("vitinit compare", "a --seeds 3", "unrecog"),
-            ("vitinit sweep", "--recipe quickstart", "required: --seeds")):
+        ("vitinit bench", "step --recipe a --batch 0", "--batch: 0: expected an integer ≥ 1"),
+        ("vitinit bench", "step --recipe a --device cdua", "no 'cdua'; did you mean 'cuda'?"),
+        ("vitinit lessons", "99", "there is no lesson 99; expected 1 to"),
+        ("vitinit lessons", "--update", "expected the number of a lesson"),
+        ("vitinit figures", "maps", "required: --o"),
+        ("vitinit figures", "maps --recipe a --out a --init defualt", "did you mean 'default'"),
+        ("vitinit figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such"),
+        ("vitinit figures", "attention p --recipe a --out a --queries 3", "3: expected two n"),
+        ("vitinit figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0"),
+        ("vitinit compare", "", "required: RUN"),
+        ("vitinit compare", "a --seeds 3", "unrecog"),
+        ("vitinit sweep", "--recipe quickstart", "required: --seeds"),
+    ):
         assert PROGRAMS[program](arguments.split()) == 2
         line = line_of(capsys)
         assert line.startswith(f"{program}: ") and words in line and len(line) <= 200
@@ -82,12 +90,23 @@ def test_a_model_loads_predicts_and_exports_as_on_windows(repository, tmp_path, 
 
 def test_arguments_are_read_within_bounds_and_refused_beyond_them():
     for read, text, value in (
-            (integer(1), "7", 7), (integer(0, 3), "2", 2), (real(), "1e3", 1000.0),
-            (real(above=0.0, maximum=1.0), "1", 1.0), (one_of({"a": 1, "b": 2}), "b", "b")):
+        (integer(1), "7", 7),
+        (integer(0, 3), "2", 2),
+        (real(), "1e3", 1000.0),
+        (real(above=0.0, maximum=1.0), "1", 1.0),
+        (one_of({"a": 1, "b": 2}), "b", "b"),
+    ):
         assert read(text) == value
     for read, text in (
-            (integer(1), "0"), (integer(0, 3), "3"), (integer(0), "1.0"), (integer(0), "9" * 5000),
-            (real(), "inf"), (real(), "x"), (real(above=0.0), "0"), (one_of(["a", "b"]), "c")):
+        (integer(1), "0"),
+        (integer(0, 3), "3"),
+        (integer(0), "1.0"),
+        (integer(0), "9" * 5000),
+        (real(), "inf"),
+        (real(), "x"),
+        (real(above=0.0), "0"),
+        (one_of(["a", "b"]), "c"),
+    ):
         with pytest.raises(ArgumentTypeError, match="expected|there is no 'c'; valid: a, b"):
             read(text)
 
@@ -99,13 +118,17 @@ def raising(error: BaseException) -> None:
 def test_what_ends_a_program_is_a_line_and_a_status_and_a_closed_pipe_no_error(capsys, monkeypatch):
     """As in `vitinit compare … | head -1`."""
     for error, status, line in (
-            (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"),
-            (Diverged("loss is nan"), 1, "p: loss is nan"),
-            (KeyboardInterrupt(), 130, "p: stopped by SIGINT"),
-            (Interrupted(signal.SIGTERM), 143, "p: stopped by SIGTERM"),
-            (FileNotFoundError(2, "No such file or directory", "x\x1b/y"), 2,
-             r"p: x\x1b/y: No such file or directory"),
-            (OSError(24, "Too many open files"), 2, "p: Too many open files")):
+        (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"),
+        (Diverged("loss is nan"), 1, "p: loss is nan"),
+        (KeyboardInterrupt(), 130, "p: stopped by SIGINT"),
+        (Interrupted(signal.SIGTERM), 143, "p: stopped by SIGTERM"),
+        (
+            FileNotFoundError(2, "No such file or directory", "x\x1b/y"),
+            2,
+            r"p: x\x1b/y: No such file or directory",
+        ),
+        (OSError(24, "Too many open files"), 2, "p: Too many open files"),
+    ):
         assert run_program("p", lambda: raising(error)) == status
         assert line_of(capsys) == line
     with pytest.raises(KeyError):
@@ -116,7 +139,7 @@ def test_what_ends_a_program_is_a_line_and_a_status_and_a_closed_pipe_no_error(c
     with open(written, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert run_program("p", lambda: print("line", flush=True)) == 128 + signal.SIGPIPE
-        print("more")                                # what is left is printed nowhere
+        print("more")  # what is left is printed nowhere
 
 
 def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
@@ -124,20 +147,28 @@ def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
         with pytest.raises((Exception, Interrupted)) as caught, building("recipe r", "model"):
             action()
         return caught.value
+
     assert str(built(lambda: raising(ValueError("no fit")))) == "recipe r: no fit"
     assert str(built(lambda: raising(RecipeError("--set a: wrong")))) == "--set a: wrong"
     message = str(built(lambda: torch.empty(2**60, dtype=torch.uint8)))
     assert message.startswith("recipe r: [model] takes more memory than there is (")
     assert len(message) <= 200 and "test_programs" not in message
-    for fault in (lambda: {}["depth"], lambda: torch.zeros(2, 3).view(4), lambda: None + 1,
-                  lambda: raising(Interrupted(signal.SIGTERM))):
+    for fault in (
+        lambda: {}["depth"],
+        lambda: torch.zeros(2, 3).view(4),
+        lambda: None + 1,
+        lambda: raising(Interrupted(signal.SIGTERM)),
+    ):
         assert not isinstance(built(fault), OneLineError)
 
 
 def test_a_line_shows_what_it_quotes_and_if_long_loses_its_middle_or_end():
-    for text, shown in (("train/ant 1/ü–日本.jpg: gone", "train/ant 1/ü–日本.jpg: gone"),
-                        ("a\nb\r\tc \\", r"a\nb\r\tc \ "[:-1]), ("\x1b[2J\u202e", r"\x1b[2J\u202e"),
-                        (os.fsdecode(b"caf\xe9.jpg"), r"caf\udce9.jpg")):
+    for text, shown in (
+        ("train/ant 1/ü–日本.jpg: gone", "train/ant 1/ü–日本.jpg: gone"),
+        ("a\nb\r\tc \\", r"a\nb\r\tc \ "[:-1]),
+        ("\x1b[2J\u202e", r"\x1b[2J\u202e"),
+        (os.fsdecode(b"caf\xe9.jpg"), r"caf\udce9.jpg"),
+    ):
         assert one_line(text) == shown == one_line(one_line(text))
     text = "start" + "x" * 5000 + "end"
     shown = one_line(text)

@@ -22,8 +22,9 @@ def commands(path: Path) -> list[list[str]]:
     """Every command of a card as a list of words; continued lines are joined, elisions left out."""
     head = path.read_text(encoding="utf-8").partition("\n[run]")[0]
     text = re.sub(r"\\\n# *", " ", head)
-    found = re.findall(r"^# +(?:Command +)?((?:torchrun|python|vitinit) [^\n]*)", text,
-                       flags=re.MULTILINE)
+    found = re.findall(
+        r"^# +(?:Command +)?((?:torchrun|python|vitinit) [^\n]*)", text, flags=re.MULTILINE
+    )
     return [shlex.split(re.sub(r"--\S+ …| …", "", line)) for line in found]
 
 
@@ -35,19 +36,23 @@ def overrides_of(path: Path) -> list[str]:
 
 
 def started(words: list[str], program: str) -> list[str]:
-    return words[words.index(program) + 1:]
+    return words[words.index(program) + 1 :]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     found = commands(path)
-    assert found and path.stem in found[0]           # its own, before any other
+    assert found and path.stem in found[0]  # its own, before any other
     for words in found:
         if "train.py" in words:
             args = train_program.parse_arguments(started(words, "train.py"))
-            recipe = load_recipe(args.recipe, overrides(
-                init=args.init, seed=args.seed, data_dir=args.data_dir or "data", sets=args.set))
+            recipe = load_recipe(
+                args.recipe,
+                overrides(
+                    init=args.init, seed=args.seed, data_dir=args.data_dir or "data", sets=args.set
+                ),
+            )
             assert (RECIPES / f"{recipe.name}.toml").is_file()
         else:
             arguments = started(words, "sweep")
@@ -61,6 +66,10 @@ def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
     if stated:
         recipe = load_recipe(path)
         with torch.device("meta"):
-            model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                                image_size=recipe.data.image_size, **recipe.model.options)
+            model = build_model(
+                recipe.model.name,
+                num_classes=recipe.data.num_classes,
+                image_size=recipe.data.image_size,
+                **recipe.model.options,
+            )
         assert sum(p.numel() for p in model.parameters()) == int(stated[1].replace(",", ""))

@@ -11,8 +11,10 @@ from vitinit.programs.shared.records import read_archive
 from vitinit.programs.shared.results import t_interval
 
 PAGE = next(page for page in PAGES if page.name == "recipes/board.md")
-ROWS = [[cell.strip() for cell in row.split("|")[1:-1]]
-        for row in re.findall(r"^\| \([a-z]\) .*$", PAGE.text, re.MULTILINE)]
+ROWS = [
+    [cell.strip() for cell in row.split("|")[1:-1]]
+    for row in re.findall(r"^\| \([a-z]\) .*$", PAGE.text, re.MULTILINE)
+]
 RECORDS = [row for row in ROWS if row[-1]]
 ARCHIVES = sorted((RECIPES / "board").iterdir())
 
@@ -39,7 +41,7 @@ def test_a_record_is_what_its_row_says_and_keeps_the_rules(row):
     assert minutes == f"{spent:.1f}"
     for run in runs:
         assert run.finished and len(run.rows) == run.epochs == int(epochs)
-        assert run.measured("val_top1") == [run.rows[-1]["val_top1"]]    # looked at once
+        assert run.measured("val_top1") == [run.rows[-1]["val_top1"]]  # looked at once
         assert "convmixer" not in run.keys["model.name"] and not run.keys["init.checkpoint"]
         assert run.keys["data.workers"] == 0
         assert {start["device"][:14] for start in run.starts} == {"CPU, 1 threads"}

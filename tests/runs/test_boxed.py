@@ -27,7 +27,10 @@ def changed(run: RunRecord, other: RunRecord) -> set[str]:
     """The keys that differ, but for where the images are, and a key of runs with a checkpoint."""
     ours, theirs = MEANT | run.keys, MEANT | other.keys
     return {key for key in ours | theirs if ours.get(key) != theirs.get(key)} - {
-        "data.name", "data.root", "init.checkpoint_head"}
+        "data.name",
+        "data.root",
+        "init.checkpoint_head",
+    }
 
 
 def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tmp_path):
@@ -57,8 +60,9 @@ def test_it_is_called_by_name_and_recipes_start_there(eval_program, tmp_path, mo
     assert eval_program.main(["cifar10_small", "--data", "shapes"]) == 2
     assert capsys.readouterr().err.endswith("; the model is cifar10_small/last.pt\n")
     monkeypatch.chdir(tmp_path)
-    recipe = load_recipe("cifar10_small", overrides(
-        data_dir="data", sets=["init.checkpoint=cifar10_small"]))
+    recipe = load_recipe(
+        "cifar10_small", overrides(data_dir="data", sets=["init.checkpoint=cifar10_small"])
+    )
     start, head = fine_tune(build(recipe), recipe, task_of(recipe, CLASSES))
     assert start.startswith("start   cifar10_small: ")
     assert head == "head    10 of 10 rows by class name, 0 as drawn"

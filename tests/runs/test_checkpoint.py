@@ -15,8 +15,12 @@ from refused import refused
 
 from vitinit.base.files import CheckpointError, Damaged, FileError, write_text_atomically
 from vitinit.runs import checkpoint as checkpoint_module
-from vitinit.runs.checkpoint import (Unread, model_state, read_checkpoint_file as load,
-                                     without_prefix)
+from vitinit.runs.checkpoint import (
+    Unread,
+    model_state,
+    read_checkpoint_file as load,
+    without_prefix,
+)
 from vitinit.runs.folder import save_atomically
 
 
@@ -54,9 +58,12 @@ def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path):
     path = tmp_path / "a.pt"
     save_atomically({"weights": torch.arange(1009.0), "names": ["alpha", "beta"]}, path)
     content = path.read_bytes()
-    for place in (content.index(torch.arange(500.0, 520.0).numpy().tobytes()),
-                  content.index(b"alpha"), content.index(b"PK\x01\x02") + 17):     # the directory
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+    for place in (
+        content.index(torch.arange(500.0, 520.0).numpy().tobytes()),
+        content.index(b"alpha"),
+        content.index(b"PK\x01\x02") + 17,
+    ):  # the directory
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         line = refused(Damaged, load, path)
         assert line.startswith((f"{path}: damaged after", f"{path}: not a readable"))
         assert len(line) < len(str(path)) + 130
@@ -65,10 +72,12 @@ def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path):
 def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, recwarn):
     path = tmp_path / "a.pt"
     for content, why in (
-            (b"", "no pickle"), (b"not a checkpoint", "no pickle of tensors and plain values"),
-            (b"PK\x03\x04 torn", "a damaged archive, or one cut"),
-            (pickle.dumps({"a": 1}, protocol=4), "no pickle"),
-            (None, "it asks for posixpath.join, and only tensors and plain values are read")):
+        (b"", "no pickle"),
+        (b"not a checkpoint", "no pickle of tensors and plain values"),
+        (b"PK\x03\x04 torn", "a damaged archive, or one cut"),
+        (pickle.dumps({"a": 1}, protocol=4), "no pickle"),
+        (None, "it asks for posixpath.join, and only tensors and plain values are read"),
+    ):
         torch.save({"model": os.path.join}, path)
         if content is not None:
             path.write_bytes(content)
@@ -78,7 +87,7 @@ def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, re
     assert "holds a list, expected a dictionary" in refused(Damaged, load, path)
     torch.save({"a": json.loads(99 * "[" + 99 * "]")}, path)
     assert "its tables are nested too deeply" in refused(Damaged, load, path)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:     # which may fill the memory
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:  # which may fill the memory
         packed.writestr("a/data.pkl", bytes(2**20))
     assert "holds 1,048,576 bytes in a file of fewer" in refused(Damaged, load, path)
     assert refused(CheckpointError, load, tmp_path / "b.pt").endswith("b.pt: no such checkpoint")
@@ -86,6 +95,7 @@ def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, re
 
 def test_safetensors_are_read_and_shards_from_the_indexs_own_folder_alone(tmp_path):
     from safetensors.torch import save_file
+
     folder = tmp_path / "theirs"
     folder.mkdir()
     for place in (folder / "1.safetensors", tmp_path / "out.safetensors"):
@@ -94,12 +104,15 @@ def test_safetensors_are_read_and_shards_from_the_indexs_own_folder_alone(tmp_pa
     torch.save({"b": torch.arange(5.0)}, folder / "2.bin")
     index = folder / "model.safetensors.index.json"
     for files, problem in (
-            ({"a": "1.safetensors", "b": "2.bin"}, ""),
-            ({"a": "1.safetensors", "b": "3.bin"}, "3.bin: no such checkpoint"),
-            ({"a": "1.safetensors", "b": "1.safetensors"}, "names b in 1.safetensors, which"),
-            *(({"a": file}, f"index.json: names {file}, expected a file of tensors in the same")
-              for file in ("../out.safetensors", f"{tmp_path}/out.safetensors", index.name)),
-            ([], "index.json: not a readable checkpoint")):
+        ({"a": "1.safetensors", "b": "2.bin"}, ""),
+        ({"a": "1.safetensors", "b": "3.bin"}, "3.bin: no such checkpoint"),
+        ({"a": "1.safetensors", "b": "1.safetensors"}, "names b in 1.safetensors, which"),
+        *(
+            ({"a": file}, f"index.json: names {file}, expected a file of tensors in the same")
+            for file in ("../out.safetensors", f"{tmp_path}/out.safetensors", index.name)
+        ),
+        ([], "index.json: not a readable checkpoint"),
+    ):
         index.write_text(json.dumps({"weight_map": files}))
         if problem:
             assert problem in refused(CheckpointError, load, index)
@@ -110,40 +123,57 @@ def test_safetensors_are_read_and_shards_from_the_indexs_own_folder_alone(tmp_pa
 def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_path):
     """As DeiT's code, timm and wrappers write them, a Namespace beside; or a bare state dict."""
     model, average = {"blocks.0.w": torch.ones(2)}, {"blocks.0.w": torch.zeros(2)}
-    for state in ({"model": model, "ema": {"model": average, "updates": 3}},
-                  {"state_dict": model, "state_dict_ema": average,
-                   "args": argparse.Namespace(lr=1)},
-                  {"model": model, "model_ema": average}, model):
+    for state in (
+        {"model": model, "ema": {"model": average, "updates": 3}},
+        {"state_dict": model, "state_dict_ema": average, "args": argparse.Namespace(lr=1)},
+        {"model": model, "model_ema": average},
+        model,
+    ):
         torch.save(state, tmp_path / "a.pth")
         state = load(tmp_path / "a.pth")
         assert torch.equal(model_state(state, tmp_path)["blocks.0.w"], torch.ones(2))
         if state.keys() != model.keys():
             assert torch.equal(model_state(state, tmp_path, "ema")["blocks.0.w"], torch.zeros(2))
     averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(3, 2)).state_dict()
-    for state in (*({key: averaged} for key in checkpoint_module.CONTAINERS), averaged,
-                  {"teacher": {"model": averaged}, "student": 0, "model": "vit", "module": 7}):
+    for state in (
+        *({key: averaged} for key in checkpoint_module.CONTAINERS),
+        averaged,
+        {"teacher": {"model": averaged}, "student": 0, "model": "vit", "module": 7},
+    ):
         assert [*model_state(state, tmp_path)] == ["weight", "bias"]
     assert [*model_state({"ema": averaged}, tmp_path, "ema")] == ["weight", "bias"]
 
 
-@pytest.mark.parametrize("names, prefix, without", [
-    ("module._orig_mod.module_.w", "module._orig_mod.", "module_.w"),
-    ("model.net.norm.bias model.net.head.bias", "model.net.", "norm.bias head.bias"),
-    ("encoder.encoder.ln.bias encoder.class_token", "encoder.", "encoder.ln.bias class_token"),
-    ("encoder.layer.0.norm1.bias embeddings.cls_token", "", None),     # transformers'
-    ("encoder.ln.bias class_token heads.head.bias", "", None),         # torchvision's
-    ("model.norm.bias criterion.weight", "", None), ("head.bias", "", None),
-    ("model.head.bias model.norm.bias head.bias", "", None)])          # two would become one
+@pytest.mark.parametrize(
+    "names, prefix, without",
+    [
+        ("module._orig_mod.module_.w", "module._orig_mod.", "module_.w"),
+        ("model.net.norm.bias model.net.head.bias", "model.net.", "norm.bias head.bias"),
+        ("encoder.encoder.ln.bias encoder.class_token", "encoder.", "encoder.ln.bias class_token"),
+        ("encoder.layer.0.norm1.bias embeddings.cls_token", "", None),  # transformers'
+        ("encoder.ln.bias class_token heads.head.bias", "", None),  # torchvision's
+        ("model.norm.bias criterion.weight", "", None),
+        ("head.bias", "", None),
+        ("model.head.bias model.norm.bias head.bias", "", None),
+    ],
+)  # two would become one
 def test_a_prefix_of_all_names_or_all_but_the_classifiers_is_taken_off(names, prefix, without):
     assert without_prefix(names.split()) == (prefix, (without or names).split())
     assert [*model_state(dict.fromkeys(names.split(), torch.ones(1)), Path("a.pt"))] == (
-        without or names).split()
+        without or names
+    ).split()
 
 
 def test_what_programs_keep_beside_weights_is_not_read_and_does_no_harm(tmp_path):
-    beside = {"best": np.float64(0.5), "epoch": np.int32(3), "random": np.random.get_state(),
-              "root": tmp_path, "other": PurePosixPath("a/b"), "kind": np.dtype("float32"),
-              "args": argparse.Namespace(out=tmp_path, lr=np.float32(1))}
+    beside = {
+        "best": np.float64(0.5),
+        "epoch": np.int32(3),
+        "random": np.random.get_state(),
+        "root": tmp_path,
+        "other": PurePosixPath("a/b"),
+        "kind": np.dtype("float32"),
+        "args": argparse.Namespace(out=tmp_path, lr=np.float32(1)),
+    }
     torch.save({"model": {"w": torch.ones(2)}} | beside, tmp_path / "a.pt")
     state = load(tmp_path / "a.pt")
     assert [*model_state(state, tmp_path)] == ["w"]
@@ -153,16 +183,28 @@ def test_what_programs_keep_beside_weights_is_not_read_and_does_no_harm(tmp_path
 WEIGHT = torch.ones(3, 5)
 
 
-@pytest.mark.parametrize("value, fault", [
-    (WEIGHT.to(torch.int8), "torch.int8"), (WEIGHT.long(), "torch.int64"),
-    (WEIGHT.bool(), "torch.bool"), (WEIGHT.to(torch.complex64), "torch.complex64"),
-    (WEIGHT.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"), (WEIGHT.to("meta"), "meta"),
-    (WEIGHT.to_sparse(), "sparse"), (torch.ones(1).expand(2**20, 2**20), "by its stride (0, 0)"),
-    (torch.tensor([1.0, torch.inf]), "not finite"), (torch.tensor([1.0, torch.nan]), "not finite")])
+@pytest.mark.parametrize(
+    "value, fault",
+    [
+        (WEIGHT.to(torch.int8), "torch.int8"),
+        (WEIGHT.long(), "torch.int64"),
+        (WEIGHT.bool(), "torch.bool"),
+        (WEIGHT.to(torch.complex64), "torch.complex64"),
+        (WEIGHT.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+        (WEIGHT.to("meta"), "meta"),
+        (WEIGHT.to_sparse(), "sparse"),
+        (torch.ones(1).expand(2**20, 2**20), "by its stride (0, 0)"),
+        (torch.tensor([1.0, torch.inf]), "not finite"),
+        (torch.tensor([1.0, torch.nan]), "not finite"),
+    ],
+)
 def test_a_weight_that_is_none_is_refused_by_its_name_and_counters_are_read(value, fault, tmp_path):
-    counters = {"bn.num_batches_tracked": torch.tensor(2**40), "position_ids": torch.arange(5),
-                "attn.relative_position_index": torch.zeros(2, 3, dtype=torch.int32)}
-    weights = {"b.num_batches_tracked": WEIGHT, "half": 60_000 * WEIGHT.half()}     # sum: infinite
+    counters = {
+        "bn.num_batches_tracked": torch.tensor(2**40),
+        "position_ids": torch.arange(5),
+        "attn.relative_position_index": torch.zeros(2, 3, dtype=torch.int32),
+    }
+    weights = {"b.num_batches_tracked": WEIGHT, "half": 60_000 * WEIGHT.half()}  # sum: infinite
     torch.save(counters | weights, tmp_path / "a.pt")
     assert len(model_state(load(tmp_path / "a.pt"), tmp_path / "a.pt")) == 5
     torch.save(counters | {"bn.w": value}, tmp_path / "a.pt")
@@ -172,7 +214,11 @@ def test_a_weight_that_is_none_is_refused_by_its_name_and_counters_are_read(valu
 
 def test_a_checkpoint_without_that_model_is_one_line(tmp_path):
     own = {"model": {"w": torch.ones(2)}}
-    for state, name in (({"step": 3}, "model"), (own | {"ema": None}, "ema"),
-                        (own | {"ema": {}}, "ema"), (own | {"ema": torch.ones(2)}, "ema")):
+    for state, name in (
+        ({"step": 3}, "model"),
+        (own | {"ema": None}, "ema"),
+        (own | {"ema": {}}, "ema"),
+        (own | {"ema": torch.ones(2)}, "ema"),
+    ):
         line = refused(CheckpointError, model_state, state, tmp_path / "a.pt", name)
         assert "a.pt: no model in it; " in line and f" key '{name}'" in line

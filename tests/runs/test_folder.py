@@ -24,8 +24,14 @@ from vitinit.runs.resume import RunLock
 
 
 def training_state(step: int) -> dict:
-    return {"model": {}, "optimizer": {}, "recipe": {}, "step": step, "progress": {"step": step},
-            "weights": torch.full((501,), float(step))}
+    return {
+        "model": {},
+        "optimizer": {},
+        "recipe": {},
+        "step": step,
+        "progress": {"step": step},
+        "weights": torch.full((501,), float(step)),
+    }
 
 
 def flip_a_bit(path: Path) -> None:
@@ -40,13 +46,21 @@ def test_every_start_is_recorded(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "a")
     folder.make()
     for count in (1, 2):
-        folder.record_start("quickstart", {"resume": str(count)}, ["train.py", f"--start={count}"],
-                            processes=3, device="CPU", data={"training images": count})
+        folder.record_start(
+            "quickstart",
+            {"resume": str(count)},
+            ["train.py", f"--start={count}"],
+            processes=3,
+            device="CPU",
+            data={"training images": count},
+        )
         starts = json.loads(folder.info.read_text())
         assert len(starts) == count and starts == folder.starts()
         assert starts[-1]["command"] == ["train.py", f"--start={count}"]
         assert (starts[-1]["recipe"], starts[-1]["arguments"]) == (
-            "quickstart", {"resume": str(count)})
+            "quickstart",
+            {"resume": str(count)},
+        )
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
     assert folder.data_of(0) == {"training images": 1}
     for text in ('[{"data": {"root": {}}}]', '[{"data": 5}]', '[{"command": [1]}]', '[{"comm'):
@@ -66,9 +80,11 @@ def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path):
     for name in ("run.json", "previous.pt", "epoch_0003.pt", "steps.jsonl"):
         folder.require_unused(starts_again=True)
         (tmp_path / name).write_text("x")
-        for starts_again in (False, True)[:1 if name == "run.json" else 2]:
-            assert re.search(rf"already holds a run \({name}\); --resume auto goes", refused(
-                CheckpointError, folder.require_unused, starts_again=starts_again))
+        for starts_again in (False, True)[: 1 if name == "run.json" else 2]:
+            assert re.search(
+                rf"already holds a run \({name}\); --resume auto goes",
+                refused(CheckpointError, folder.require_unused, starts_again=starts_again),
+            )
         (tmp_path / name).unlink()
 
 
@@ -76,7 +92,7 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
     """A last one that a crash cut short counts for nothing; a damaged one before it is named."""
     file = Lines(tmp_path / "lines.jsonl", "step")
     file.cut_back(0)
-    assert file.rows() == []                         # nothing there yet
+    assert file.rows() == []  # nothing there yet
     for number in range(10, 60, 10):
         file.append({"step": number, "loss": None})
     with file.path.open("a") as written:
@@ -84,7 +100,7 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
     assert file.cut_back(30) == 3
     assert [row["step"] for row in file.rows()] == [10, 20, 30]
     node = file.path.stat().st_ino
-    assert file.cut_back(30) == 3 and file.path.stat().st_ino == node   # not written anew
+    assert file.cut_back(30) == 3 and file.path.stat().st_ino == node  # not written anew
     assert file.path.read_text().count("\n") == 3
     for line in (b'{"epoch": 1}', b"\xff", b'{"step": 10}', b'{"step": 20, "loss": "1"}'):
         file.path.write_bytes(b'{"step": 10}\n' + line + b'\n{"step": 30}\n')
@@ -96,8 +112,10 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
 def test_each_last_checkpoint_becomes_the_previous_one(tmp_path, monkeypatch, links):
     """Also where there are no hard links. A step that is saved again, as after the evaluation of an
     epoch or by a process that resumed the run, leaves the previous one."""
+
     def refuse(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
+
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     folder = RunFolder(tmp_path)
@@ -116,9 +134,9 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
     folder.save(training_state(0), folder.last)
     folder.save(training_state(1), folder.last)
     flip_a_bit(folder.last)
-    assert torch.load(folder.last)["weights"].unique().numel() == 2      # torch does not notice
+    assert torch.load(folder.last)["weights"].unique().numel() == 2  # torch does not notice
     assert folder.load_last()["step"] == 0
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "last.pt: damaged after it was written, the checksum of" in line
     assert line.endswith(f"; going on with {folder.previous}")
     # The next save does not replace the good checkpoint by the damaged one; the one after it does.
@@ -135,40 +153,47 @@ def test_a_folder_with_a_file_of_ones_own_that_a_run_would_write_is_not_used(tmp
     folder = RunFolder(tmp_path)
     for name in ("images.txt", "start.txt", "recipe.toml", "run.json"):
         (tmp_path / name).write_text("mine")
-        for starts_again in (False, True)[:1 + (name not in ("recipe.toml", "run.json"))]:
+        for starts_again in (False, True)[: 1 + (name not in ("recipe.toml", "run.json"))]:
             assert f"already holds a run ({name})" in refused(
-                CheckpointError, folder.require_unused, starts_again=starts_again)
+                CheckpointError, folder.require_unused, starts_again=starts_again
+            )
         (tmp_path / name).unlink()
 
 
 def test_what_cannot_be_resumed_is_one_line(tmp_path):
     folder, whole = RunFolder(tmp_path), training_state(3)
     for state, words in (
-            ({"model": {}, "step": 1}, "cannot be resumed; expected a dictionary 'optimizer'"),
-            (whole | {"recipe": [1]}, "cannot be resumed; expected a dictionary 'recipe'")):
+        ({"model": {}, "step": 1}, "cannot be resumed; expected a dictionary 'optimizer'"),
+        (whole | {"recipe": [1]}, "cannot be resumed; expected a dictionary 'recipe'"),
+    ):
         folder.save(state, folder.last)
         assert words in refused(CheckpointError, folder.load_last)
     for step in (0, 1):
         folder.save(training_state(step), folder.last)
     flip_a_bit(folder.last)
     folder.previous.write_bytes(folder.previous.read_bytes()[:-100])
-    assert re.search("last.pt: damaged.*previous.pt: not a readable", refused(CheckpointError,
-        folder.load_last))
+    assert re.search(
+        "last.pt: damaged.*previous.pt: not a readable", refused(CheckpointError, folder.load_last)
+    )
     # An error of the disk, not of the file, may be temporary: the run must not repeat any steps.
     folder.save(training_state(2), folder.previous)
     folder.last.unlink()
     folder.last.mkdir()
     assert "last.pt: is a folder, a pipe or a dev" in refused(CheckpointError, folder.load_last)
     folder.last.rmdir()
-    os.mkfifo(folder.last)                           # which would wait for who writes to it
+    os.mkfifo(folder.last)  # which would wait for who writes to it
     assert "last.pt: is a folder, a pipe or a dev" in refused(CheckpointError, folder.load_last)
 
 
 def test_the_commit_counts_changes_of_tracked_files_alone(tmp_path, monkeypatch):
     """A picture that a figure has left in the repository changes no result."""
     assert git_commit(tmp_path) == "unknown"
-    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME",
-                 "GIT_COMMITTER_EMAIL"):
+    for name in (
+        "GIT_AUTHOR_NAME",
+        "GIT_AUTHOR_EMAIL",
+        "GIT_COMMITTER_NAME",
+        "GIT_COMMITTER_EMAIL",
+    ):
         monkeypatch.setenv(name, "ada")
     code = tmp_path / "code.py"
     code.write_text("1")
@@ -181,7 +206,7 @@ def test_the_commit_counts_changes_of_tracked_files_alone(tmp_path, monkeypatch)
     assert git_commit(tmp_path) == f"{commit}+changes"
     (site := tmp_path / ".venv" / "vitinit").mkdir(parents=True)
     (site / "run.py").write_text("")
-    assert git_commit(site) == "unknown"             # installed into somebody's repository
+    assert git_commit(site) == "unknown"  # installed into somebody's repository
 
 
 # The lock, which ends with its process, however that ends ----------------------------------------
@@ -214,6 +239,7 @@ def holder(tmp_path):
     def hold() -> None:
         lock.take(tmp_path)
         workers.write_text(str(forked(lambda: None)))
+
     process = forked(hold)
     worker = int(workers.read_text())
     workers.unlink()
@@ -223,7 +249,8 @@ def holder(tmp_path):
 
 
 def test_a_second_run_is_told_who_writes_and_a_killed_one_keeps_no_lock_though_its_child_lives(
-        train_program, small_run, tmp_path, holder, capsys):
+    train_program, small_run, tmp_path, holder, capsys
+):
     """Not even a file that it could not read: the other process may be writing it."""
     (tmp_path / "metrics.jsonl").write_text("half a li")
     (tmp_path / "last.pt").write_bytes(b"half a checkpo")
@@ -235,7 +262,7 @@ def test_a_second_run_is_told_who_writes_and_a_killed_one_keeps_no_lock_though_i
     assert (tmp_path / "metrics.jsonl").read_text() == "half a li"
     process, worker = holder
     kill(process)
-    os.kill(worker, 0)                               # raises if the worker has ended
+    os.kill(worker, 0)  # raises if the worker has ended
     with RunLock() as lock:
         lock.take(tmp_path)
     assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
@@ -254,20 +281,20 @@ def is_free(folder: Path) -> bool:
 
 
 def test_a_lock_is_given_back_and_if_deleted_taken_again_or_refused_and_a_disk_without_any_told(
-        tmp_path, monkeypatch, capsys):
+    tmp_path, monkeypatch, capsys
+):
     """Another one's stops this run even once that one has ended: its results are newer."""
     with RunLock() as lock:
-        for _ in range(2):                           # again is fine, and changes nothing
+        for _ in range(2):  # again is fine, and changes nothing
             lock.take(tmp_path)
             assert not is_free(tmp_path)
         (tmp_path / "link").symlink_to(tmp_path)
-        for folder in (tmp_path, tmp_path / "link"):         # of another thread
-            assert "another run of this process" in refused(
-                CheckpointError, RunLock().take, folder)
+        for folder in (tmp_path, tmp_path / "link"):  # of another thread
+            assert "another run of this process" in refused(CheckpointError, RunLock().take, folder)
         assert not is_free(tmp_path)
     assert is_free(tmp_path)
     with RunLock() as lock:
-        lock.keep()                                  # nothing, before it is taken
+        lock.keep()  # nothing, before it is taken
         lock.take(tmp_path)
         lock.keep()
         (tmp_path / "run.lock").unlink()
@@ -279,15 +306,18 @@ def test_a_lock_is_given_back_and_if_deleted_taken_again_or_refused_and_a_disk_w
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
+
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with RunLock() as lock:
         lock.take(tmp_path)
-    assert capsys.readouterr().err == (f"warning {tmp_path}: this file system has no locks, so "
-                                       "nothing keeps a second run out\n")
+    assert capsys.readouterr().err == (
+        f"warning {tmp_path}: this file system has no locks, so nothing keeps a second run out\n"
+    )
 
 
 def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
-        train_program, small_run, tmp_path, monkeypatch, capsys):
+    train_program, small_run, tmp_path, monkeypatch, capsys
+):
     folder, kept = tmp_path / "run", {}
 
     def stolen(self) -> None:
@@ -295,9 +325,12 @@ def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
         assert is_free(folder)
         kept.update({path.name: path.read_bytes() for path in folder.iterdir()})
         save(self)
+
     save = vitinit.run.Run.save
     monkeypatch.setattr(vitinit.run.Run, "save", stolen)
     assert train_program.main(small_run(folder, schedule__epochs="1")) == 2
-    assert capsys.readouterr().err == (f"train.py: {folder}: run.lock was deleted, and another run "
-                                       "has begun here; this one writes nothing more\n")
+    assert capsys.readouterr().err == (
+        f"train.py: {folder}: run.lock was deleted, and another run "
+        "has begun here; this one writes nothing more\n"
+    )
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept

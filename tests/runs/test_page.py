@@ -33,7 +33,8 @@ STAND_INS = {
                [ "$SIGNALLED" ] && { kill -USR1 $PPID; read < signals; }
                echo ended >> log; exit $STATUS""",
     "scancel": 'echo "scancel $*" >> log; echo > signals',
-    "scontrol": 'echo "scontrol $*" >> log'}
+    "scontrol": 'echo "scontrol $*" >> log',
+}
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 
 
@@ -50,22 +51,32 @@ def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_
         (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
         (tmp_path / name).chmod(0o755)
     for environment, job, requeued in [
-            ({"SIGNALLED": "1", "STATUS": "1"}, "9", True),
-            ({"SIGNALLED": "1", "STATUS": "143", "SLURM_RESTART_COUNT": "19", **ARRAY}, "7_3",
-             True),
-            ({"SIGNALLED": "1", "STATUS": "1", "SLURM_RESTART_COUNT": "20"}, "9", False),
-            ({"SIGNALLED": "1", "STATUS": "0"}, "9", False),     # it came to its end after all
-            ({"STATUS": "2"}, "9", False)]:
+        ({"SIGNALLED": "1", "STATUS": "1"}, "9", True),
+        ({"SIGNALLED": "1", "STATUS": "143", "SLURM_RESTART_COUNT": "19", **ARRAY}, "7_3", True),
+        ({"SIGNALLED": "1", "STATUS": "1", "SLURM_RESTART_COUNT": "20"}, "9", False),
+        ({"SIGNALLED": "1", "STATUS": "0"}, "9", False),  # it came to its end after all
+        ({"STATUS": "2"}, "9", False),
+    ]:
         (tmp_path / "log").unlink(missing_ok=True)
-        done = subprocess.run(["bash", "script"], cwd=tmp_path, capture_output=True, text=True,
-                              timeout=60, env={"PATH": f"{tmp_path}:{os.environ['PATH']}",
-                                               "SLURM_JOB_ID": "9", **environment})
+        done = subprocess.run(
+            ["bash", "script"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", **environment},
+        )
         assert (done.returncode, done.stdout + done.stderr) == (int(environment["STATUS"]), "")
         stop = [f"scancel --signal=TERM {job}"] if "SIGNALLED" in environment else []
         again = [f"scontrol requeue {job}"] if requeued else []
         asked = ["scontrol show hostnames "] * (nodes > 1)
-        assert (tmp_path / "log").read_text().splitlines() == [*asked, "srun torchrun", *stop,
-                                                               "ended", *again]
+        assert (tmp_path / "log").read_text().splitlines() == [
+            *asked,
+            "srun torchrun",
+            *stop,
+            "ended",
+            *again,
+        ]
 
 
 def test_a_plain_run_imports_only_what_the_pages_say(repository, tmp_path):
@@ -74,13 +85,22 @@ def test_a_plain_run_imports_only_what_the_pages_say(repository, tmp_path):
             del sys.modules[name]
         runpy.run_path(str(repository / "train.py"))
         return {*sys.modules}
+
     loaded = Fork(imported, tmp_path / "fork").ended().result
     assert "vitinit.train.loop" in loaded
     ours = {name for name in loaded if name.startswith("vitinit.")}
     assert not {name for name in ours if name.startswith(("vitinit.interop", "vitinit.watch"))}
     assert {name for name in ours if name.startswith("vitinit.programs.")} == {
-        "vitinit.programs.shared", "vitinit.programs.shared.command_line", "vitinit.programs.train"}
-    unneeded = {"vitinit.train.muon", "vitinit.tasks.distillation", "vitinit.tasks.reconstruction",
-                "vitinit.runs.teacher", "vitinit.runs.trained"}
+        "vitinit.programs.shared",
+        "vitinit.programs.shared.command_line",
+        "vitinit.programs.train",
+    }
+    unneeded = {
+        "vitinit.train.muon",
+        "vitinit.tasks.distillation",
+        "vitinit.tasks.reconstruction",
+        "vitinit.runs.teacher",
+        "vitinit.runs.trained",
+    }
     assert not unneeded & ours
-    assert all(importlib.util.find_spec(name) for name in unneeded)      # that they are still there
+    assert all(importlib.util.find_spec(name) for name in unneeded)  # that they are still there

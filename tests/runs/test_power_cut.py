@@ -21,8 +21,8 @@ import pytest
 
 from vitinit.runs.folder import RunFolder
 
-Names = dict[str, int]          # name → number of a file
-LOCK = "run.lock"               # of no use after a power failure
+Names = dict[str, int]  # name → number of a file
+LOCK = "run.lock"  # of no use after a power failure
 
 
 class Disk:
@@ -30,9 +30,9 @@ class Disk:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.names = folder, Names()
-        self.kept = False                            # whether the folder itself is on disk
-        self.numbers = 0                             # of files so far
-        self.contents: dict[int, bytes] = {}         # of each file now, since the first write
+        self.kept = False  # whether the folder itself is on disk
+        self.numbers = 0  # of files so far
+        self.contents: dict[int, bytes] = {}  # of each file now, since the first write
         # Every event is (kind, names after it or None, number of the file, its content).
         self.events: list[tuple[str, Names | None, int, bytes]] = []
         for name in ("fsync", "link", "replace", "rename", "unlink", "remove"):
@@ -87,6 +87,7 @@ class Disk:
             if self._name(path) is not None:
                 del self.names[self._name(path)]
                 self._note(call)
+
         return {"fsync": fsync, "unlink": one, "remove": one}.get(call, two)
 
     def states(self) -> Iterator[tuple[int, dict[str, bytes]]]:
@@ -108,8 +109,10 @@ class Disk:
                     folders.append(names)
             for names in folders:
                 for share in (0, 0.5, 1):
-                    files = {name: _left(synced.get(number, b""), now.get(number, b""), share)
-                             for name, number in names.items()}
+                    files = {
+                        name: _left(synced.get(number, b""), now.get(number, b""), share)
+                        for name, number in names.items()
+                    }
                     if frozenset(files.items()) not in seen:
                         seen.add(frozenset(files.items()))
                         yield moment, files
@@ -119,9 +122,9 @@ def _left(synced: bytes, now: bytes, share: float) -> bytes:
     """What a file has of its unsynchronised content, of which a `share` has reached the disk."""
     if share in (0, 1):
         return now if share else synced
-    if not now.startswith(synced):                   # it was emptied first
+    if not now.startswith(synced):  # it was emptied first
         return b""
-    return now[:len(synced) + (len(now) - len(synced)) // 2] if len(now) > len(synced) else now
+    return now[: len(synced) + (len(now) - len(synced)) // 2] if len(now) > len(synced) else now
 
 
 @pytest.fixture
@@ -136,11 +139,13 @@ def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[
             real(self, state, path)
             if path == self.last:
                 saved.append((len(disk.events), state["step"]))
+
         patch.setattr(RunFolder, "save", save)
-        with monkeypatch.context() as stopping:      # an epoch looks 5 times, an evaluation 7
+        with monkeypatch.context() as stopping:  # an epoch looks 5 times, an evaluation 7
             stopping.setattr("vitinit.run.StopRequest", stop_before(2 * (5 + 7) + 1))
-            arguments = small_run(folder, checkpoint__every_steps="5",
-                                  checkpoint__keep_epochs="[1]")
+            arguments = small_run(
+                folder, checkpoint__every_steps="5", checkpoint__keep_epochs="[1]"
+            )
             assert train_program.main(arguments) == 128 + signal.SIGTERM
         assert train_program.main(["--resume", str(folder)]) == 0
     disk.look()
@@ -153,9 +158,10 @@ def test_power_that_fails_at_any_moment_costs_no_line_or_checkpoint(disk, tmp_pa
     assert [step for _, step in saved] == [0, 4, 4, 5, 8, 8, 9, 10, 12, 12]
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     states = list(disk.states())
-    assert {path.name: path.read_bytes() for path in disk.folder.iterdir()
-            if path.name != LOCK} == states[-1][1]   # nothing was written past the record
-    steps: dict[bytes, int] = {}                     # content of a last.pt → its step
+    assert {
+        path.name: path.read_bytes() for path in disk.folder.iterdir() if path.name != LOCK
+    } == states[-1][1]  # nothing was written past the record
+    steps: dict[bytes, int] = {}  # content of a last.pt → its step
     for number, (moment, files) in enumerate(states):
         folder = RunFolder(tmp_path / str(number))
         folder.make()
@@ -169,12 +175,14 @@ def test_power_that_fails_at_any_moment_costs_no_line_or_checkpoint(disk, tmp_pa
         assert folder.read_from == folder.last, (moment, sorted(files))
         epochs, step = state["progress"]["epochs"], state["step"]
         folder.tidy(epochs=epochs, steps=step)
-        for lines, numbers in ((folder.metrics, range(1, epochs + 1)),
-                               (folder.steps, range(10, step + 1, 10))):
+        for lines, numbers in (
+            (folder.metrics, range(1, epochs + 1)),
+            (folder.steps, range(10, step + 1, 10)),
+        ):
             assert [row[lines.key] for row in lines.rows()] == list(numbers), (moment, files.keys())
         assert state["step"] >= (safe or 0) and folder.recipe.exists()
         steps[files["last.pt"]] = state["step"]
         assert "previous.pt" not in files or steps[files["previous.pt"]] <= state["step"]
-        folder.save({"step": 13}, folder.last)       # the next one is written as ever
+        folder.save({"step": 13}, folder.last)  # the next one is written as ever
         assert folder.previous.read_bytes() == files["last.pt"]
         assert not list(folder.path.glob("*.partial"))

@@ -38,14 +38,20 @@ def weights(tmp_path, monkeypatch) -> Weights:
     return offered
 
 
-def test_a_run_fetches_them_once_and_starts_from_them(train_program, small_run, weights, tmp_path,
-                                                      monkeypatch, capsys):
-    changes = dict(init__checkpoint="deit_tiny", schedule__epochs="1", schedule__warmup_epochs="0",
-                   checkpoint__keep_epochs="[0]")
+def test_a_run_fetches_them_once_and_starts_from_them(
+    train_program, small_run, weights, tmp_path, monkeypatch, capsys
+):
+    changes = dict(
+        init__checkpoint="deit_tiny",
+        schedule__epochs="1",
+        schedule__warmup_epochs="0",
+        checkpoint__keep_epochs="[0]",
+    )
 
     def run(name: str, **more: str) -> list[str]:
         return small_run(tmp_path / name, init="default", **changes | more)
-    assert train_program.main([*run("dry"), "--dry-run"]) == 2           # which fetches nothing
+
+    assert train_program.main([*run("dry"), "--dry-run"]) == 2  # which fetches nothing
     kept = kept_file(weights)
     assert f"expected its weights at {kept}" in capsys.readouterr().err and not kept.exists()
     assert train_program.main(run("first")) == 0
@@ -53,29 +59,41 @@ def test_a_run_fetches_them_once_and_starts_from_them(train_program, small_run, 
     started = checkpoint(tmp_path / "first", "epoch_0000.pt")["model"]
     for name, value in torch.load(kept)["model"].items():
         assert torch.equal(started[name], value) == (not name.startswith("head")), name
-    monkeypatch.setattr(load, "ADDRESS", "file:///gone/")                  # from now on it is there
+    monkeypatch.setattr(load, "ADDRESS", "file:///gone/")  # from now on it is there
     assert by_name(kept.relative_to(kept.parent).with_name("deit_tiny")) == kept
     assert train_program.main(run("second")) == 0
     assert train_program.main(run("other", model__name="vit_small")) == 2
     assert "of a vit_tiny, with model.name = vit_small" in capsys.readouterr().err
-    (tmp_path / "deit_tiny").mkdir()                                     # a path goes first
+    (tmp_path / "deit_tiny").mkdir()  # a path goes first
     monkeypatch.chdir(tmp_path)
     assert train_program.main(run("path")) == 2
     assert "deit_tiny: holds no checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("trouble, reason", [
-    ("wrong hash", "invalid hash value"), ("full disk", "No space left on device"),
-    ("no network", "Connection refused"), ("no file", "No such file")])
-def test_what_cannot_be_fetched_is_one_line_and_leaves_no_file(trouble, reason, weights, tmp_path,
-                                                               monkeypatch):
+@pytest.mark.parametrize(
+    "trouble, reason",
+    [
+        ("wrong hash", "invalid hash value"),
+        ("full disk", "No space left on device"),
+        ("no network", "Connection refused"),
+        ("no file", "No such file"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_line_and_leaves_no_file(
+    trouble, reason, weights, tmp_path, monkeypatch
+):
     if trouble == "wrong hash":
         (tmp_path / "web" / weights.file).write_bytes(b"a page that says: not found")
     elif trouble == "full disk":
         monkeypatch.setattr(torch.hub, "open", OnFullDisk, raising=False)
     else:
-        monkeypatch.setattr(load, "ADDRESS", "http://127.0.0.1:9/" if trouble == "no network"
-                            else (tmp_path / "nowhere").as_uri() + "/")
+        monkeypatch.setattr(
+            load,
+            "ADDRESS",
+            "http://127.0.0.1:9/"
+            if trouble == "no network"
+            else (tmp_path / "nowhere").as_uri() + "/",
+        )
     with pytest.raises(CheckpointError) as caught:
         fetch(weights)
     message, kept = str(caught.value), kept_file(weights)

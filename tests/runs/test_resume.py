@@ -23,7 +23,7 @@ from vitinit.runs.folder import RunFolder
 from vitinit.runs.resume import resumed_run
 from vitinit.train.distributed import Processes
 
-STORED = Path(__file__).parent / "data"             # runs of earlier commits
+STORED = Path(__file__).parent / "data"  # runs of earlier commits
 ONE_EPOCH = dict(schedule__epochs="1")
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -31,6 +31,7 @@ ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")
 @pytest.fixture
 def stopped(train_program, small_run, tmp_path, monkeypatch, capsys, stop_before):
     """A run stopped after its third step, and the command line that began it."""
+
     def run(*more: str, **changes: str) -> tuple[Path, list[str]]:
         folder = tmp_path / "run"
         arguments = small_run(folder, "--resume", "auto", *more, **changes)
@@ -39,6 +40,7 @@ def stopped(train_program, small_run, tmp_path, monkeypatch, capsys, stop_before
             assert train_program.main(arguments) == 128 + signal.SIGTERM
         capsys.readouterr()
         return folder, arguments
+
     return run
 
 
@@ -49,6 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def refused(train_program, capsys):
     """Checks that train.py ends with one line with these words, and leaves a folder as it is."""
+
     def check(folder: Path, arguments: list[str], words: str) -> str:
         """Returns what was printed before."""
         before = contents(folder)
@@ -56,6 +59,7 @@ def refused(train_program, capsys):
         out, error = capsys.readouterr()
         assert words in error and error.count("\n") == 1 and contents(folder) == before
         return out
+
     return check
 
 
@@ -69,13 +73,14 @@ def assert_ends_as_recorded(folder: Path, newer: Collection[str] = ()) -> None:
     for row, expected in zip(rows_of(folder), rows_of(folder, "finished"), strict=True):
         assert row.keys() - set(newer) == expected.keys()
         for key in expected.keys() - set(TIMES):
-            is_share = key.endswith(("top1", "balanced"))       # in percent, of 21 images
+            is_share = key.endswith(("top1", "balanced"))  # in percent, of 21 images
             near = dict(abs=100 / 21) if is_share else dict(rel=1e-5)
             assert row[key] == expected[key] or row[key] == pytest.approx(expected[key], **near)
 
 
 def test_a_run_that_an_earlier_commit_stopped_ends_as_it_would_have_ended(
-        train_program, tmp_path, image_tree):
+    train_program, tmp_path, image_tree
+):
     """Commit 88e7f50 stopped it after step 8, and then went on to the rows of finished.jsonl."""
     folder = tmp_path / "run"
     shutil.copytree(STORED / "stopped_at_88e7f50", folder)
@@ -95,10 +100,12 @@ def gone_on(arguments: list[str]) -> int:
     return train.main(arguments)
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw_and_mixing", "masked_autoencoder", "distilled",
-                                  "two_processes"])
+@pytest.mark.parametrize(
+    "name", ["muon", "adamw_and_mixing", "masked_autoencoder", "distilled", "two_processes"]
+)
 def test_runs_of_several_kinds_that_an_earlier_commit_stopped_end_as_they_would_have_ended(
-        name, train_program, tmp_path, image_tree):
+    name, train_program, tmp_path, image_tree
+):
     """Commit f0be52c stopped each in its second epoch, and then went on to the rows of
     finished.jsonl, and to weights whose norms are in norms.json."""
     folder = tmp_path / "run"
@@ -112,12 +119,14 @@ def test_runs_of_several_kinds_that_an_earlier_commit_stopped_end_as_they_would_
     else:
         assert train_program.main(arguments) == 0
     assert_ends_as_recorded(folder)
-    assert norms_of(folder) == pytest.approx(json.loads((folder / "norms.json").read_text()),
-                                             rel=1e-5, abs=1e-6)
+    assert norms_of(folder) == pytest.approx(
+        json.loads((folder / "norms.json").read_text()), rel=1e-5, abs=1e-6
+    )
 
 
 def test_micro_batches_hold_the_pairs_that_they_held_as_the_run_began(
-        train_program, small_run, tmp_path, image_tree, monkeypatch, stop_before):
+    train_program, small_run, tmp_path, image_tree, monkeypatch, stop_before
+):
     """Strided ones with BatchNorm, and in runs of commits that had no others and several of them,
     which so go on to the bit; else neighbours."""
     old, new, convmixer = (tmp_path / name for name in ("old", "new", "convmixer"))
@@ -127,37 +136,77 @@ def test_micro_batches_hold_the_pairs_that_they_held_as_the_run_began(
     def opened(*arguments, real=vitinit.run.open_data, **options):
         plans.append((data := real(*arguments, **options)).plan)
         return data
+
     monkeypatch.setattr("vitinit.run.open_data", opened)
     monkeypatch.setattr("vitinit.run.StopRequest", stop_before(1))
     go_on = ["--resume", str(old), "--data-dir", str(image_tree), *in_three]
-    for arguments in (go_on, go_on, small_run(new), ["--resume", str(new)],
-                      [*family_run("cifar10_convmixer", image_tree, convmixer), "--dry-run"]):
+    for arguments in (
+        go_on,
+        go_on,
+        small_run(new),
+        ["--resume", str(new)],
+        [*family_run("cifar10_convmixer", image_tree, convmixer), "--dry-run"],
+    ):
         train_program.main(arguments)
     assert [(plan.strided, plan.accumulation) for plan in plans] == [
-        (True, 3), (True, 3), (False, 3), (False, 3), (True, 3)]
+        (True, 3),
+        (True, 3),
+        (False, 3),
+        (False, 3),
+        (True, 3),
+    ]
 
 
 def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, refused, capsys):
     """Even if it sets a key twice, in another form, or by a table, or takes classes as they are."""
-    sets = ["run.seed=2", "init.options={value_init='base'}", "optim.eps=2e-4",
-            "init.options.qk_init=base", "data.image_size=12", "data.image_size=8",
-            "optim.max_batch_per_process=2", "optim.max_batch_per_process=12"]
-    folder, arguments = stopped("--seed", "1", *(word for text in sets for word in ("--set", text)),
-                                data__num_classes="0", **ONE_EPOCH)
+    sets = [
+        "run.seed=2",
+        "init.options={value_init='base'}",
+        "optim.eps=2e-4",
+        "init.options.qk_init=base",
+        "data.image_size=12",
+        "data.image_size=8",
+        "optim.max_batch_per_process=2",
+        "optim.max_batch_per_process=12",
+    ]
+    folder, arguments = stopped(
+        "--seed",
+        "1",
+        *(word for text in sets for word in ("--set", text)),
+        data__num_classes="0",
+        **ONE_EPOCH,
+    )
     refused(folder, [*arguments, "--set", "data.num_classes=5"], "data.num_classes = 3 and not 5")
     assert train_program.main(arguments) == 0
     assert "resumed at step 3" in capsys.readouterr().out
 
 
-def test_what_belongs_to_the_machine_may_change_and_stays_changed(train_program, stopped, capsys,
-                                                                  image_tree):
+def test_what_belongs_to_the_machine_may_change_and_stays_changed(
+    train_program, stopped, capsys, image_tree
+):
     folder, _ = stopped(**ONE_EPOCH)
     moved = image_tree.rename(image_tree.with_name("elsewhere"))
-    sets = ["data.workers=1", "optim.max_batch_per_process=2", "eval.batch_size=5",
-            "eval.cache_gib=0.5", "checkpoint.every_steps=1", "data.on_device_gib=0.25",
-            "engine.compile=false"]
-    assert train_program.main(["--resume", str(folder), "--data-dir", str(moved),
-                               *(word for text in sets for word in ("--set", text))]) == 0
+    sets = [
+        "data.workers=1",
+        "optim.max_batch_per_process=2",
+        "eval.batch_size=5",
+        "eval.cache_gib=0.5",
+        "checkpoint.every_steps=1",
+        "data.on_device_gib=0.25",
+        "engine.compile=false",
+    ]
+    assert (
+        train_program.main(
+            [
+                "--resume",
+                str(folder),
+                "--data-dir",
+                str(moved),
+                *(word for text in sets for word in ("--set", text)),
+            ]
+        )
+        == 0
+    )
     assert "12 = 1 process × 6 micro-batches × 2 images" in capsys.readouterr().out
     recipe = torch.load(folder / "last.pt")["recipe"]
     assert recipe["data"]["root"] == str(moved)
@@ -174,8 +223,9 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["by the command", "by its folder"])
-def test_the_precision_of_auto_is_that_of_the_first_machine(how, machine, train_program, stopped,
-                                                            straight, refused):
+def test_the_precision_of_auto_is_that_of_the_first_machine(
+    how, machine, train_program, stopped, straight, refused
+):
     """To the bit; recipe.toml and checkpoints state it."""
     machine("bf16")
     folder, arguments = stopped(engine__amp="auto", **ONE_EPOCH)
@@ -183,15 +233,15 @@ def test_the_precision_of_auto_is_that_of_the_first_machine(how, machine, train_
     machine("off")
     if how == "by its folder":
         arguments = ["--resume", str(folder), "--set", "engine.amp=auto"]
-    refused(folder, [*arguments, "--set", "engine.amp=off"],
-            'engine.amp = "bf16" and not "off"')
+    refused(folder, [*arguments, "--set", "engine.amp=off"], 'engine.amp = "bf16" and not "off"')
     assert train_program.main(arguments) == 0
     assert_same_run(folder, straight(engine__amp="bf16", **ONE_EPOCH))
 
 
 @pytest.mark.parametrize("stated, taken", [("bf16", "bf16"), ("auto", "off"), ("[1]", "off")])
 def test_a_run_that_is_started_again_takes_the_precision_that_its_recipe_states(
-        stated, taken, machine, written_run, train_program):
+    stated, taken, machine, written_run, train_program
+):
     """A person's copy of a recipe may state none."""
     machine("off")
     folder = written_run("run", [None])
@@ -199,8 +249,9 @@ def test_a_run_that_is_started_again_takes_the_precision_that_its_recipe_states(
     recipe = (folder / "recipe.toml").read_text()
     written = stated if stated == "[1]" else f'"{stated}"'
     (folder / "recipe.toml").write_text(recipe.replace('amp = "off"', f"amp = {written}"))
-    request = vitinit.run.Run("quickstart", out_dir=folder, resume="auto",
-                                overrides={"schedule.epochs": 1}).request
+    request = vitinit.run.Run(
+        "quickstart", out_dir=folder, resume="auto", overrides={"schedule.epochs": 1}
+    ).request
     _, choice = choosing.choose_run(request, ALONE, choosing.RunLock())
     assert choice.recipe.engine.amp == taken
 
@@ -208,36 +259,53 @@ def test_a_run_that_is_started_again_takes_the_precision_that_its_recipe_states(
 def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_path):
     folder, arguments = stopped(init__options__value_init="base")
     for text, words in {
-            "init.options.value_init=mimetic": 'init.options.value_init = "base" and not "mimetic"',
-            "optim.global_batch=6": "optim.global_batch = 12 and not 6",
-            "init.name=default": 'init.name = "mimetic" and not "default"'}.items():
-        more = ["--set", "init.options={}"] if "default" in text else []     # which has none
+        "init.options.value_init=mimetic": 'init.options.value_init = "base" and not "mimetic"',
+        "optim.global_batch=6": "optim.global_batch = 12 and not 6",
+        "init.name=default": 'init.name = "mimetic" and not "default"',
+    }.items():
+        more = ["--set", "init.options={}"] if "default" in text else []  # which has none
         for resume in (["--resume", str(folder)], [*arguments, *more]):
-            refused(folder, [*resume, "--set", text],
-                    f"{folder}: holds another run, with {words}; a run goes on as it began, and a "
-                    f"new one, in another --out-dir, starts from its weights with --set "
-                    f"init.checkpoint={folder}")
+            refused(
+                folder,
+                [*resume, "--set", text],
+                f"{folder}: holds another run, with {words}; a run goes on as it began, and a "
+                f"new one, in another --out-dir, starts from its weights with --set "
+                f"init.checkpoint={folder}",
+            )
     for more, words in [
-            (["--set", "init.options.value_int=base"],
-             'with init.options.value_int = nothing and not "base"'),
-            (["--recipe", "deit_base"], "deit_base differs from the run's recipe quickstart"),
-            (["--out-dir", str(tmp_path)], "a run goes on in its own folder"),
-            (["--dry-run"], "--dry-run and --resume exclude each other")]:
+        (
+            ["--set", "init.options.value_int=base"],
+            'with init.options.value_int = nothing and not "base"',
+        ),
+        (["--recipe", "deit_base"], "deit_base differs from the run's recipe quickstart"),
+        (["--out-dir", str(tmp_path)], "a run goes on in its own folder"),
+        (["--dry-run"], "--dry-run and --resume exclude each other"),
+    ]:
         refused(folder, ["--resume", str(folder), *more], words)
-    refused(folder, arguments[:arguments.index("--resume")],
-            "already holds a run (last.pt, previous.pt")
+    refused(
+        folder,
+        arguments[: arguments.index("--resume")],
+        "already holds a run (last.pt, previous.pt",
+    )
 
 
 def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
     folder, arguments = stopped()
     one, other = image_tree / "val" / "red" / "00.png", image_tree.parent / "00.png"
     for moves, words in [
-            ([(one, other)], "with validation images = 21 and not 20"),
-            ([(image_tree / "train" / "red" / "00.png", image_tree / "train" / "green" / "99.png")],
-             "with files and labels = "),
-            ([(image_tree / split / "red", image_tree / split / "yellow")
-              for split in ("train", "val")],
-             'with class 2 = "red" and not "yellow"')]:
+        ([(one, other)], "with validation images = 21 and not 20"),
+        (
+            [(image_tree / "train" / "red" / "00.png", image_tree / "train" / "green" / "99.png")],
+            "with files and labels = ",
+        ),
+        (
+            [
+                (image_tree / split / "red", image_tree / split / "yellow")
+                for split in ("train", "val")
+            ],
+            'with class 2 = "red" and not "yellow"',
+        ),
+    ]:
         for before, after in moves:
             before.rename(after)
         for command in (arguments, ["--resume", str(folder)]):
@@ -247,7 +315,8 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
 
 
 def test_other_images_of_the_same_names_are_not_gone_on_with_unless_they_were_mended(
-        train_program, stopped, refused, image_tree, capsys):
+    train_program, stopped, refused, image_tree, capsys
+):
     """A run that stopped at a damaged image allows for others; later ones do not. A run that began
     before sizes were recorded goes on."""
     folder, arguments = stopped(**ONE_EPOCH)
@@ -258,23 +327,24 @@ def test_other_images_of_the_same_names_are_not_gone_on_with_unless_they_were_me
         for command in (arguments, ["--resume", str(folder)]):
             refused(folder, command, f"{folder}: holds another run, with sizes of files = ")
         image.write_bytes(content)
-    start, = json.loads((folder / "run.json").read_text())
+    (start,) = json.loads((folder / "run.json").read_text())
     del start["data"]["sizes of files"]
     (folder / "run.json").write_text(json.dumps([start]))
-    image.write_bytes(content[:len(content) // 2])
-    assert train_program.main(arguments) == 2        # at the damaged image, in its validation
+    image.write_bytes(content[: len(content) // 2])
+    assert train_program.main(arguments) == 2  # at the damaged image, in its validation
     assert str(image) in capsys.readouterr().err
     image.write_bytes(content)
     assert train_program.main(arguments) == 0
-    assert ["sizes of files" in start["data"] for start in json.loads(
-        (folder / "run.json").read_text())] == [False, False, True]
+    assert [
+        "sizes of files" in start["data"] for start in json.loads((folder / "run.json").read_text())
+    ] == [False, False, True]
     image.write_bytes(content + b" ")
     refused(folder, arguments, "with sizes of files = ")
 
 
 def test_a_relative_folder_of_data_is_that_of_the_first_start(
-        train_program, eval_program, stopped, stop_before, image_tree, tmp_path, monkeypatch,
-        capsys):
+    train_program, eval_program, stopped, stop_before, image_tree, tmp_path, monkeypatch, capsys
+):
     """From another folder eval.py finds it, and the run goes on with it, as often as it is stopped;
     recipe.toml and checkpoints keep the path as it was written. Data that moved is said by
     --data-dir."""
@@ -293,14 +363,16 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(
     assert str(image_tree) in capsys.readouterr().err
     assert eval_program.main([str(folder), "--data-dir", str(moved)]) == 0
     typed = vitinit.run.Run(resume=folder, data_dir="images").request
-    assert resumed_run(typed, RunFolder(folder), None).recipe.data.root == "images"      # here
+    assert resumed_run(typed, RunFolder(folder), None).recipe.data.root == "images"  # here
     assert 'root = "images"' in (folder / "recipe.toml").read_text()
     assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [
-        str(image_tree)] * 3
+        str(image_tree)
+    ] * 3
 
 
-def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, small_run, tmp_path,
-                                                                monkeypatch, capsys):
+def test_a_run_killed_before_its_first_step_goes_on_from_step_0(
+    train_program, small_run, tmp_path, monkeypatch, capsys
+):
     """The first checkpoint precedes the first step; missing files are written on resume."""
     folder = tmp_path / "run"
     arguments = small_run(folder, "--resume", "auto", checkpoint__keep_epochs="[0]", **ONE_EPOCH)
@@ -310,15 +382,16 @@ def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, s
             train_program.main(arguments)
     first = torch.load(folder / "last.pt")
     assert first["step"] == 0 and first["optimizer"]["state"] == {}
-    (folder / "epoch_0000.pt").unlink()              # killed before that one
+    (folder / "epoch_0000.pt").unlink()  # killed before that one
     assert train_program.main(["--resume", str(folder)]) == 0
     assert "resumed at step 0" in capsys.readouterr().out
     kept = torch.load(folder / "epoch_0000.pt")
     assert all(torch.equal(value, first["model"][name]) for name, value in kept["model"].items())
 
 
-def test_a_finished_run_without_its_checkpoints_is_done(train_program, small_run, straight,
-                                                        tmp_path, refused, capsys):
+def test_a_finished_run_without_its_checkpoints_is_done(
+    train_program, small_run, straight, tmp_path, refused, capsys
+):
     folder = shutil.copytree(straight(**ONE_EPOCH), tmp_path / "run")
     arguments = small_run(folder, **ONE_EPOCH)
     for path in folder.glob("*.pt"):
@@ -327,11 +400,15 @@ def test_a_finished_run_without_its_checkpoints_is_done(train_program, small_run
     capsys.readouterr()
     for resume in ([*arguments, "--resume", "auto"], ["--resume", str(folder)]):
         assert train_program.main(resume) == 0
-        assert capsys.readouterr().out == (f"done    {folder}: all epochs, by its metrics.jsonl; "
-                                           "no last.pt is left\n")
+        assert capsys.readouterr().out == (
+            f"done    {folder}: all epochs, by its metrics.jsonl; no last.pt is left\n"
+        )
     assert contents(folder) == before
-    refused(folder, [*arguments, "--resume", "auto", "--set", "optim.eps=1e-3"],
-            "holds another run, with optim.eps = 0.0001 and not 0.001; a run goes on as it began")
+    refused(
+        folder,
+        [*arguments, "--resume", "auto", "--set", "optim.eps=1e-3"],
+        "holds another run, with optim.eps = 0.0001 and not 0.001; a run goes on as it began",
+    )
 
 
 def test_what_an_unfinished_run_left_is_never_started_over(written_run, refused):
@@ -341,24 +418,38 @@ def test_what_an_unfinished_run_left_is_never_started_over(written_run, refused)
             (folder / "metrics.jsonl").unlink()
             (folder / left).write_bytes(b"weights")
         for how in ("auto", str(folder)):
-            refused(folder, ["--recipe", "quickstart", "--init", "default", "--set",
-                             "schedule.epochs=2",
-                             "--out-dir", str(folder), "--resume", how],
-                    f"holds {left} of {int('metrics' in left)} of 2 epochs but no last.pt to go on "
-                    "from; start anew in another --out-dir")
+            refused(
+                folder,
+                [
+                    "--recipe",
+                    "quickstart",
+                    "--init",
+                    "default",
+                    "--set",
+                    "schedule.epochs=2",
+                    "--out-dir",
+                    str(folder),
+                    "--resume",
+                    how,
+                ],
+                f"holds {left} of {int('metrics' in left)} of 2 epochs but no last.pt to go on "
+                "from; start anew in another --out-dir",
+            )
 
 
 def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
-        train_program, small_run, straight, tmp_path, refused):
+    train_program, small_run, straight, tmp_path, refused
+):
     """Killed before its first checkpoint: without results, the recipe identifies the run."""
     folder = shutil.copytree(straight(**ONE_EPOCH), tmp_path / "run")
     arguments = small_run(folder, **ONE_EPOCH)
     for name in set(os.listdir(folder)) - {"recipe.toml", "run.json"}:
         (folder / name).unlink()
     refused(folder, arguments, "already holds a run (recipe.toml, run.json); --resume auto goes")
-    refused(folder, ["--resume", str(folder)],
-            "holds no checkpoint to go on from yet; the command that")
-    assert not (folder / "run.lock").exists()        # it may be any folder
+    refused(
+        folder, ["--resume", str(folder)], "holds no checkpoint to go on from yet; the command that"
+    )
+    assert not (folder / "run.lock").exists()  # it may be any folder
     refused(folder, ["--resume", ""], "--resume is empty; expected the folder of a run, or auto")
     refused(folder, ["--resume", f"{folder}s"], f"--resume {folder}s: no such run folder")
     refused(folder, [*arguments, "--resume", "auto", "--seed", "1"], "with run.seed = 0 and not 1")
@@ -375,8 +466,12 @@ def test_a_run_writes_through_no_link(train_program, stopped, refused, tmp_path)
         target.write_bytes((folder / name).read_bytes() if is_there else b"mine")
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
-        refused(folder, ["--resume", str(folder)], f"train.py: {folder / name}: is a symbolic link,"
-                " and no run writes through one; expected the file itself\n")
+        refused(
+            folder,
+            ["--resume", str(folder)],
+            f"train.py: {folder / name}: is a symbolic link,"
+            " and no run writes through one; expected the file itself\n",
+        )
         (folder / name).unlink()
         if is_there:
             target.rename(folder / name)
@@ -386,43 +481,53 @@ def test_a_run_writes_through_no_link(train_program, stopped, refused, tmp_path)
 
 
 def test_a_checkpoint_that_contradicts_itself_is_refused_and_one_without_classes_goes_on(
-        train_program, stopped, refused):
+    train_program, stopped, refused
+):
     folder, _ = stopped()
     whole = torch.load(folder / "last.pt", weights_only=True)
     for change, words in (
-            ({"progress": whole["progress"] | {"step": 10**6}}, "its progress contradicts itself"),
-            ({"progress": whole["progress"] | {"epochs": 2}}, "its progress contradicts itself"),
-            ({"progress": whole["progress"] | {"seconds": 0.0}}, "its progress contradicts itself"),
-            ({"optimizer": {"state": {}}}, "is not of this run: optimizer is of another run")):
+        ({"progress": whole["progress"] | {"step": 10**6}}, "its progress contradicts itself"),
+        ({"progress": whole["progress"] | {"epochs": 2}}, "its progress contradicts itself"),
+        ({"progress": whole["progress"] | {"seconds": 0.0}}, "its progress contradicts itself"),
+        ({"optimizer": {"state": {}}}, "is not of this run: optimizer is of another run"),
+    ):
         torch.save(whole | change, folder / "last.pt")
         refused(folder, ["--resume", str(folder)], words)
     torch.save(whole | {"classes": None}, folder / "last.pt")
     assert train_program.main(["--resume", str(folder)]) == 0
 
 
-def test_rows_that_were_lost_are_said_also_of_a_finished_run(train_program, straight, tmp_path,
-                                                             capsys):
+def test_rows_that_were_lost_are_said_also_of_a_finished_run(
+    train_program, straight, tmp_path, capsys
+):
     folder = shutil.copytree(straight(**ONE_EPOCH), tmp_path / "run")
     (folder / "metrics.jsonl").unlink()
     capsys.readouterr()
     assert train_program.main(["--resume", str(folder)]) == 0
     printed = capsys.readouterr()
-    assert printed.err == (f"warning {folder / 'metrics.jsonl'}: has 0 of the 1 epochs that the "
-                           "checkpoint counts as done; the others are lost\n")
+    assert printed.err == (
+        f"warning {folder / 'metrics.jsonl'}: has 0 of the 1 epochs that the "
+        "checkpoint counts as done; the others are lost\n"
+    )
     assert "done    1 epoch," in printed.out
 
 
 def test_every_program_reads_the_previous_checkpoint_if_the_last_is_missing_or_damaged(
-        train_program, eval_program, stopped, small_run, tmp_path, capsys):
+    train_program, eval_program, stopped, small_run, tmp_path, capsys
+):
     folder, _ = stopped(**ONE_EPOCH)
     (folder / "last.pt").rename(folder / "previous.pt")
     for content in (None, b"torn"):
         if content:
             (folder / "last.pt").write_bytes(content)
-        for use in (lambda: eval_program.main([str(folder)]),
-                    lambda: vitinit.load(folder), lambda: list(of_runs([folder], [], "model")),
-                    lambda: train_program.main(small_run(tmp_path / "new", "--dry-run",
-                                                         init__checkpoint=str(folder)))):
+        for use in (
+            lambda: eval_program.main([str(folder)]),
+            lambda: vitinit.load(folder),
+            lambda: list(of_runs([folder], [], "model")),
+            lambda: train_program.main(
+                small_run(tmp_path / "new", "--dry-run", init__checkpoint=str(folder))
+            ),
+        ):
             assert use() not in (1, 2)
             error = capsys.readouterr().err
             assert error.startswith(f"warning {folder / 'last.pt'}: no") and error.count("\n") == 1
@@ -430,7 +535,8 @@ def test_every_program_reads_the_previous_checkpoint_if_the_last_is_missing_or_d
 
 
 def test_a_disk_that_refuses_ends_the_run_in_one_line_with_its_checkpoint(
-        train_program, small_run, tmp_path, monkeypatch, capsys):
+    train_program, small_run, tmp_path, monkeypatch, capsys
+):
     """The disk is full when the second epoch's checkpoint is written: no partial file remains."""
     folder = tmp_path / "run"
     real, saved = os.fsync, []
@@ -440,6 +546,7 @@ def test_a_disk_that_refuses_ends_the_run_in_one_line_with_its_checkpoint(
         if len(saved) > 20 and "/last.pt." in os.readlink(f"/proc/self/fd/{handle}"):
             raise OSError(28, "No space left on device")
         real(handle)
+
     monkeypatch.setattr(os, "fsync", fsync)
     arguments = small_run(folder, "--resume", "auto", checkpoint__every_steps="1")
     assert train_program.main(arguments) == 2
@@ -451,13 +558,18 @@ def test_a_disk_that_refuses_ends_the_run_in_one_line_with_its_checkpoint(
 
 
 def test_a_run_of_an_earlier_version_is_read_but_by_the_commit_that_is_named(
-        train_program, eval_program, capsys, tmp_path):
+    train_program, eval_program, capsys, tmp_path
+):
     """Its record can still be compared, since that does not check the recipe's values."""
     folder = shutil.copytree(STORED / "version_11", tmp_path / "run")
-    for main, arguments in ((train_program.main, ["--resume", str(folder)]),
-                            (eval_program.main, [str(folder), "--data", "shapes"])):
+    for main, arguments in (
+        (train_program.main, ["--resume", str(folder)]),
+        (eval_program.main, [str(folder), "--data", "shapes"]),
+    ):
         assert main(arguments) == 2
-        line, = capsys.readouterr().err.splitlines()
-        assert line.endswith("last.pt: a recipe of version 11, and this code reads 12; commit "
-                             "bb39c50 reads those of versions 1 to 11")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(
+            "last.pt: a recipe of version 11, and this code reads 12; commit "
+            "bb39c50 reads those of versions 1 to 11"
+        )
     assert read_run(folder).keys["mix.group"] == 4

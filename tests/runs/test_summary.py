@@ -16,38 +16,67 @@ from vitinit.train.distributed import Processes
 from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, metrics_row
 
 NOTHING = SimpleNamespace(left_out="")
-DATA = SimpleNamespace(train_set=None, whole_set=NOTHING, val_set=NOTHING,
-                       train_batches=SimpleNamespace(steps_per_epoch=4),
-                       plan=SimpleNamespace(cautions=lambda **_: []))
+DATA = SimpleNamespace(
+    train_set=None,
+    whole_set=NOTHING,
+    val_set=NOTHING,
+    train_batches=SimpleNamespace(steps_per_epoch=4),
+    plan=SimpleNamespace(cautions=lambda **_: []),
+)
 
 
 def test_few_updates_from_scratch_are_a_warning():
     """Four steps per epoch; it ends at 1000. Trained weights and the drawn shapes need fewer."""
-    for sets, updates in ((["schedule.epochs=200", "schedule.cooldown_epochs=49"], "996"),
-                          (["schedule.epochs=200", "schedule.cooldown_epochs=50"], None),
-                          (["init.checkpoint=runs/a"], None), (["data.name=shapes"], None)):
-        recipe = load_recipe("quickstart", overrides(sets=["data.name=cifar10", "data.root=x",
-                                                           *sets]))
-        assert cautions(recipe, DATA, (6, 6), torch.device("meta")) == ([] if not updates else [
-            f"{updates} updates in all: from scratch, such a model needs thousands; --set "
-            "schedule.epochs=250 makes 1,000"])
+    for sets, updates in (
+        (["schedule.epochs=200", "schedule.cooldown_epochs=49"], "996"),
+        (["schedule.epochs=200", "schedule.cooldown_epochs=50"], None),
+        (["init.checkpoint=runs/a"], None),
+        (["data.name=shapes"], None),
+    ):
+        recipe = load_recipe(
+            "quickstart", overrides(sets=["data.name=cifar10", "data.root=x", *sets])
+        )
+        assert cautions(recipe, DATA, (6, 6), torch.device("meta")) == (
+            []
+            if not updates
+            else [
+                f"{updates} updates in all: from scratch, such a model needs thousands; --set "
+                "schedule.epochs=250 makes 1,000"
+            ]
+        )
 
 
-@pytest.mark.parametrize("size, grid, patch", [("[48, 30]", (3, 2), 3), ("[64, 64]", (4, 4), 8),
-                                               ("[7, 7]", (1, 1), 1), ("[64, 64]", (6, 6), None)])
+@pytest.mark.parametrize(
+    "size, grid, patch",
+    [
+        ("[48, 30]", (3, 2), 3),
+        ("[64, 64]", (4, 4), 8),
+        ("[7, 7]", (1, 1), 1),
+        ("[64, 64]", (6, 6), None),
+    ],
+)
 def test_few_patches_are_a_warning_with_the_patch_size_that_makes_more(size, grid, patch):
     recipe = load_recipe("quickstart", overrides(sets=[f"data.image_size={size}"]))
     lines = cautions(recipe, DATA, grid, torch.device("meta"))
-    assert lines == ([] if patch is None else [
-        f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
-        f"model.options.patch_size={patch} makes more"])
+    assert lines == (
+        []
+        if patch is None
+        else [
+            f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
+            f"model.options.patch_size={patch} makes more"
+        ]
+    )
 
 
 def test_the_faster_precision_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("vitinit.train.device.CPU_INFO", tmp_path / "cpuinfo")
-    for computes, amp, words in ((True, "off", "engine.amp=bf16 is faster"), (True, "bf16", None),
-                                 (False, "bf16", "engine.amp=off is faster"), (False, "off", None)):
+    for computes, amp, words in (
+        (True, "off", "engine.amp=bf16 is faster"),
+        (True, "bf16", None),
+        (False, "bf16", "engine.amp=off is faster"),
+        (False, "off", None),
+    ):
         (tmp_path / "cpuinfo").write_text("flags: avx512_bf16" + " amx_bf16" * computes)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: computes)
         lines, of_gpu = (faster_amp(amp, torch.device(kind)) for kind in ("cpu", "cuda"))
@@ -57,35 +86,51 @@ def test_the_faster_precision_is_named(monkeypatch, tmp_path):
 
 def test_auto_is_the_precision_that_the_device_computes(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
-    assert fastest_amp(torch.device("cpu")) == "off"             # of a system that has no such file
+    assert fastest_amp(torch.device("cpu")) == "off"  # of a system that has no such file
     for maker, flags, amp in (
-            ("AuthenticAMD", "avx512_vnni", "off"), ("AuthenticAMD", "avx512_bf16", "bf16"),
-            ("GenuineIntel", "avx512_bf16", "off"),
-            ("GenuineIntel", "avx512_bf16 amx_bf16", "bf16")):
+        ("AuthenticAMD", "avx512_vnni", "off"),
+        ("AuthenticAMD", "avx512_bf16", "bf16"),
+        ("GenuineIntel", "avx512_bf16", "off"),
+        ("GenuineIntel", "avx512_bf16 amx_bf16", "bf16"),
+    ):
         (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}\nflags : fpu {flags}\n")
         assert fastest_amp(torch.device("cpu")) == amp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for major, amp in ((7, "fp16"), (8, "bf16"), (12, "bf16")):
-        monkeypatch.setattr(torch.cuda, "get_device_properties",
-                            lambda number: SimpleNamespace(major=major))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda number: SimpleNamespace(major=major)
+        )
         assert fastest_amp(torch.device("cuda")) == amp
 
 
-def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, small_run, tmp_path,
-                                                                 monkeypatch, capsys):
+def test_the_summary_says_how_many_weights_each_optimiser_trains(
+    train_program, small_run, tmp_path, monkeypatch, capsys
+):
     """Two blocks of width 12 have 2 · 12 · 12² weights in matrices. Of the weights of a model that
     is channels last, that of the channel is the dimension of stride 1."""
     strides = []
-    monkeypatch.setattr("vitinit.run.tune_convolutions", lambda model: strides.append(
-        model.patch_embed.proj.weight.stride()))
+    monkeypatch.setattr(
+        "vitinit.run.tune_convolutions",
+        lambda model: strides.append(model.patch_embed.proj.weight.stride()),
+    )
     for dimension, changes, line in (
-            (1, dict(engine__channels_last="true"), "Muon (factor 1, momentum 0.95) for 3,456 "
-             "weights, AdamW for 1,011; × 0.7 per layer from the head down"),
-            (3, dict(engine__channels_last="false", optim__name="adamw",
-                     optim__layer_decay="1.0"), "AdamW for 4,467 weights")):
-        assert train_program.main(small_run(tmp_path / "run", "--dry-run", "--verbose",
-                                            **changes)) == 0
+        (
+            1,
+            dict(engine__channels_last="true"),
+            "Muon (factor 1, momentum 0.95) for 3,456 "
+            "weights, AdamW for 1,011; × 0.7 per layer from the head down",
+        ),
+        (
+            3,
+            dict(engine__channels_last="false", optim__name="adamw", optim__layer_decay="1.0"),
+            "AdamW for 4,467 weights",
+        ),
+    ):
+        assert (
+            train_program.main(small_run(tmp_path / "run", "--dry-run", "--verbose", **changes))
+            == 0
+        )
         assert f"optim   {line}" in capsys.readouterr().out.splitlines()
         assert strides.pop()[dimension] == 1
 
@@ -95,19 +140,48 @@ def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
     """Seven steps of eleven images in five seconds on two devices, at 5/11 TFLOP per image."""
     monkeypatch.setattr(metrics, "matrix_rate", lambda device: peak)
     monkeypatch.setattr(metrics, "peak_gib", lambda device: 1.5)
-    progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
-                        cpu_seconds=7.0, waiting_seconds=2.0, skipped_steps=3)
+    progress = Progress(
+        step=20,
+        epochs=2,
+        epoch_steps=7,
+        loss_sum=14.0,
+        seconds=5.0,
+        cpu_seconds=7.0,
+        waiting_seconds=2.0,
+        skipped_steps=3,
+    )
     model = Evaluation(1.5, 50.0, 90.0, 13, [2, 0, 5], [8, 0, 5], [3, 5, 5], None)
     ema = Evaluation(9.0, 51.0, 90.0, 13, [], [], [], None)
-    row = metrics_row(progress, [model, ema], lr=1e-3, global_batch=11, flops=5e12 / 11,
-                      processes=Processes(0, 0, 2, torch.device("cpu")))
+    row = metrics_row(
+        progress,
+        [model, ema],
+        lr=1e-3,
+        global_batch=11,
+        flops=5e12 / 11,
+        processes=Processes(0, 0, 2, torch.device("cpu")),
+    )
     assert list(row) == list(METRICS)
-    assert row == pytest.approx({
-        "epoch": 3, "lr": 1e-3, "train_loss": 2.0, "images_per_second": 15.4, "val_loss": 1.5,
-        "val_top1": 50.0, "val_top5": 90.0, "val_balanced": 62.5, "ema_top1": 51.0,
-        "ema_top5": 90.0, "skipped_steps": 3, "seconds": 5.0, "cpu_seconds": 7.0,
-        "waiting": 0.4,
-        "tflops_per_device": 3.5, "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
+    assert row == pytest.approx(
+        {
+            "epoch": 3,
+            "lr": 1e-3,
+            "train_loss": 2.0,
+            "images_per_second": 15.4,
+            "val_loss": 1.5,
+            "val_top1": 50.0,
+            "val_top5": 90.0,
+            "val_balanced": 62.5,
+            "ema_top1": 51.0,
+            "ema_top5": 90.0,
+            "skipped_steps": 3,
+            "seconds": 5.0,
+            "cpu_seconds": 7.0,
+            "waiting": 0.4,
+            "tflops_per_device": 3.5,
+            "share_of_rate": share and 10 * share,
+            "peak_memory_gib": 1.5,
+        }
+    )
 
 
 def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
@@ -115,26 +189,56 @@ def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert matrix_rate(torch.device("cuda")) == MATRIX_RATES[name] == 989.0
     assert matrix_rate(torch.device("cpu")) is None
-    name += " MIG 1g.10gb"                           # a slice of that card
+    name += " MIG 1g.10gb"  # a slice of that card
     assert matrix_rate(torch.device("cuda")) is None
 
 
 def test_the_epochs_line_fits_a_terminal_and_notes_take_the_place_of_what_is_known():
     row = dict.fromkeys(METRICS) | {"epoch": 3, "train_loss": 2.0, "images_per_second": 51.24}
     assert epoch_line(row, 10) == "epoch  3/10  loss 2.000  51.24 img/s"
-    row |= {"val_loss": 10.5, "val_top1": 100.0, "val_top5": 90.0, "ema_top1": 51.25,
-            "skipped_steps": 2, "images_per_second": 51_240.7}
+    row |= {
+        "val_loss": 10.5,
+        "val_top1": 100.0,
+        "val_top5": 90.0,
+        "ema_top1": 51.25,
+        "skipped_steps": 2,
+        "images_per_second": 51_240.7,
+    }
     line = epoch_line(row, 100)
     assert line == "epoch   3/100  loss 2.000  val 10.500  top-1 100.00 %  EMA 51.25 %  51241 img/s"
     assert len(line) <= 80
-    lines = [f"{title:8}x" for title in ("recipe", "data", "root", "model", "init", "start", "head",
-                                         "teacher", "batch", "steps", "lr", "run")]
+    lines = [
+        f"{title:8}x"
+        for title in (
+            "recipe",
+            "data",
+            "root",
+            "model",
+            "init",
+            "start",
+            "head",
+            "teacher",
+            "batch",
+            "steps",
+            "lr",
+            "run",
+        )
+    ]
     assert [line.split()[0] for line in at_a_glance(lines, "there")] == [
-        "recipe", "data", "model", "start", "head", "teacher", "steps", "run"]
+        "recipe",
+        "data",
+        "model",
+        "start",
+        "head",
+        "teacher",
+        "steps",
+        "run",
+    ]
 
 
-def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, small_run, tmp_path,
-                                                              monkeypatch, capsys):
+def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(
+    train_program, small_run, tmp_path, monkeypatch, capsys
+):
     """Six of eleven cautions; the last of them says where the others are."""
     monkeypatch.setattr("vitinit.run.cautions", lambda *_: [f"caution {n}" for n in range(11)])
     monkeypatch.setattr("vitinit.run.train_epochs", lambda *_: None)
@@ -142,19 +246,36 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(train_program, sma
     assert train_program.main(small_run(folder)) == 0
     lines = capsys.readouterr().out.splitlines()
     titles = [line.split()[0] for line in lines]
-    assert titles == ["recipe", "data", "model", "init", "mass", "batch", "steps", "run",
-                      *["warning"] * 6, "done", "next", "vitinit"]
-    for (*_, command), program in zip(map(str.partition, lines[-2:], ["vitinit "] * 2),
-                                      (figures, predict)):
-        program.parse_arguments(shlex.split(command)[1:])            # a command that can be typed
-    assert max(map(len, lines[:8])) == 80            # cut, and not wrapped
+    assert titles == [
+        "recipe",
+        "data",
+        "model",
+        "init",
+        "mass",
+        "batch",
+        "steps",
+        "run",
+        *["warning"] * 6,
+        "done",
+        "next",
+        "vitinit",
+    ]
+    for (*_, command), program in zip(
+        map(str.partition, lines[-2:], ["vitinit "] * 2), (figures, predict)
+    ):
+        program.parse_arguments(shlex.split(command)[1:])  # a command that can be typed
+    assert max(map(len, lines[:8])) == 80  # cut, and not wrapped
     assert lines[13] == f"warning and 6 more, in {folder}/start.txt"
     whole = (folder / "start.txt").read_text(encoding="utf-8").splitlines()
-    assert f"run     {folder}" in whole and whole[-11:] == [f"warning caution {n}"
-                                                            for n in range(11)]
+    assert f"run     {folder}" in whole and whole[-11:] == [
+        f"warning caution {n}" for n in range(11)
+    ]
     assert train_program.main(["--resume", str(folder), "--verbose"]) == 0
     resumed = capsys.readouterr().out.splitlines()
-    assert resumed[:-3] == [*(line for line in whole[:-12] if not line.startswith(
-        ("mass", "classes", "files"))), f"run     {folder}, resumed at step 0", *whole[-11:]]
+    assert resumed[:-3] == [
+        *(line for line in whole[:-12] if not line.startswith(("mass", "classes", "files"))),
+        f"run     {folder}, resumed at step 0",
+        *whole[-11:],
+    ]
     report = (folder / "images.txt").read_text(encoding="utf-8")
     assert report.splitlines() == [line for line in whole if line.startswith(("classes", "files"))]

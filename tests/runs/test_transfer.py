@@ -27,22 +27,38 @@ WIDTH = 11
 
 def vit(seed: int, *, grid: tuple[int, int] = (5, 5), classes: int = 7, **sizes) -> nn.Module:
     sizes = dict(embed_dim=WIDTH, depth=2, num_heads=1) | sizes
-    return redraw(vitinit.build_model(
-        "vit_tiny", num_classes=classes, patch_size=(2, 3), image_size=(2 * grid[0], 3 * grid[1]),
-        **sizes), first=100 * seed).float().eval()
+    return (
+        redraw(
+            vitinit.build_model(
+                "vit_tiny",
+                num_classes=classes,
+                patch_size=(2, 3),
+                image_size=(2 * grid[0], 3 * grid[1]),
+                **sizes,
+            ),
+            first=100 * seed,
+        )
+        .float()
+        .eval()
+    )
 
 
 def resized_by_hand(patches: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """(1, h·w, D) → (1, h'·w', D), one channel after another."""
     if old == new:
         return patches
-    channels = [F.interpolate(patches[0, :, channel].reshape(1, 1, *old), size=new, mode="bicubic",
-                              antialias=True).flatten() for channel in range(patches.shape[2])]
+    channels = [
+        F.interpolate(
+            patches[0, :, channel].reshape(1, 1, *old), size=new, mode="bicubic", antialias=True
+        ).flatten()
+        for channel in range(patches.shape[2])
+    ]
     return torch.stack(channels, dim=1)[None]
 
 
-def assert_equal(model: nn.Module, expected: dict[str, Tensor], positions: Tensor | None = None
-                 ) -> None:
+def assert_equal(
+    model: nn.Module, expected: dict[str, Tensor], positions: Tensor | None = None
+) -> None:
     """Every tensor equals the expected one to the bit; positions that were resized, to 1e-6."""
     state = model.state_dict()
     assert state.keys() == expected.keys()
@@ -53,8 +69,9 @@ def assert_equal(model: nn.Module, expected: dict[str, Tensor], positions: Tenso
             assert torch.equal(value, expected[name]), name
 
 
-def refusal(model: nn.Module, tensors: dict[str, Tensor],
-            grid: tuple[int, int] | None = None) -> str:
+def refusal(
+    model: nn.Module, tensors: dict[str, Tensor], grid: tuple[int, int] | None = None
+) -> str:
     """The one-line error of the transfer; also checks that the model has not changed."""
     before = state_of(model)
     message = refused(CheckpointError, start_from, model, tensors, PATH, grid)
@@ -71,13 +88,16 @@ def test_a_classifier_of_other_classes_stays_as_the_init_drew_it():
     assert_equal(model, {name: value.float() for name, value in source.items()} | head)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
     assert report.loaded == [name for name in source if name not in head] and report.resized == []
-    assert str(report) == (f"{len(report.loaded)} tensors loaded; dropped: head.weight (7, 11), "
-                           "head.bias (7,); as the init drew them: head.weight, head.bias")
+    assert str(report) == (
+        f"{len(report.loaded)} tensors loaded; dropped: head.weight (7, 11), "
+        "head.bias (7,); as the init drew them: head.weight, head.bias"
+    )
 
 
 def test_rows_of_both_classifiers_are_those_of_the_same_classes():
-    model, source = (vit(seed, classes=classes, distilled=True)
-                     for seed, classes in ((0, 3), (1, 7)))
+    model, source = (
+        vit(seed, classes=classes, distilled=True) for seed, classes in ((0, 3), (1, 7))
+    )
     own, tensors = state_of(model), state_of(source)
     report = start_from(model, tensors, PATH, None, [5, None, 0])
     for name in ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"):
@@ -85,41 +105,89 @@ def test_rows_of_both_classifiers_are_those_of_the_same_classes():
         assert torch.equal(model.state_dict()[name], expected) and name in report.loaded
     same = vit(2, distilled=True)
     own = state_of(same)
-    report = start_from(same, tensors, PATH, None, [None] * 7)       # none, though they are as many
-    assert {name.partition(" ")[0] for name in report.dropped} == {*report.kept} == {
-        name for name in own if name.startswith("head")}
+    report = start_from(same, tensors, PATH, None, [None] * 7)  # none, though they are as many
+    assert (
+        {name.partition(" ")[0] for name in report.dropped}
+        == {*report.kept}
+        == {name for name in own if name.startswith("head")}
+    )
     assert all(torch.equal(same.state_dict()[name], own[name]) for name in report.kept)
 
 
 ANIMALS = ("cat", "dog", "eel")
 
 
-@pytest.mark.parametrize("choice, data, known, classes, words, rows", [
-    ("match", "photos", ANIMALS, ("ant", "eel", "cat"), "2 of 3 rows by class name, 1 as drawn",
-     [None, 2, 0]),
-    ("match", "imagenet", ANIMALS, ("ant", "bee", "cow"), "0 of 3 rows by class name, 3 as drawn",
-     None),
-    ("match", "photos", ("cat", "dog", "cat"), ("dog", "cat"), "1 of 2 rows by class name, 1 as d",
-     [1, None]),
-    ("match", "photos", ("0", "1", "10"), ("0", "10", "2"), "as drawn: not all classes have",
-     None),
-    ("match", "photos", None, ANIMALS, "as drawn: not all classes have names; if they are the same,"
-     " init.checkpoint_head=keep takes its 3 rows", None),
-    ("match", "imagenet", None, ANIMALS, "all 3 rows, taken for the same classes", [0, 1, 2]),
-    ("match", "imagenet", None, ("a", "b"), "as drawn: the checkpoint's has 3 rows, and 2", None),
-    ("keep", "photos", ANIMALS, ("ant", "eel", "cat"), "all 3 rows, taken for", [0, 1, 2]),
-    ("drop", "imagenet", ANIMALS, ANIMALS, "as drawn: init.checkpoint_head is drop", None)])
+@pytest.mark.parametrize(
+    "choice, data, known, classes, words, rows",
+    [
+        (
+            "match",
+            "photos",
+            ANIMALS,
+            ("ant", "eel", "cat"),
+            "2 of 3 rows by class name, 1 as drawn",
+            [None, 2, 0],
+        ),
+        (
+            "match",
+            "imagenet",
+            ANIMALS,
+            ("ant", "bee", "cow"),
+            "0 of 3 rows by class name, 3 as drawn",
+            None,
+        ),
+        (
+            "match",
+            "photos",
+            ("cat", "dog", "cat"),
+            ("dog", "cat"),
+            "1 of 2 rows by class name, 1 as d",
+            [1, None],
+        ),
+        (
+            "match",
+            "photos",
+            ("0", "1", "10"),
+            ("0", "10", "2"),
+            "as drawn: not all classes have",
+            None,
+        ),
+        (
+            "match",
+            "photos",
+            None,
+            ANIMALS,
+            "as drawn: not all classes have names; if they are the same,"
+            " init.checkpoint_head=keep takes its 3 rows",
+            None,
+        ),
+        ("match", "imagenet", None, ANIMALS, "all 3 rows, taken for the same classes", [0, 1, 2]),
+        (
+            "match",
+            "imagenet",
+            None,
+            ("a", "b"),
+            "as drawn: the checkpoint's has 3 rows, and 2",
+            None,
+        ),
+        ("keep", "photos", ANIMALS, ("ant", "eel", "cat"), "all 3 rows, taken for", [0, 1, 2]),
+        ("drop", "imagenet", ANIMALS, ANIMALS, "as drawn: init.checkpoint_head is drop", None),
+    ],
+)
 def test_which_rows_a_run_starts_from(choice, data, known, classes, words, rows, tmp_path):
-    recipe = load_recipe(RECIPES / "deit_tiny.toml", overrides(sets=[
-        f"init.checkpoint={tmp_path}/a.pt", f"init.checkpoint_head={choice}"]))
+    recipe = load_recipe(
+        RECIPES / "deit_tiny.toml",
+        overrides(sets=[f"init.checkpoint={tmp_path}/a.pt", f"init.checkpoint_head={choice}"]),
+    )
     recipe = replace(recipe, data=replace(recipe.data, name=data))
     model, source = vit(0, classes=len(classes)), vit(1, classes=3)
     torch.save({"model": source.state_dict(), "classes": known}, tmp_path / "a.pt")
     own, tensors = state_of(model), state_of(source)
     _, line, *_ = fine_tune(model, recipe, task_of(recipe, classes))
     assert line.startswith(f"head    {words}")
-    for row, now, before in zip(rows or [None] * len(classes), model.head.weight,
-                                own["head.weight"], strict=True):
+    for row, now, before in zip(
+        rows or [None] * len(classes), model.head.weight, own["head.weight"], strict=True
+    ):
         assert torch.equal(now, before if row is None else tensors["head.weight"][row])
 
 
@@ -141,7 +209,7 @@ def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():
         change = [] if old == new else [f"pos_embed {old[0]}×{old[1]} → {new[0]}×{new[1]}"]
         assert (report.resized, report.dropped, report.kept) == (change, [], [])
         assert report.loaded == [name for name in tensors if not change or name != "pos_embed"]
-        assert_equal(source, tensors)                # the checkpoint's tensors are read only
+        assert_equal(source, tensors)  # the checkpoint's tensors are read only
 
 
 def test_a_class_token_that_the_checkpoint_lacks_stays_with_its_position_as_the_init_drew_it():
@@ -149,27 +217,41 @@ def test_a_class_token_that_the_checkpoint_lacks_stays_with_its_position_as_the_
     own, tensors = state_of(model), state_of(source)
     report = start_from(model, tensors, PATH, (3, 5))
     positions = resized_by_hand(tensors["pos_embed"], (3, 5), (7, 2))
-    assert_equal(model, tensors | {"cls_token": own["cls_token"]},
-                 torch.cat([own["pos_embed"][:, :1], positions], dim=1))
+    assert_equal(
+        model,
+        tensors | {"cls_token": own["cls_token"]},
+        torch.cat([own["pos_embed"][:, :1], positions], dim=1),
+    )
     assert (report.dropped, report.kept) == ([], ["cls_token"])
 
 
 @pytest.mark.parametrize("new, pool, ours", [((5, 5), "class", 1), ((3, 7), "mean", 0)])
 def test_a_distilled_checkpoint_gives_a_plain_model_all_but_its_second_token(pool, ours, new):
     model, tensors = vit(0, grid=new, pool=pool), state_of(vit(1))
-    tensors |= {"dist_token": torch.randn(1, 1, WIDTH), "pos_embed": torch.randn(1, 27, WIDTH),
-                "head_dist.weight": torch.randn(7, WIDTH), "head_dist.bias": torch.randn(7)}
+    tensors |= {
+        "dist_token": torch.randn(1, 1, WIDTH),
+        "pos_embed": torch.randn(1, 27, WIDTH),
+        "head_dist.weight": torch.randn(7, WIDTH),
+        "head_dist.bias": torch.randn(7),
+    }
     report = start_from(model, tensors, PATH, None)
     positions = resized_by_hand(tensors["pos_embed"][:, 2:], (5, 5), new)
-    assert_equal(model, {name: tensors[name] for name in model.state_dict()},
-                 torch.cat([tensors["pos_embed"][:, :ours], positions], dim=1))
+    assert_equal(
+        model,
+        {name: tensors[name] for name in model.state_dict()},
+        torch.cat([tensors["pos_embed"][:, :ours], positions], dim=1),
+    )
     assert report.kept == [] and set(report.dropped) == {
-        "dist_token", "head_dist.weight", "head_dist.bias", *["cls_token"] * (1 - ours)}
+        "dist_token",
+        "head_dist.weight",
+        "head_dist.bias",
+        *["cls_token"] * (1 - ours),
+    }
 
 
 @pytest.mark.parametrize("old, kind", [((5, 5), "sincos"), ((3, 7), "learned")])
 def test_fixed_position_embeddings_stay_and_are_reported(kind, old):
-    width = 20                                       # which 4 divides
+    width = 20  # which 4 divides
     model = vit(0, embed_dim=width, pos_embed="sincos")
     source = vit(1, grid=old, embed_dim=width, pos_embed=kind)
     report = start_from(model, source.state_dict(), PATH, old)
@@ -181,21 +263,27 @@ def test_fixed_position_embeddings_stay_and_are_reported(kind, old):
 def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
     source = vit(1, embed_dim=13)
     message = refusal(vit(0), source.state_dict(), (5, 5))
-    for words in ("cls_token (1, 1, 13) where the model has (1, 1, 11)",
-                  "pos_embed (1, 26, 13) where the model has (1, 26, 11)",
-                  "patch_embed.proj.weight (13, 3, 2, 3) where the model has (11, 3, 2, 3)"):
+    for words in (
+        "cls_token (1, 1, 13) where the model has (1, 1, 11)",
+        "pos_embed (1, 26, 13) where the model has (1, 26, 11)",
+        "patch_embed.proj.weight (13, 3, 2, 3) where the model has (11, 3, 2, 3)",
+    ):
         assert words in message
     misfits = [name for name in source.state_dict() if not name.startswith("head.")]
     assert f" and {len(misfits) - 5} more; vitinit/train/README.md names" in message
     assert message.count(" where the model has ") == 5
-    for tensors in ({"conv1.weight": torch.ones(11, 3, 7, 7), "fc.bias": torch.ones(7)},
-                    {"head.weight": torch.ones(7, WIDTH), "head.bias": torch.ones(7)}):  # both fit
+    for tensors in (
+        {"conv1.weight": torch.ones(11, 3, 7, 7), "fc.bias": torch.ones(7)},
+        {"head.weight": torch.ones(7, WIDTH), "head.bias": torch.ones(7)},
+    ):  # both fit
         message = refusal(vit(0), tensors)
         assert "none of its tensors fits" in message and message.endswith(", ".join(tensors))
     flat = state_of(vit(1, pool="class")) | {"cls_token": torch.ones(WIDTH)}
     assert "other shape: cls_token (11,) where the model has (1, 1, 11)" in refusal(vit(0), flat)
-    assert "surplus: cls_token" in refusal(vit(0, pool="mean", num_registers=1, fc_norm=True),
-                                           flat | {"fc_norm.weight": torch.ones(WIDTH)})
+    assert "surplus: cls_token" in refusal(
+        vit(0, pool="mean", num_registers=1, fc_norm=True),
+        flat | {"fc_norm.weight": torch.ones(WIDTH)},
+    )
     for more, name in (({"depth": 3}, "blocks.2.norm1."), ({"num_registers": 2}, "reg_token")):
         assert f"surplus: {name}" in refusal(vit(0), state_of(vit(1, **more)))
     for grid, words in ((None, "no square grid"), ((3, 3), "no 3×3 grid")):
@@ -208,10 +296,19 @@ def small(name: str, size: int | tuple[int, int], sizes: dict, seed: int = 0) ->
     return redraw(model, first=100 * seed).float().eval()
 
 
-@pytest.mark.parametrize("name, sizes, old, new", [
-    ("convmixer_256_8", dict(embed_dim=5, depth=2), 10, (6, 14)),
-    ("simple_vit", dict(embed_dim=12, depth=1, num_heads=3), 10, (6, 14)),
-    ("swin_tiny", dict(embed_dim=6, depths=(2, 1), num_heads=(1, 2), window_size=3), 24, (48, 72))])
+@pytest.mark.parametrize(
+    "name, sizes, old, new",
+    [
+        ("convmixer_256_8", dict(embed_dim=5, depth=2), 10, (6, 14)),
+        ("simple_vit", dict(embed_dim=12, depth=1, num_heads=3), 10, (6, 14)),
+        (
+            "swin_tiny",
+            dict(embed_dim=6, depths=(2, 1), num_heads=(1, 2), window_size=3),
+            24,
+            (48, 72),
+        ),
+    ],
+)
 def test_a_model_that_knows_no_size_takes_any_with_its_own_fixed_positions(name, sizes, old, new):
     model, resized = small(name, old, sizes, 1), small(name, new, sizes)
     fixed = {key: value for key, value in state_of(resized).items() if key == "pos_embed"}
@@ -220,10 +317,17 @@ def test_a_model_that_knows_no_size_takes_any_with_its_own_fixed_positions(name,
     assert resized(torch.zeros(1, 3, *new)).shape == (1, 7)
 
 
-@pytest.mark.parametrize("name, sizes, bound", [
-    ("mixer_s32", dict(embed_dim=4, depth=1, patch_size=4), "blocks.0.mlp_tokens.fc1.weight"),
-    ("swin_tiny", dict(embed_dim=6, depths=(1, 1), num_heads=(1, 2), window_size=4),
-     "layers.1.blocks.0.attn.relative_position_bias_table")])
+@pytest.mark.parametrize(
+    "name, sizes, bound",
+    [
+        ("mixer_s32", dict(embed_dim=4, depth=1, patch_size=4), "blocks.0.mlp_tokens.fc1.weight"),
+        (
+            "swin_tiny",
+            dict(embed_dim=6, depths=(1, 1), num_heads=(1, 2), window_size=4),
+            "layers.1.blocks.0.attn.relative_position_bias_table",
+        ),
+    ],
+)
 def test_a_model_that_is_bound_to_its_size_is_refused(name, sizes, bound):
     """Swin where its windows were cut down to a small grid: 2 of 4 tokens in the last stage."""
     model, resized = small(name, 16, sizes), small(name, 32, sizes)
@@ -232,16 +336,30 @@ def test_a_model_that_is_bound_to_its_size_is_refused(name, sizes, bound):
 
 def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(tmp_path):
     trained, average = vit(1, grid=(3, 5)), vit(2, grid=(3, 5))
-    save_atomically({"model": trained.state_dict(), "grid": trained.grid,
-                     "ema": Ema(average, decay=0.5, warmup=False).state_dict()},
-                    tmp_path / "last.pt")
+    save_atomically(
+        {
+            "model": trained.state_dict(),
+            "grid": trained.grid,
+            "ema": Ema(average, decay=0.5, warmup=False).state_dict(),
+        },
+        tmp_path / "last.pt",
+    )
     recipe = load_recipe(RECIPES / "quickstart.toml")
-    for weights, path, source in (("model", tmp_path, trained),
-                                  ("ema", tmp_path / "last.pt", average)):
+    for weights, path, source in (
+        ("model", tmp_path, trained),
+        ("ema", tmp_path / "last.pt", average),
+    ):
         model, expected = vit(0, grid=(5, 3)), vit(0, grid=(5, 3))
         start_from(expected, source.state_dict(), PATH, (3, 5))
-        changed = replace(recipe, init=replace(
-            recipe.init, checkpoint=str(path), checkpoint_weights=weights, checkpoint_head="keep"))
+        changed = replace(
+            recipe,
+            init=replace(
+                recipe.init,
+                checkpoint=str(path),
+                checkpoint_weights=weights,
+                checkpoint_head="keep",
+            ),
+        )
         line, *_ = fine_tune(model, changed, task_of(changed))
         assert_equal(model, expected.state_dict())
         assert "pos_embed 3×5 → 5×3 resized" in line

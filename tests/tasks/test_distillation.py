@@ -47,19 +47,32 @@ class Linear(nn.Module):
         return images.flatten(1) @ self.weight.mT
 
 
-def learning(distill: Distill, *, two_heads: bool = False, mean=MEAN, std=STD,
-             size: tuple[int, int] | None = (8, 12)) -> Distillation:
+def learning(
+    distill: Distill,
+    *,
+    two_heads: bool = False,
+    mean=MEAN,
+    std=STD,
+    size: tuple[int, int] | None = (8, 12),
+) -> Distillation:
     teacher = Teacher(Linear(int(np.prod(size or (8, 12)))), mean, std, size, "digest", "given")
-    return Distillation((), teacher, distill, mean=MEAN, std=STD, size=(8, 12),
-                        two_heads=two_heads, device=CPU)
+    return Distillation(
+        (), teacher, distill, mean=MEAN, std=STD, size=(8, 12), two_heads=two_heads, device=CPU
+    )
 
 
 @pytest.mark.parametrize("two_heads", [False, True])
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_losses_are_deits_and_each_head_of_a_distilled_student_has_its_own_teacher(kind, two_heads):
-    student = vitinit.build_model(f"vit_tiny{'_distilled' * two_heads}", num_classes=5,
-                                  image_size=(8, 12), patch_size=4, embed_dim=6, depth=1,
-                                  num_heads=2).double()
+    student = vitinit.build_model(
+        f"vit_tiny{'_distilled' * two_heads}",
+        num_classes=5,
+        image_size=(8, 12),
+        patch_size=4,
+        embed_dim=6,
+        depth=1,
+        num_heads=2,
+    ).double()
     vitinit.init_weights(student, "torch", generator=torch.Generator().manual_seed(0))
     objective, images = learning(settings(kind), two_heads=two_heads), seeded(7, 3, 8, 12).double()
     objective.teacher.model.double()
@@ -78,7 +91,7 @@ def test_losses_are_deits_and_each_head_of_a_distilled_student_has_its_own_teach
 def test_the_teacher_reads_the_very_views_as_it_was_trained_to():
     images, same = seeded(7, 3, 8, 12), learning(settings())
     same.logits(images)
-    assert same.teacher.model.seen is images         # not even copied
+    assert same.teacher.model.seen is images  # not even copied
     mean, std = (0.1, 0.2, 0.3), (0.7, 0.6, 0.5)
     other = learning(settings(), mean=mean, std=std, size=(16, 20))
     other.logits(images)

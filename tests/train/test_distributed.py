@@ -34,9 +34,11 @@ ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")
 def agreements(processes: Processes) -> list[str]:
     """Run in each of two processes: what it gets from sums, signals and errors."""
     rank = processes.rank
-    lines = [str(processes.sum(torch.tensor([rank + 1.0])).item()),
-             str(processes.maximum(15 * rank))]
-    for broken in (0, 1):                            # the error of either is raised on both
+    lines = [
+        str(processes.sum(torch.tensor([rank + 1.0])).item()),
+        str(processes.maximum(15 * rank)),
+    ]
+    for broken in (0, 1):  # the error of either is raised on both
         try:
             with processes.together():
                 if rank == broken:
@@ -50,8 +52,9 @@ def agreements(processes: Processes) -> list[str]:
     processes.share(torch.nn.Sequential(norm))
     lines.append(str(norm.running_mean.tolist()))
     forward, _ = model.wrap_models(
-        SimpleNamespace(model=norm, ema=None), load_recipe("quickstart"), processes)
-    for _ in range(2):                               # its statistics stay those of its images
+        SimpleNamespace(model=norm, ema=None), load_recipe("quickstart"), processes
+    )
+    for _ in range(2):  # its statistics stay those of its images
         forward(torch.full((2, 3), rank + 1.0))
     assert norm.running_mean.tolist() == pytest.approx([0.81 * 5 + 0.19 * (rank + 1)] * 3)
     return lines
@@ -81,8 +84,14 @@ def outcome(items, processes: Processes) -> str:
 
 
 def what_is_agreed(processes: Processes) -> list[str]:
-    cases = [(range(2), range(5)), (broken(3), range(5)), (range(5), broken(1)),
-             (range(5), interrupted(2)), (range(1), interrupted(3)), (broken(2), interrupted(2))]
+    cases = [
+        (range(2), range(5)),
+        (broken(3), range(5)),
+        (range(5), broken(1)),
+        (range(5), interrupted(2)),
+        (range(1), interrupted(3)),
+        (broken(2), interrupted(2)),
+    ]
     return [outcome(case[processes.rank], processes) for case in cases]
 
 
@@ -94,19 +103,44 @@ def started(processes: Processes, folder: Path) -> dict:
         generator.manual_seed(100 + processes.rank)
         own_init(model, name, generator=generator, **options)
         drawn.update({key: value.clone() for key, value in model.state_dict().items()})
+
     own_init, start.init_weights = start.init_weights, init_weights
-    recipe, fewer = (load_recipe("quickstart", [*map(parse_override, (
-        "model.options.depth=1", "model.options.embed_dim=24", "ema.decay=0.9", "init.name=impulse",
-        "data.name=image_folder", "data.num_classes=3", f"data.root={folder}",
-        "optim.global_batch=12", "data.workers=0", f"data.images_per_class={count}"))])
-        for count in (0, 1))
-    with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
+    recipe, fewer = (
+        load_recipe(
+            "quickstart",
+            [
+                *map(
+                    parse_override,
+                    (
+                        "model.options.depth=1",
+                        "model.options.embed_dim=24",
+                        "ema.decay=0.9",
+                        "init.name=impulse",
+                        "data.name=image_folder",
+                        "data.num_classes=3",
+                        f"data.root={folder}",
+                        "optim.global_batch=12",
+                        "data.workers=0",
+                        f"data.images_per_class={count}",
+                    ),
+                )
+            ],
+        )
+        for count in (0, 1)
+    )
+    with pytest.raises(OneLineError) as refused:  # rank 1 has fewer images than a batch
         data.open_data((recipe, fewer)[processes.rank], processes, dry_run=True)
     _, images = data.open_training_set(recipe.data, recipe.run.seed)
-    state, notes = start.initial_state(recipe, processes, train_set=images,
-                                       watchers=Watchers(["mass"]))
-    return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
-            "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}
+    state, notes = start.initial_state(
+        recipe, processes, train_set=images, watchers=Watchers(["mass"])
+    )
+    return {
+        "drawn": drawn,
+        "model": dict(state.model.state_dict()),
+        "notes": notes,
+        "ema": dict(state.ema.model.state_dict()),
+        "refused": str(refused.value),
+    }
 
 
 def decided(processes: Processes, folder: Path) -> list[str]:
@@ -127,32 +161,46 @@ def everything(folder: Path) -> list:
         return [agreements(processes), what_is_agreed(processes), started(processes, folder)]
 
 
-def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
-        image_tree, tmp_path):
+def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(image_tree, tmp_path):
     (first, items, main), (second, other_items, other) = (
-        ended.result for ended in in_two_processes(everything, tmp_path, image_tree))
+        ended.result for ended in in_two_processes(everything, tmp_path, image_tree)
+    )
     assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]
-    assert items == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
-                     "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
-                     "[0, None, None] stopped by SIGUSR1", "[0, 1] broken after 2"]
-    assert other_items == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
-                           "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1",
-                           "[0, 1] broken after 2"]
+    assert items == [
+        "[0, 1, None, None, None] end",
+        "[0, 1, 2] broken after 3",
+        "[0] broken after 1",
+        "[0, 1] stopped by SIGUSR1",
+        "[0, None, None] stopped by SIGUSR1",
+        "[0, 1] broken after 2",
+    ]
+    assert other_items == [
+        "[0, 1, 2, 3, 4] end",
+        "[0, 1, 2] broken after 3",
+        "[0] broken after 1",
+        "[0, 1] stopped by SIGUSR1",
+        "[0, 1, 2] stopped by SIGUSR1",
+        "[0, 1] broken after 2",
+    ]
     assert not torch.equal(main["drawn"]["head.weight"], other["drawn"]["head.weight"])
     for key, value in main["drawn"].items():
         for found in (main["model"], main["ema"], other["model"], other["ema"]):
             assert torch.equal(found[key], value), key
     assert main["notes"][0].startswith("mass    ")
-    assert other["notes"] == []                      # only the main process prints
-    assert "has 3 images" in main["refused"] == other["refused"]     # an error of the other's, too
+    assert other["notes"] == []  # only the main process prints
+    assert "has 3 images" in main["refused"] == other["refused"]  # an error of the other's, too
 
 
-@pytest.mark.parametrize("error, lost", [
-    (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:3"), True),
-    (RuntimeError("Timed out waiting 1800000ms for recv"), True),
-    (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
-    (RuntimeError("CUDA error: the launch timed out and was terminated"), False),
-    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False)])
+@pytest.mark.parametrize(
+    "error, lost",
+    [
+        (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:3"), True),
+        (RuntimeError("Timed out waiting 1800000ms for recv"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("CUDA error: the launch timed out and was terminated"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
 def test_a_broken_connection_is_one_line_of_each_process_a_defect_none(monkeypatch, error, lost):
     monkeypatch.setattr(distributed, "start", lambda: ALONE)
     with pytest.raises(LostProcess if lost else RuntimeError) as caught, distributed.joined():
@@ -163,9 +211,17 @@ def test_a_broken_connection_is_one_line_of_each_process_a_defect_none(monkeypat
         assert str(caught.value).startswith("process 0 lost another one, which has ended")
 
 
-@pytest.mark.parametrize("error, left", [
-    (None, True), (LaunchError("of all"), True), (Interrupted(15), True),
-    (OutOfMemory("of one"), False), (RuntimeError("a defect"), False), (OSError("disk"), False)])
+@pytest.mark.parametrize(
+    "error, left",
+    [
+        (None, True),
+        (LaunchError("of all"), True),
+        (Interrupted(15), True),
+        (OutOfMemory("of one"), False),
+        (RuntimeError("a defect"), False),
+        (OSError("disk"), False),
+    ],
+)
 def test_with_gpus_the_group_is_left_unless_one_process_alone_has_failed(monkeypatch, error, left):
     done = []
     monkeypatch.setattr(distributed, "start", lambda: ALONE)
@@ -180,10 +236,12 @@ def test_with_gpus_the_group_is_left_unless_one_process_alone_has_failed(monkeyp
 
 
 def test_the_error_of_one_process_is_printed_before_python_ends():
-    code = ("import torch; from vitinit.train import distributed\n"
-            "distributed.start = lambda: None\n"
-            "torch.distributed.is_initialized = torch.cuda.is_available = lambda: True\n"
-            "with distributed.joined(): raise OSError('disk full')")
+    code = (
+        "import torch; from vitinit.train import distributed\n"
+        "distributed.start = lambda: None\n"
+        "torch.distributed.is_initialized = torch.cuda.is_available = lambda: True\n"
+        "with distributed.joined(): raise OSError('disk full')"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 1 and found.stderr.endswith("OSError: disk full\n")
 
@@ -193,9 +251,11 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for tasks, environment, words in (
-            ("4", {}, "several tasks of SLURM, .* srun --ntasks-per-node=1 torchrun"),
-            ("4", {"RANK": "0"}, ""), ("1", {}, ""),
-            ("1", {"LOCAL_RANK": "2"}, "process 2 of this machine has no GPU: 2 are visible")):
+        ("4", {}, "several tasks of SLURM, .* srun --ntasks-per-node=1 torchrun"),
+        ("4", {"RANK": "0"}, ""),
+        ("1", {}, ""),
+        ("1", {"LOCAL_RANK": "2"}, "process 2 of this machine has no GPU: 2 are visible"),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv("SLURM_NTASKS", tasks)
             for name, value in environment.items():
@@ -212,17 +272,25 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "used"}
 
 
-@pytest.mark.parametrize("variables, words", [
-    ({"RANK": "x"}, "RANK=x in the environment; expected an integer from 0 to 0, as torchrun"),
-    ({"RANK": "3"}, "RANK=3 in"), ({"RANK": "9" * 5000}, "RANK=999"), ({"RANK": "-1"}, "RANK=-1"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in"), ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0 in"),
-    (TWO | {"RANK": ""}, "RANK= in the environment; expected an integer from 0 to 1"),
-    (TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 in .* from 1 to 65535"),
-    (TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR=: no such machine is known here"),
-    (TWO | {"MASTER_ADDR": "a" * 70}, "MASTER_ADDR=a+: no such"),
-    (TWO, r"MASTER_PORT=\d+: in use, say; The server socket has failed")])
-def test_an_environment_that_no_launcher_sets_is_one_line_of_each_process(monkeypatch, capsys,
-                                                                          variables, words):
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"RANK": "x"}, "RANK=x in the environment; expected an integer from 0 to 0, as torchrun"),
+        ({"RANK": "3"}, "RANK=3 in"),
+        ({"RANK": "9" * 5000}, "RANK=999"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in"),
+        ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0 in"),
+        (TWO | {"RANK": ""}, "RANK= in the environment; expected an integer from 0 to 1"),
+        (TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 in .* from 1 to 65535"),
+        (TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR=: no such machine is known here"),
+        (TWO | {"MASTER_ADDR": "a" * 70}, "MASTER_ADDR=a+: no such"),
+        (TWO, r"MASTER_PORT=\d+: in use, say; The server socket has failed"),
+    ],
+)
+def test_an_environment_that_no_launcher_sets_is_one_line_of_each_process(
+    monkeypatch, capsys, variables, words
+):
     monkeypatch.setattr(distributed, "WAITS", (0, 0))
     with socket.create_server(("localhost", 0)) as used:
         for name, value in variables.items():
@@ -240,8 +308,9 @@ def test_processes_that_are_started_again_find_each_other_and_none_of_before(tmp
     """torchrun's store still has the addresses at which the first two do not listen any more."""
     store = launchers_store()
     for attempt in (0, 1):
-        for ended in in_two_processes(sum_of_ranks, tmp_path / str(attempt), store=store,
-                                      attempt=attempt):
+        for ended in in_two_processes(
+            sum_of_ranks, tmp_path / str(attempt), store=store, attempt=attempt
+        ):
             assert ended.result == 3.0
 
 
@@ -259,9 +328,11 @@ def test_a_process_that_does_not_come_is_one_line(monkeypatch):
 
 def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch, tmp_path):
     """In a run, which a new process shows, and in a benchmark, which asks for the same."""
-    code = ("import torch, resource as r; from vitinit.train.distributed import start; start()\n"
-            "for _ in range(17): before = r.getrusage(0).ru_minflt; torch.ones(2**24)\n"
-            "print(r.getrusage(0).ru_minflt - before)")          # 64 MiB, so 16,384 pages
+    code = (
+        "import torch, resource as r; from vitinit.train.distributed import start; start()\n"
+        "for _ in range(17): before = r.getrusage(0).ru_minflt; torch.ones(2**24)\n"
+        "print(r.getrusage(0).ru_minflt - before)"
+    )  # 64 MiB, so 16,384 pages
     found = Fork(partial(exec, code, {}), tmp_path / "fork", "forkserver", CUDA_VISIBLE_DEVICES="")
     assert int(found.ended().out) < 1000
     asked = []

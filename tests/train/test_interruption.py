@@ -21,8 +21,8 @@ def test_signals_of_terminals_launchers_and_slurm_are_remembered_and_never_raise
         with StopRequest() as stop:
             assert stop.number == 0
             os.kill(os.getpid(), number)
-            os.kill(os.getpid(), signal.SIGINT)      # at once: the same, as torchrun passes it on
-            assert stop.number == number             # the first one counts
+            os.kill(os.getpid(), signal.SIGINT)  # at once: the same, as torchrun passes it on
+            assert stop.number == number  # the first one counts
             with pytest.raises(Interrupted) as caught:
                 list(agreed(range(3), ALONE, stop))
             assert caught.value.number == number
@@ -30,7 +30,7 @@ def test_signals_of_terminals_launchers_and_slurm_are_remembered_and_never_raise
 
 
 def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)        # as nohup leaves it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -53,7 +53,8 @@ with interruption.StopRequest():
 
 
 def test_a_second_ctrl_c_ends_the_program_at_once():
-    result = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True,
-                            timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 128 + signal.SIGINT and result.stdout == "on\non\n"
     assert result.stderr == "ended at once by a second Ctrl-C\n"

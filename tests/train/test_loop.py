@@ -29,14 +29,17 @@ GLOBAL_BATCH, STEPS, CLASSES = 12, 5, 7
 # practice it is a rounding error. AdamW's usual eps of 1e-8 would scale that error up to a full
 # step.
 EPS = 1e-4
-Batch = tuple[torch.Tensor, torch.Tensor]       # images and targets
+Batch = tuple[torch.Tensor, torch.Tensor]  # images and targets
 
 
 def small_model(name: str = "vit_tiny", **options) -> torch.nn.Module:
-    sizes = {"vit_tiny": dict(patch_size=4, num_heads=3),
-             "convmixer_256_8": dict(patch_size=2, kernel_size=3)}[name]
-    model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
-                                **sizes | options)
+    sizes = {
+        "vit_tiny": dict(patch_size=4, num_heads=3),
+        "convmixer_256_8": dict(patch_size=2, kernel_size=3),
+    }[name]
+    model = vitinit.build_model(
+        name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2, **sizes | options
+    )
     return written("torch", model)
 
 
@@ -54,18 +57,27 @@ def fresh(model: torch.nn.Module, **parts) -> TrainState:
     return state_of(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS), **parts)
 
 
-def train(state: TrainState, steps, *, size: int = GLOBAL_BATCH,
-          change=lambda micro_batch: micro_batch, **options) -> None:
+def train(
+    state: TrainState,
+    steps,
+    *,
+    size: int = GLOBAL_BATCH,
+    change=lambda micro_batch: micro_batch,
+    **options,
+) -> None:
     """Train the state on these global batches, in micro-batches of `size`, as one epoch."""
-    given = (given_step(number, [*zip(*(part.split(size) for part in batch))])
-             for number, batch in enumerate(steps, state.progress.step))
+    given = (
+        given_step(number, [*zip(*(part.split(size) for part in batch))])
+        for number, batch in enumerate(steps, state.progress.step)
+    )
     given = ((number, [*map(change, micro_batches)]) for number, micro_batches in given)
     options = dict(learning_rate=lambda step: 1e-2, global_batch=GLOBAL_BATCH) | options
     train_epochs(GivenSteps(state, state.model, given, **options), ALONE, StopRequest())
 
 
-def trained(steps=None, *, scaler=None, ema_decay: float = 0.0, progress=None, **options
-            ) -> TrainState:
+def trained(
+    steps=None, *, scaler=None, ema_decay: float = 0.0, progress=None, **options
+) -> TrainState:
     """The state of a small model after `train`."""
     model = small_model()
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
@@ -83,12 +95,28 @@ def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -
 def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_norm, size):
     """Also in micro-batches. It resumes at step 3; steps 10 and 20 of the run are on record."""
     model, rows, expected, steps = small_model(), [], [], batches(21)
-    optimizer = torch.optim.AdamW([
-        {"params": [p for n, p in model.named_parameters()
-                    if p.ndim > 1 and n not in ("pos_embed", "cls_token")], "weight_decay": 0.1},
-        {"params": [p for n, p in model.named_parameters()
-                    if p.ndim == 1 or n in ("pos_embed", "cls_token")], "weight_decay": 0.0}],
-        betas=(0.9, 0.99), eps=EPS)
+    optimizer = torch.optim.AdamW(
+        [
+            {
+                "params": [
+                    p
+                    for n, p in model.named_parameters()
+                    if p.ndim > 1 and n not in ("pos_embed", "cls_token")
+                ],
+                "weight_decay": 0.1,
+            },
+            {
+                "params": [
+                    p
+                    for n, p in model.named_parameters()
+                    if p.ndim == 1 or n in ("pos_embed", "cls_token")
+                ],
+                "weight_decay": 0.0,
+            },
+        ],
+        betas=(0.9, 0.99),
+        eps=EPS,
+    )
     for number, (images, targets) in enumerate(steps, 3):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (number + 1)
@@ -100,14 +128,20 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         expected.append((number + 1, loss.item(), 1e-3 * (number + 1), norm.item()))
-    state = trained(steps, size=size, progress=Progress(step=3), clip_norm=clip_norm,
-                    learning_rate=lambda step: 1e-3 * (step + 1), record=rows.append)
+    state = trained(
+        steps,
+        size=size,
+        progress=Progress(step=3),
+        clip_norm=clip_norm,
+        learning_rate=lambda step: 1e-3 * (step + 1),
+        record=rows.append,
+    )
     assert_close(state.model, model, atol=1e-5)
     assert state.progress.loss_sum == pytest.approx(sum(loss for _, loss, *_ in expected), rel=1e-5)
     assert state.progress.step == 24 and [row.step for row in rows] == [10, 20]
     for row, told in zip(rows, (expected[6], expected[16])):
         assert row[:4] == pytest.approx(told, rel=1e-4) and row.scale is None
-        assert told[3] > 0.3                         # so that clipping shows
+        assert told[3] > 0.3  # so that clipping shows
 
 
 def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_own_scales():
@@ -116,20 +150,38 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_o
     model, order, seen, drawn = small_model(), [], [], torch.arange(180).view(STEPS, 3, 12)
 
     def told(micro_batch):
-        return micro_batch._replace(prepare=lambda: (order.append("prepared"),
-                                                     micro_batch.prepare())[1])
+        return micro_batch._replace(
+            prepare=lambda: (order.append("prepared"), micro_batch.prepare())[1]
+        )
 
     @contextmanager
     def no_sync():
         order.append("local")
         yield
+
     model.no_sync = no_sync
     model.head.bias.register_hook(lambda gradient: order.append("trained"))
-    train(fresh(model), batches(), size=4, change=told, drop_path=drawn.__getitem__, amp="bf16",
-          loss=lambda forward, images, scales, targets: (seen.extend(scales), order.append(
-              forward(images).dtype), F.cross_entropy(forward(images), targets))[2])
-    assert order == (["prepared", "local", torch.bfloat16, "trained"] * 2
-                     + ["prepared", torch.bfloat16, "trained"]) * STEPS
+    train(
+        fresh(model),
+        batches(),
+        size=4,
+        change=told,
+        drop_path=drawn.__getitem__,
+        amp="bf16",
+        loss=lambda forward, images, scales, targets: (
+            seen.extend(scales),
+            order.append(forward(images).dtype),
+            F.cross_entropy(forward(images), targets),
+        )[2],
+    )
+    assert (
+        order
+        == (
+            ["prepared", "local", torch.bfloat16, "trained"] * 2
+            + ["prepared", torch.bfloat16, "trained"]
+        )
+        * STEPS
+    )
     assert torch.equal(torch.cat(seen, dim=1), torch.cat([*drawn], dim=1))
 
 
@@ -154,8 +206,9 @@ class OverflowingScaler(torch.amp.GradScaler):
 def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed(clip_norm):
     plain, rows, steps = [], [], batches(20)
     trained(steps, clip_norm=clip_norm, record=plain.append)
-    state = trained(steps, clip_norm=clip_norm, record=rows.append, scaler=OverflowingScaler(9),
-                    ema_decay=0.5)
+    state = trained(
+        steps, clip_norm=clip_norm, record=rows.append, scaler=OverflowingScaler(9), ema_decay=0.5
+    )
     assert (state.progress.skipped_steps, int(state.ema.updates)) == (1, 19)
     assert [row.scale for row in rows] == [8.0, 4.0] and rows[0].grad_norm is None
     assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
@@ -186,11 +239,19 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         read_losses(state, ALONE)
         saved.append(state.progress.seconds)
         now[0] += 1000.0
+
     monkeypatch.setattr(Processes, "sum", lambda self, values: after(next(waits), values))
     rows, saved, state = [], [], fresh(small_model())
-    train(state, (after(1, batch) for batch in batches(23)), save_every=15, save=take_long,
-          learning_rate=lambda step: after(3, 1e-3), finish_epoch=take_long, record=rows.append)
-    read_losses(state, ALONE)                        # as after an evaluation that was stopped
+    train(
+        state,
+        (after(1, batch) for batch in batches(23)),
+        save_every=15,
+        save=take_long,
+        learning_rate=lambda step: after(3, 1e-3),
+        finish_epoch=take_long,
+        record=rows.append,
+    )
+    read_losses(state, ALONE)  # as after an evaluation that was stopped
     since_last = [10 * 4.0 + 1.0, 10 * 4.0 + 2.0 + 3.0]
     assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / t for t in since_last]
     assert [row.waiting for row in rows] == [10 / t for t in since_last]
@@ -198,23 +259,42 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
     assert (state.progress.seconds, state.progress.waiting_seconds) == (saved[1], 23.0)
 
 
-@pytest.mark.parametrize("size, chosen", [
-    (31, range(CLASSES)), (7, range(CLASSES)), (31, [0, 3, 5]), (7, [5, 1, 4, 0, 3, 6]),
-    (13, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    "size, chosen",
+    [
+        (31, range(CLASSES)),
+        (7, range(CLASSES)),
+        (31, [0, 3, 5]),
+        (7, [5, 1, 4, 0, 3, 6]),
+        (13, [0, 1, 2, 3, 4]),
+    ],
+)
 def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, chosen):
     """However large the batches. The top 5 are measured only of more than five classes."""
     generator = torch.Generator().manual_seed(2)
-    labels = torch.randint(len(chosen), (31,), generator=generator)      # of unequal frequencies
+    labels = torch.randint(len(chosen), (31,), generator=generator)  # of unequal frequencies
     images, other = torch.randn(31, 3, 8, 8, generator=generator), small_model()
     with torch.no_grad():
-        other.head.weight *= 40                      # else all logits of an image are nearly equal
+        other.head.weight *= 40  # else all logits of an image are nearly equal
         other.head.bias += torch.arange(7) / 7
     plain, result = evaluate(
-        [small_model(), other], zip(images.split(size), labels.split(size)), amp="off",
-        num_classes=len(chosen), processes=ALONE, stop=StopRequest(),
-        columns=torch.tensor(chosen) if isinstance(chosen, list) else None)
-    half, = evaluate([other], [(images, labels)], amp="bf16", num_classes=len(chosen),
-                     processes=ALONE, stop=StopRequest(), columns=torch.tensor(chosen))
+        [small_model(), other],
+        zip(images.split(size), labels.split(size)),
+        amp="off",
+        num_classes=len(chosen),
+        processes=ALONE,
+        stop=StopRequest(),
+        columns=torch.tensor(chosen) if isinstance(chosen, list) else None,
+    )
+    (half,) = evaluate(
+        [other],
+        [(images, labels)],
+        amp="bf16",
+        num_classes=len(chosen),
+        processes=ALONE,
+        stop=StopRequest(),
+        columns=torch.tensor(chosen),
+    )
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = other(images)[:, chosen].double()
     assert half.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
@@ -222,16 +302,21 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
     assert not other.training and plain.class_hits == of_plain.diagonal().tolist()
     loss, top1, top5, confusion = counted_by_hand(other, images, labels.tolist(), chosen)
     hits = confusion.diagonal().tolist()
-    assert 0 < top1 < 100 and len(set(hits)) > 1     # else a mistake would not show
+    assert 0 < top1 < 100 and len(set(hits)) > 1  # else a mistake would not show
     assert result.top1 == pytest.approx(top1) and result.loss == pytest.approx(loss, rel=1e-6)
     assert result.top5 == (pytest.approx(top5) if len(chosen) > 5 else None)
     assert (result.images, result.class_hits) == (31, hits)
     assert result.class_images == [labels.tolist().count(label) for label in range(len(chosen))]
     assert result.confusion.tolist() == confusion.tolist()
     assert result.class_guesses == confusion.sum(0).tolist()
-    mean, = reconstruction.mean_losses(              # by hand it was counted in float64
-        [other.train()], zip(images.double().split(size), labels.split(size)), amp="off",
-        loss=labels_module.cross_entropy, processes=ALONE, stop=StopRequest())
+    (mean,) = reconstruction.mean_losses(  # by hand it was counted in float64
+        [other.train()],
+        zip(images.double().split(size), labels.split(size)),
+        amp="off",
+        loss=labels_module.cross_entropy,
+        processes=ALONE,
+        stop=StopRequest(),
+    )
     assert isinstance(chosen, list) or not other.training and mean.loss == pytest.approx(loss)
 
 
@@ -242,10 +327,17 @@ def test_processes_add_their_counts_and_a_matrix_has_a_bound(most, monkeypatch):
     images, labels = torch.randn(31, 3, 8, 8), torch.randint(CLASSES, (31,))
     confusion = counted_by_hand(small_model(), images, labels.tolist(), range(CLASSES))[-1]
     monkeypatch.setattr(Processes, "sum", lambda self, values: values.mul_(2))
-    result, = evaluate([small_model()], [(images, labels)], amp="off", num_classes=CLASSES,
-                       processes=ALONE, stop=StopRequest())
+    (result,) = evaluate(
+        [small_model()],
+        [(images, labels)],
+        amp="off",
+        num_classes=CLASSES,
+        processes=ALONE,
+        stop=StopRequest(),
+    )
     assert (None if result.confusion is None else result.confusion.tolist()) == (
-        (2 * confusion).tolist() if most == CLASSES else None)
+        (2 * confusion).tolist() if most == CLASSES else None
+    )
     assert result.class_guesses == (2 * confusion.sum(0)).tolist() and result.images == 62
 
 

@@ -39,14 +39,19 @@ def test_losses_add_up_in_order_until_one_is_not_finite_which_is_named_and_not_c
 def test_peak_memory_is_in_gib_from_the_unit_of_the_system(monkeypatch, system, unit):
     """getrusage(2): ru_maxrss is in kilobytes on Linux, and in bytes on macOS."""
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr("resource.getrusage",
-                        lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
+    monkeypatch.setattr(
+        "resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit)
+    )
     assert metrics.peak_gib(torch.device("cpu")) == 3.0
 
 
-@pytest.mark.parametrize("by, values, better", [
-    ("val_top1", [None, 3.0, 2.0, 3.0, 4.0], [False, True, False, False, True]),
-    ("val_loss", [float("nan"), 3.0, 4.0, None, 2.0], [False, True, False, False, True])])
+@pytest.mark.parametrize(
+    "by, values, better",
+    [
+        ("val_top1", [None, 3.0, 2.0, 3.0, 4.0], [False, True, False, False, True]),
+        ("val_loss", [float("nan"), 3.0, 4.0, None, 2.0], [False, True, False, False, True]),
+    ],
+)
 def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, better):
     progress = Progress()
     assert [progress.improves(value, by) for value in values] == better
@@ -54,22 +59,37 @@ def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, 
 
 def simple_vit_flops(tokens: int, width: int, inner: int) -> tuple[int, int]:
     """FLOPs per image of two blocks: of all that depends on the image, and of Q, K and Q Kᵀ."""
-    return (2 * (2 * tokens * tokens * inner         # A V
-                 + 2 * 2 * tokens * width * inner    # values, proj
-                 + 2 * 2 * tokens * width * width),  # MLP
-            2 * (2 * tokens * width * 2 * inner + 2 * tokens * tokens * inner))
+    return (
+        2
+        * (
+            2 * tokens * tokens * inner  # A V
+            + 2 * 2 * tokens * width * inner  # values, proj
+            + 2 * 2 * tokens * width * width
+        ),  # MLP
+        2 * (2 * tokens * width * 2 * inner + 2 * tokens * tokens * inner),
+    )
 
 
 @pytest.mark.parametrize("reads", ["content", "position"])
 def test_flops_are_those_of_the_products_that_the_formulas_name(reads):
     """Four heads of 5 channels each; the width of the residual stream is 28. Queries and keys that
     depend on positions alone are computed once for all images of a batch."""
-    model = build_model("simple_vit", num_classes=7, image_size=20, patch_size=4, embed_dim=28,
-                        depth=2, num_heads=4, head_dim=5, mlp_ratio=1.0, reads=reads,
-                        input_pos_embed=reads == "content")
+    model = build_model(
+        "simple_vit",
+        num_classes=7,
+        image_size=20,
+        patch_size=4,
+        embed_dim=28,
+        depth=2,
+        num_heads=4,
+        head_dim=5,
+        mlp_ratio=1.0,
+        reads=reads,
+        input_pos_embed=reads == "content",
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     each, of_positions = simple_vit_flops(25, 28, 20)
     shared = of_positions / (1 if reads == "content" else 3)
     expected = 2 * 25 * 48 * 28 + each + 2 * 28 * 7 + shared
-    assert training_flops(model, 3, (20, 20)) == pytest.approx(3 * expected)     # with backward
+    assert training_flops(model, 3, (20, 20)) == pytest.approx(3 * expected)  # with backward
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

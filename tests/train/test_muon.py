@@ -17,6 +17,7 @@ from vitinit.train.optim import hidden_matrices, layer_numbers, set_learning_rat
 
 OF_ADAMW = dict(weight_decay=0.3, betas=(0.9, 0.97), eps=1e-6)
 OPTIONS = dict(factor=2.3, momentum=0.83, **OF_ADAMW)
+# fmt: off
 SMALL = {
     "vit": ("vit_tiny_distilled", dict(image_size=8, patch_size=4, embed_dim=21, depth=2,
                                        num_heads=3, num_registers=2)),
@@ -32,8 +33,11 @@ SMALL = {
     "simple_vit, free": ("simple_vit", dict(image_size=8, patch_size=4, embed_dim=28, depth=2,
                                             num_heads=2, reads="free", input_pos_embed=False)),
 }
-MATRICES = re.compile(r"(.*blocks\.\d\.(1|(attn|mlp\w*)\.(qkv|qk|value|proj|fc1|fc2))"
-                      r"|layers\.1\.downsample\.reduction)\.weight")
+# fmt: on
+MATRICES = re.compile(
+    r"(.*blocks\.\d\.(1|(attn|mlp\w*)\.(qkv|qk|value|proj|fc1|fc2))"
+    r"|layers\.1\.downsample\.reduction)\.weight"
+)
 
 
 def built(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -64,9 +68,15 @@ def iterated_singular_values(matrix: Tensor) -> Tensor:
     return left @ torch.diag(values) @ right
 
 
-@pytest.mark.parametrize("rows, columns, dtype, tolerance", [
-    (7, 13, torch.float64, 1e-11), (13, 7, torch.float32, 1e-4), (11, 11, torch.bfloat16, 0.05),
-    (1, 5, torch.float64, 1e-11)])
+@pytest.mark.parametrize(
+    "rows, columns, dtype, tolerance",
+    [
+        (7, 13, torch.float64, 1e-11),
+        (13, 7, torch.float32, 1e-4),
+        (11, 11, torch.bfloat16, 0.05),
+        (1, 5, torch.float64, 1e-11),
+    ],
+)
 def test_the_iteration_maps_singular_values_by_its_polynomial(rows, columns, dtype, tolerance):
     """They come near one, and zeros stay. The scale of a matrix does not matter."""
     matrices = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0)).double()
@@ -77,8 +87,9 @@ def test_the_iteration_maps_singular_values_by_its_polynomial(rows, columns, dty
     assert torch.equal(found[0], matrices[0]) and torch.linalg.matrix_norm(found[1:], 2).max() < 1.3
 
 
-@pytest.mark.parametrize("family, by_muon", [*((family, True) for family in SMALL),
-                                             ("vit", False), ("swin", False)])
+@pytest.mark.parametrize(
+    "family, by_muon", [*((family, True) for family in SMALL), ("vit", False), ("swin", False)]
+)
 def test_an_update_is_its_formula_in_float64(family, by_muon):
     """The class's docstring for the matrices of the blocks, and torch's AdamW for all other
     parameters; with layer decay. Vectors, position embeddings and tokens do not decay."""
@@ -90,11 +101,23 @@ def test_an_update_is_its_formula_in_float64(family, by_muon):
         optimizer = muon(model, layer_decay=0.7, **OPTIONS)
     else:
         optimizer, matrices = adamw(model, layer_decay=0.7, **OF_ADAMW), set()
-    others = torch.optim.AdamW([
-        {"params": [p], "weight_decay": 0.3 if p.ndim > 1 and "pos_embed" not in name and not
-         name.endswith(("_token", "_table", ".frequencies")) else 0.0, "layer": numbers[name]}
-        for name, p in theirs.named_parameters() if name not in matrices],
-        betas=OF_ADAMW["betas"], eps=OF_ADAMW["eps"])
+    others = torch.optim.AdamW(
+        [
+            {
+                "params": [p],
+                "weight_decay": 0.3
+                if p.ndim > 1
+                and "pos_embed" not in name
+                and not name.endswith(("_token", "_table", ".frequencies"))
+                else 0.0,
+                "layer": numbers[name],
+            }
+            for name, p in theirs.named_parameters()
+            if name not in matrices
+        ],
+        betas=OF_ADAMW["betas"],
+        eps=OF_ADAMW["eps"],
+    )
     momenta = {name: torch.zeros(()) for name in matrices}
     for step in range(3):
         rate = 0.01 * (step + 1)
@@ -117,7 +140,7 @@ def test_an_update_is_its_formula_in_float64(family, by_muon):
 
 def operations(optimizer: torch.optim.Optimizer) -> int:
     set_learning_rate(optimizer, 1e-3)
-    optimizer.step()                                 # not counted: the state is made
+    optimizer.step()  # not counted: the state is made
     return launches_of(optimizer.step).count
 
 
@@ -136,8 +159,10 @@ def test_an_update_of_vit_b_launches_few_operations():
     assert ours <= 150 and 8 * ours < theirs
 
 
-@pytest.mark.parametrize("bad, clipped", [("blocks.1.mlp.fc1.weight", True), ("head.bias", False),
-                                          (None, False), (None, True)])
+@pytest.mark.parametrize(
+    "bad, clipped",
+    [("blocks.1.mlp.fc1.weight", True), ("head.bias", False), (None, False), (None, True)],
+)
 def test_an_overflow_in_either_kind_skips_both(bad, clipped):
     """Through GradScaler: nothing changes, to the bit; without an overflow, as without it."""
     model, plain = built("vit", torch.float32), built("vit", torch.float32)

@@ -12,8 +12,9 @@ from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train.optim import Schedule, learning_rate, parameter_groups
 
 
-@pytest.mark.parametrize("name, decayed, exempt", [
-    ("vit_tiny", 5_647_872, 69_544), ("vit_base", 86_292_480, 275_176)])
+@pytest.mark.parametrize(
+    "name, decayed, exempt", [("vit_tiny", 5_647_872, 69_544), ("vit_base", 86_292_480, 275_176)]
+)
 def test_decayed_and_exempt_counts_are_deits(name, decayed, exempt):
     with torch.device("meta"):
         model = vitinit.build_model(name, num_classes=1000, image_size=224)
@@ -31,14 +32,18 @@ def test_the_trace_of_deit_base_is_the_published_schedule(step_on):
     recipe = load_recipe(RECIPES / "deit_base.toml")
     schedule, steps = recipe.schedule, 1_281_167 // recipe.optim.global_batch
     assert (schedule.epochs, schedule.cooldown_epochs, schedule.step_on) == (300, 0, "epoch")
-    assert replace(recipe.optim, lr_scaling="none").peak_lr == 5e-4      # and linear: 1e-3
+    assert replace(recipe.optim, lr_scaling="none").peak_lr == 5e-4  # and linear: 1e-3
     schedule = replace(schedule, cooldown_epochs=7, step_on=step_on)
     for step in {*range(0, 307 * 1251, 389), *range(0, 307 * 1251, 1251), 1250, 5 * 1251 - 1}:
         time = step // 1251 if step_on == "epoch" else step / 1251
-        expected = (1e-6 + time * (1e-3 - 1e-6) / 5 if time < 5 else
-                    1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * min(time, 300) / 300)))
-        assert learning_rate(step, schedule, steps_per_epoch=steps, peak=recipe.optim.peak_lr
-                             ) == pytest.approx(expected, rel=1e-12)
+        expected = (
+            1e-6 + time * (1e-3 - 1e-6) / 5
+            if time < 5
+            else 1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * min(time, 300) / 300))
+        )
+        assert learning_rate(
+            step, schedule, steps_per_epoch=steps, peak=recipe.optim.peak_lr
+        ) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -50,22 +55,38 @@ def test_the_trace_of_swin_tiny_is_that_of_timms_scheduler_as_swins_code_sets_it
     warmup, cycle = 20 * per_epoch, 300 * per_epoch - 20 * per_epoch * prefix
     for step in {*range(0, 300 * per_epoch, 389), warmup - 1, warmup, 300 * per_epoch - 1}:
         along = step - warmup * prefix
-        expected = (start + step * (peak - start) / warmup if step < warmup else
-                    end + 0.5 * (peak - end) * (1 + math.cos(math.pi * along / cycle)))
+        expected = (
+            start + step * (peak - start) / warmup
+            if step < warmup
+            else end + 0.5 * (peak - end) * (1 + math.cos(math.pi * along / cycle))
+        )
         assert learning_rate(
-            step, replace(recipe.schedule, cosine_after_warmup=prefix), steps_per_epoch=per_epoch,
-            peak=recipe.optim.peak_lr) == pytest.approx(expected, rel=1e-12)
+            step,
+            replace(recipe.schedule, cosine_after_warmup=prefix),
+            steps_per_epoch=per_epoch,
+            peak=recipe.optim.peak_lr,
+        ) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("step_on", ["epoch", "update"])
 def test_one_cycle_is_conv_mixers_interpolation(step_on):
     """arXiv 2201.09792's code: numpy.interp over 0, ⅖, ⅘ and all of the epochs."""
     epochs, steps, peak = 35, 11, 0.013
-    schedule = Schedule("one_cycle", epochs=epochs, cooldown_epochs=1, warmup_epochs=0,
-                        warmup_lr=1e-3, cosine_after_warmup=False, min_lr=1e-4, step_on=step_on)
+    schedule = Schedule(
+        "one_cycle",
+        epochs=epochs,
+        cooldown_epochs=1,
+        warmup_epochs=0,
+        warmup_lr=1e-3,
+        cosine_after_warmup=False,
+        min_lr=1e-4,
+        step_on=step_on,
+    )
     for step in range((epochs + 1) * steps):
         time = step // steps if step_on == "epoch" else step / steps
-        expected = np.interp(time, [0, epochs * 2 / 5, epochs * 4 / 5, epochs],
-                             [1e-3, peak, peak / 20, 1e-4])
-        assert learning_rate(step, schedule, steps_per_epoch=steps, peak=peak
-                             ) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+        expected = np.interp(
+            time, [0, epochs * 2 / 5, epochs * 4 / 5, epochs], [1e-3, peak, peak / 20, 1e-4]
+        )
+        assert learning_rate(step, schedule, steps_per_epoch=steps, peak=peak) == pytest.approx(
+            expected, rel=1e-12, abs=1e-18
+        )

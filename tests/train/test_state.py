@@ -21,12 +21,23 @@ IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
 def fresh_state(seed: int, dim: int = 12) -> TrainState:
-    model = vitinit.build_model("convmixer_256_8", num_classes=7, image_size=8, patch_size=2,
-                                embed_dim=dim, depth=1, kernel_size=3)
+    model = vitinit.build_model(
+        "convmixer_256_8",
+        num_classes=7,
+        image_size=8,
+        patch_size=2,
+        embed_dim=dim,
+        depth=1,
+        kernel_size=3,
+    )
     vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(seed))
     optimizer = muon(model, factor=1.3, momentum=0.9, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
-    return state_of(model, optimizer, ema=Ema(model, decay=0.9, warmup=True),
-                    scaler=torch.amp.GradScaler("cpu", init_scale=8.0 * (seed + 1)))
+    return state_of(
+        model,
+        optimizer,
+        ema=Ema(model, decay=0.9, warmup=True),
+        scaler=torch.amp.GradScaler("cpu", init_scale=8.0 * (seed + 1)),
+    )
 
 
 def step(state: TrainState, factor: float = 1.0) -> None:
@@ -50,7 +61,7 @@ def test_what_is_saved_comes_back_in_another_state_and_goes_on_alike(factors):
     for factor in factors:
         step(ours, factor)
     saved = copy.deepcopy(ours.state_dict())
-    for group in saved["optimizer"]["param_groups"]:     # the recipe states these
+    for group in saved["optimizer"]["param_groups"]:  # the recipe states these
         group |= {"betas": (0.1, 0.2), "weight_decay": float("nan"), "fused": True, "more": 3}
     theirs.load_state_dict(saved, Path("last.pt"))
     for _ in range(2):
@@ -73,8 +84,10 @@ def test_moments_take_the_memory_format_of_the_weights():
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("value", [
-    torch.ones(3), torch.ones(()).long(), torch.tensor(float("inf")), -torch.ones(()), 1.0, None])
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(3), torch.ones(()).long(), torch.tensor(float("inf")), -torch.ones(()), 1.0, None],
+)
 @pytest.mark.parametrize("kind", ["step", "exp_avg", "exp_avg_sq", "momentum_buffer"])
 def test_a_moment_of_another_shape_type_or_value_is_refused(kind, value):
     own = fresh_state(0)
@@ -91,25 +104,31 @@ def test_a_moment_of_another_shape_type_or_value_is_refused(kind, value):
 
 def test_a_checkpoint_of_something_else_is_one_line():
     own = fresh_state(0).state_dict()
-    for state in (fresh_state(0, dim=13).state_dict(), own | {"progress": {"epoch": 3}},
-                  own | {"optimizer": []}, own | {"ema": None},
-                  own | {"progress": own["progress"] | {"step": 1.5}},
-                  own | {"progress": own["progress"] | {"seconds": float("nan")}},
-                  own | {"scaler": own["scaler"] | {"scale": 0.0}},
-                  own | {"ema": own["ema"] | {"updates": True}}):
+    for state in (
+        fresh_state(0, dim=13).state_dict(),
+        own | {"progress": {"epoch": 3}},
+        own | {"optimizer": []},
+        own | {"ema": None},
+        own | {"progress": own["progress"] | {"step": 1.5}},
+        own | {"progress": own["progress"] | {"seconds": float("nan")}},
+        own | {"scaler": own["scaler"] | {"scale": 0.0}},
+        own | {"ema": own["ema"] | {"updates": True}},
+    ):
         line = refused(CheckpointError, fresh_state(1).load_state_dict, state, Path("last.pt"))
         assert line.startswith("last.pt: is not of this run: ")
 
 
 @pytest.mark.parametrize("skipped", [None, torch.tensor(False)])
 def test_an_update_is_its_formula_in_one_call_for_each_kind_of_tensor(skipped):
-    norm = nn.BatchNorm1d(5)                         # with a counter, which is copied
+    norm = nn.BatchNorm1d(5)  # with a counter, which is copied
     ema, expected = Ema(norm, decay=0.6, warmup=True), 1.0
     for number in range(7):
         nn.init.constant_(norm.weight, number), norm.num_batches_tracked.fill_(number)
-        expected += (1 - min(0.6, 1 - (1 + number)**(-2 / 3))) * (number - expected)
+        expected += (1 - min(0.6, 1 - (1 + number) ** (-2 / 3))) * (number - expected)
         ema.update(skipped)
         assert ema.model.weight.tolist() == pytest.approx([expected] * 5)
         assert ema.model.num_batches_tracked == number
     assert skipped is not None or sorted(launches_of(ema.update).by_name) == [
-        "aten::_foreach_copy_", "aten::_foreach_lerp_.Scalar"]
+        "aten::_foreach_copy_",
+        "aten::_foreach_lerp_.Scalar",
+    ]

@@ -23,27 +23,32 @@ class Told:
             if event == self.fails_at:
                 raise KeyError("broken")
             return [f"told of {event}"]
+
         return told
 
 
 @pytest.mark.parametrize("fails_at", ["", "opened", "initialised", "started", "row", "ended"])
 def test_a_watcher_is_told_in_order_and_if_it_fails_the_run_goes_on_without_it(
-        fails_at, train_program, small_run, straight, tmp_path, monkeypatch, capsys):
+    fails_at, train_program, small_run, straight, tmp_path, monkeypatch, capsys
+):
     uncut, events = straight(schedule__epochs="2"), []
-    monkeypatch.setitem(WATCHERS, "mine", type("Mine", (Told,), {
-        "events": events, "fails_at": fails_at}))
+    monkeypatch.setitem(
+        WATCHERS, "mine", type("Mine", (Told,), {"events": events, "fails_at": fails_at})
+    )
     capsys.readouterr()
     command = small_run(tmp_path / "run", "--log", "mine", "--verbose", schedule__epochs="2")
     assert train_program.main(command) == 0
     printed = capsys.readouterr()
     assert_same_run(uncut, tmp_path / "run")
     order = ["initialised", "opened", "started", "row", "row", "ended"]
-    assert events == (order[:order.index(fails_at) + 1] if fails_at else order)
+    assert events == (order[: order.index(fails_at) + 1] if fails_at else order)
     for event in ("initialised", "opened", "started", "row", "ended"):
         assert (f"told of {event}" in printed.out) == (
-            not fails_at or order.index(event) < order.index(fails_at))
-    assert printed.err == ("warning mine: 'broken'; the run goes on without it\n" if fails_at
-                           else "")
+            not fails_at or order.index(event) < order.index(fails_at)
+        )
+    assert printed.err == (
+        "warning mine: 'broken'; the run goes on without it\n" if fails_at else ""
+    )
 
 
 def test_what_no_watcher_can_be_is_a_warning(monkeypatch, capsys):
@@ -54,7 +59,8 @@ def test_what_no_watcher_can_be_is_a_warning(monkeypatch, capsys):
     assert watchers.tell("started") == watchers.tell("ended") == []
     assert capsys.readouterr().err.splitlines() == [
         "warning unmade: 'key'; the run goes on without it",
-        "warning odd: 'int' object is not iterable; the run goes on without it"]
+        "warning odd: 'int' object is not iterable; the run goes on without it",
+    ]
 
 
 def test_a_run_has_some_watchers_unasked_and_none_that_there_is_not():

@@ -13,15 +13,16 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1            # of <linux/prctl.h>
-PLAIN = str.maketrans({"×": "x", "…": "...", "–": "-", "−": "-", "→": "->", "±": "+/-", "≤": "<=",
-                       "≥": ">="})
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+PLAIN = str.maketrans(
+    {"×": "x", "…": "...", "–": "-", "−": "-", "→": "->", "±": "+/-", "≤": "<=", "≥": ">="}
+)
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
     """The codecs' error handler for what is printed: "×" → "x", and any other as "\\u4e2d"."""
     assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start:error.end].translate(PLAIN)
+    text = error.object[error.start : error.end].translate(PLAIN)
     return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
@@ -29,13 +30,13 @@ def begin() -> None:
     """Do it, in the main process alone: no worker of a loader calls this."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:    # not ignored, as by nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     codecs.register_error("in_ascii", in_ascii)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
-        except OSError:                              # closed, and the lowest number that is free
+        except OSError:  # closed, and the lowest number that is free
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))

@@ -27,18 +27,29 @@ from .messages import OneLineError
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
 RUN_FILES = (*RESULTS, "recipe.toml", "run.json", "run.lock", "start.txt", "images.txt")
 # The files that programs write, by the end of their names: what each begins with.
-KINDS = {suffix: re.compile(start, re.DOTALL) for suffix, start in {
-    ".json": rb"\s*[\[{]", ".jsonl": rb"\s*\{", ".ipynb": rb"\s*\{", ".html": rb"\s*<",
-    ".md": rb"#", ".png": rb"\x89PNG\r\n", ".tar.xz": rb"\xfd7zXZ\0", ".pt2": rb"PK",
-    ".safetensors": rb".{8}\{", ".csv": rb"path,label,probability"}.items()}
+KINDS = {
+    suffix: re.compile(start, re.DOTALL)
+    for suffix, start in {
+        ".json": rb"\s*[\[{]",
+        ".jsonl": rb"\s*\{",
+        ".ipynb": rb"\s*\{",
+        ".html": rb"\s*<",
+        ".md": rb"#",
+        ".png": rb"\x89PNG\r\n",
+        ".tar.xz": rb"\xfd7zXZ\0",
+        ".pt2": rb"PK",
+        ".safetensors": rb".{8}\{",
+        ".csv": rb"path,label,probability",
+    }.items()
+}
 
-OF_A_WRITER = re.compile(r"\.[\da-f]{12}\.partial$")        # a temporary file's name
-MOST_LINKS = 40                 # one after the other, as Linux follows them
-LARGEST = 2**24                 # most bytes of a text
-LARGEST_TOML = 2**16            # of TOML, which takes long to read and is short
-DEEPEST, MOST = 64, 2**18       # most levels of tables and lists; fewer than MOST are on one level
-LONG_NUMBER = re.compile(rb"(?<![\d_])[\d_]{308}|0[xob][\da-fA-F_]{250}")     # more than a float
-STDOUT = Path("-")              # the name of the standard output among files
+OF_A_WRITER = re.compile(r"\.[\da-f]{12}\.partial$")  # a temporary file's name
+MOST_LINKS = 40  # one after the other, as Linux follows them
+LARGEST = 2**24  # most bytes of a text
+LARGEST_TOML = 2**16  # of TOML, which takes long to read and is short
+DEEPEST, MOST = 64, 2**18  # most levels of tables and lists; fewer than MOST are on one level
+LONG_NUMBER = re.compile(rb"(?<![\d_])[\d_]{308}|0[xob][\da-fA-F_]{250}")  # more than a float
+STDOUT = Path("-")  # the name of the standard output among files
 
 
 class FileError(OneLineError):
@@ -91,8 +102,8 @@ def stream_at(path: Path | str) -> BinaryIO | None:
     """
     handle = open_handle(path)
     if handle is not None:
-        for printed in (sys.stdout, sys.stderr):     # what it holds back comes first
-            with suppress(OSError, ValueError):      # closed
+        for printed in (sys.stdout, sys.stderr):  # what it holds back comes first
+            with suppress(OSError, ValueError):  # closed
                 printed.flush()
         return os.fdopen(os.dup(handle), "wb")
     if os.path.isfile(path) or not os.path.exists(path):
@@ -104,11 +115,11 @@ def open_handle(path: Path | str) -> int | None:
     """The number of the open handle of this process that a path such as /dev/stdout or /dev/fd/3
     means, whatever that writes to; None for any other path.
     """
-    handles = rf"/dev/fd|/proc/{os.getpid()}(/task/\d+)?/fd"             # without links
+    handles = rf"/dev/fd|/proc/{os.getpid()}(/task/\d+)?/fd"  # without links
     for _ in range(MOST_LINKS):
         folder, name = os.path.split(path)
-        folder = os.path.realpath(folder)            # the last name is followed link by link, since
-        if name.isdecimal() and re.fullmatch(handles, folder):   # a handle is one, to its file
+        folder = os.path.realpath(folder)  # the last name is followed link by link, since
+        if name.isdecimal() and re.fullmatch(handles, folder):  # a handle is one, to its file
             return int(name)
         path = os.path.join(folder, name)
         if not os.path.islink(path):
@@ -126,7 +137,7 @@ def _in_place_of(target: Path, keep: Path | None) -> Iterator[BinaryIO]:
     temporary = target.with_name(f"{target.name}.{secrets.token_hex(6)}.partial")
     try:
         with open(temporary, "xb") as file:
-            with suppress(OSError):                  # a file system without locks
+            with suppress(OSError):  # a file system without locks
                 _lock(file)
             yield file
             file.flush()
@@ -135,7 +146,7 @@ def _in_place_of(target: Path, keep: Path | None) -> Iterator[BinaryIO]:
                 shutil.copymode(target, temporary)
                 if keep is not None:
                     _keep(target, keep)
-            if os.name == "nt":                      # which renames no file that is open
+            if os.name == "nt":  # which renames no file that is open
                 file.close()
             os.replace(temporary, target)
         sync_folder(target.parent)
@@ -151,6 +162,7 @@ def _lock(file: BinaryIO) -> None:
     """
     with suppress(ImportError):
         import fcntl
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -165,13 +177,13 @@ def _keep(path: Path, keep: Path) -> None:
     """Make the file at `path` that at `keep` as well; `path` is never absent."""
     link = keep.with_name(f"{keep.name}.partial")
     with suppress(OSError):
-        link.unlink()                                # of a process that was killed here
+        link.unlink()  # of a process that was killed here
     try:
         os.link(path, link)
-    except OSError:                                  # a file system without hard links
+    except OSError:  # a file system without hard links
         shutil.copyfile(path, link)
     os.replace(link, keep)
-    with suppress(OSError):                          # if both were one file, replacing did nothing
+    with suppress(OSError):  # if both were one file, replacing did nothing
         link.unlink()
 
 
@@ -196,7 +208,7 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
     handle = open_handle(path)
     if handle is not None:
         with in_one_line(path):
-            os.fstat(handle)                         # an error now, and not after the work
+            os.fstat(handle)  # an error now, and not after the work
         return
     if path.exists() and not path.is_file():
         return
@@ -210,8 +222,10 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
         with in_one_line(path, "read"), open(target, "rb") as file:
             start = file.read(64)
         if start and not KINDS[suffix].match(start):
-            raise FileError(f"{path}: is there already and no {suffix} file as this program "
-                            "writes, so it stays as it is")
+            raise FileError(
+                f"{path}: is there already and no {suffix} file as this program "
+                "writes, so it stays as it is"
+            )
 
 
 def require_no_input(path: Path, inputs: Iterable[str]) -> None:
@@ -220,11 +234,13 @@ def require_no_input(path: Path, inputs: Iterable[str]) -> None:
     """
     target = Path(os.path.realpath(path))
     for place in map(Path, inputs if target.is_file() else ()):
-        files = (place, place.parent)                # the second: of runs.tar.xz/pattern
+        files = (place, place.parent)  # the second: of runs.tar.xz/pattern
         if any(file.is_file() and file.samefile(target) for file in files) or (
-                target.suffix.lower() in (".png", ".json", ".csv", ".safetensors")
-                and not (place / "recipe.toml").exists() and place.is_dir()
-                and target.is_relative_to(os.path.realpath(place))):
+            target.suffix.lower() in (".png", ".json", ".csv", ".safetensors")
+            and not (place / "recipe.toml").exists()
+            and place.is_dir()
+            and target.is_relative_to(os.path.realpath(place))
+        ):
             raise FileError(f"{path}: this command reads {place}, so that file stays as it is")
 
 
@@ -237,22 +253,26 @@ def require_no_links(folder: Path) -> None:
     with in_one_line(folder):
         for path in folder.iterdir():
             if path.is_symlink() and _is_of_a_run(path):
-                raise FileError(f"{path}: is a symbolic link, and no run writes through one; "
-                                "expected the file itself")
+                raise FileError(
+                    f"{path}: is a symbolic link, and no run writes through one; "
+                    "expected the file itself"
+                )
 
 
 @contextmanager
 def opened(path: Path | str, limit: int) -> Iterator[BinaryIO]:
     """A context of a file to read; FileError if it is over `limit`, or a pipe."""
     # A pipe, too, is opened without waiting for who writes to it; Windows has none.
-    with open(path, "rb", opener=lambda name, flags: os.open(
-            name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+    with open(
+        path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+    ) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise FileError(f"{path}: is a pipe or a device, expected a file")
         if status.st_size > limit:
-            raise FileError(f"{path}: has {status.st_size:,} bytes, expected a file of at "
-                            f"most {limit:,}")
+            raise FileError(
+                f"{path}: has {status.st_size:,} bytes, expected a file of at most {limit:,}"
+            )
         yield file
 
 
@@ -278,9 +298,16 @@ def parse_toml(text: bytes) -> dict[str, Any]:
     # tomllib takes memory by the square of the dots in a name.
     if len(text) > LARGEST_TOML or any(line.count(b".") > 999 for line in text.splitlines()):
         raise ValueError(f"it has over {LARGEST_TOML:,} bytes, or 999 dots in a line")
-    return _parse(text, lambda text: tomllib.loads(re.sub(       # as `values.to_toml` writes them
-        r"\\U0010(D[89A-F][\dA-F]{2})", lambda code: chr(int(code[1], 16)),
-        text.decode("utf-8-sig"))))                  # which an editor on Windows may have written
+    return _parse(
+        text,
+        lambda text: tomllib.loads(
+            re.sub(  # as `values.to_toml` writes them
+                r"\\U0010(D[89A-F][\dA-F]{2})",
+                lambda code: chr(int(code[1], 16)),
+                text.decode("utf-8-sig"),
+            )
+        ),
+    )  # which an editor on Windows may have written
 
 
 def _parse(text: bytes, read: Callable[[bytes], Any]) -> Any:
@@ -299,9 +326,12 @@ def nested_deeply(value: object) -> bool:
     """
     level: list[Any] = [[value]]
     for _ in range(DEEPEST + 1):
-        parts = (part for container in level for part in (
-            container.values() if isinstance(container, dict) else container)
-            if isinstance(part, (dict, list, tuple)))
+        parts = (
+            part
+            for container in level
+            for part in (container.values() if isinstance(container, dict) else container)
+            if isinstance(part, (dict, list, tuple))
+        )
         level = list(islice(parts, MOST))
         if len(level) in (0, MOST):
             break

@@ -16,18 +16,18 @@ import numpy as np
 class Stream(IntEnum):
     """What a draw is for, with its counters. Streams are independent; no number ever changes."""
 
-    ORDER = 1           # (epoch): the order of an epoch
-    CROP_AND_FLIP = 2   # (epoch, index, repeat): the crop and flip of a sample
-    DROP_PATH = 3       # (step): drop path (stochastic depth) in a global batch
-    SHAPES = 4          # (split, index): an image of the embedded data set, whose seed is fixed
-    RAND_AUGMENT = 5    # (epoch, index, repeat): the operations of a sample
-    ERASE = 6           # (epoch, index, repeat): the erased box of a sample, and its noise
-    MIX = 7             # (step, group): mixup or cutmix of a group of images
-    SUBSET = 8          # (class): the order of a class's images, from which subsets are taken
-    INIT_IMAGES = 9     # (): the training images that an init reads
-    FILE_SIZES = 10     # (split): the files whose sizes are recorded
-    MASK = 11           # (epoch, index, repeat): the visible patches of a sample
-    EVAL_MASK = 12      # (index): those of a validation image, whose seed is fixed
+    ORDER = 1  # (epoch): the order of an epoch
+    CROP_AND_FLIP = 2  # (epoch, index, repeat): the crop and flip of a sample
+    DROP_PATH = 3  # (step): drop path (stochastic depth) in a global batch
+    SHAPES = 4  # (split, index): an image of the embedded data set, whose seed is fixed
+    RAND_AUGMENT = 5  # (epoch, index, repeat): the operations of a sample
+    ERASE = 6  # (epoch, index, repeat): the erased box of a sample, and its noise
+    MIX = 7  # (step, group): mixup or cutmix of a group of images
+    SUBSET = 8  # (class): the order of a class's images, from which subsets are taken
+    INIT_IMAGES = 9  # (): the training images that an init reads
+    FILE_SIZES = 10  # (split): the files whose sizes are recorded
+    MASK = 11  # (epoch, index, repeat): the visible patches of a sample
+    EVAL_MASK = 12  # (index): those of a validation image, whose seed is fixed
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
@@ -37,12 +37,13 @@ def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Gene
     return np.random.Generator(np.random.Philox(key=[seed, int(stream)], counter=words))
 
 
-def keyed_generators(seed: int, stream: Stream, keys: Iterable[tuple[int, int, int]]
-                     ) -> Iterator[np.random.Generator]:
+def keyed_generators(
+    seed: int, stream: Stream, keys: Iterable[tuple[int, int, int]]
+) -> Iterator[np.random.Generator]:
     """Yield one generator, set to each key in turn, ten times as fast: draw before the next one."""
     generator = keyed_generator(seed, stream)
     bits = generator.bit_generator
-    state: dict[str, Any] = dict(bits.state)         # of a generator that has drawn nothing
+    state: dict[str, Any] = dict(bits.state)  # of a generator that has drawn nothing
     # Python's own numbers, because numpy reads them faster than arrays when it sets the state.
     words = state["state"] = {name: array.tolist() for name, array in state["state"].items()}
     state["buffer"] = state["buffer"].tolist()

@@ -18,17 +18,17 @@ from tqdm.auto import tqdm
 from tqdm.std import tqdm as console_tqdm
 from tqdm.utils import ObjectWrapper
 
-LONGEST = 1000                  # most characters of a message, with everything that it quotes
-IN_BRIEF = 120                  # most characters quoted from the error of another library
-LOG_SECONDS = 30.0              # between two lines about progress where there is no terminal
+LONGEST = 1000  # most characters of a message, with everything that it quotes
+IN_BRIEF = 120  # most characters quoted from the error of another library
+LOG_SECONDS = 30.0  # between two lines about progress where there is no terminal
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}{whole}, {pace}"
 
 
 class OneLineError(ValueError):
     """An error that the user can fix. Its message is always one line, whatever it quotes."""
 
-    status = 2                  # the exit status of a program that ends with this error
-    of_one_process = False      # whether the other processes of a run do not know of it
+    status = 2  # the exit status of a program that ends with this error
+    of_one_process = False  # whether the other processes of a run do not know of it
 
     def __init__(self, text: object = "") -> None:
         super().__init__(one_line(own_words(str(text))))
@@ -40,12 +40,16 @@ def one_line(text: object, longest: int = LONGEST) -> str:
     """
     text = str(text)
     if not text.isprintable():
-        text = "".join(character if character.isprintable() else
-                       character.encode("unicode_escape").decode("ascii") for character in text)
+        text = "".join(
+            character
+            if character.isprintable()
+            else character.encode("unicode_escape").decode("ascii")
+            for character in text
+        )
     if len(text) <= longest:
         return text
     head = (longest - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (longest - 1 - head):]}"
+    return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
 
 
 def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
@@ -53,7 +57,7 @@ def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
     text = one_line(" ".join(str(essay).split()), longest=2**20)
     if not text and isinstance(essay, Exception):
         return type(essay).__name__
-    return text if len(text) <= longest else text[:longest - 1].rstrip() + "…"
+    return text if len(text) <= longest else text[: longest - 1].rstrip() + "…"
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -83,7 +87,7 @@ class LossyStream(ObjectWrapper):
     """A stream to which writing never fails."""
 
     def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):          # ValueError: closed, or not in its encoding
+        with suppress(OSError, ValueError):  # ValueError: closed, or not in its encoding
             self._wrapped.write(text)
 
     def flush(self) -> None:
@@ -110,11 +114,20 @@ class ProgressBar(tqdm):
     bar; in a notebook a widget; elsewhere a plain line every LOG_SECONDS.
     """
 
-    monitor_interval = 0                             # no thread, which a fork would tear apart
+    monitor_interval = 0  # no thread, which a fork would tear apart
 
-    def __init__(self, what: str, total: int, *, items: Iterable | None = None, initial: int = 0,
-                 shown: bool = True, unit: str = "img", scale: int = 1,
-                 run: tuple[float, int, int] | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        items: Iterable | None = None,
+        initial: int = 0,
+        shown: bool = True,
+        unit: str = "img",
+        scale: int = 1,
+        run: tuple[float, int, int] | None = None,
+    ) -> None:
         """Show a bar after the words `what` for `total` items, of which `initial` are done already.
         items: to iterate over. unit, scale: the rate is in `unit`s, and an item is `scale` units.
         run: of a longer run that this loop is a part of, when it began (by time.perf_counter), how
@@ -124,11 +137,21 @@ class ProgressBar(tqdm):
         terminal = notebook or bool(sys.stderr) and not sys.stderr.closed and sys.stderr.isatty()
         self.terminal, self.scale, self.run = terminal, scale, run
         seconds = 0.1 if terminal else LOG_SECONDS
-        super().__init__(items, desc=what, total=total, initial=initial, disable=not shown,
-                         unit=unit, leave=False, dynamic_ncols=terminal, miniters=1,
-                         mininterval=seconds, delay=seconds,
-                         file=LossyStream(sys.stderr) if terminal else LogStream(),
-                         bar_format=BAR if terminal else BAR.replace("|{bar}|", ","))
+        super().__init__(
+            items,
+            desc=what,
+            total=total,
+            initial=initial,
+            disable=not shown,
+            unit=unit,
+            leave=False,
+            dynamic_ncols=terminal,
+            miniters=1,
+            mininterval=seconds,
+            delay=seconds,
+            file=LossyStream(sys.stderr) if terminal else LogStream(),
+            bar_format=BAR if terminal else BAR.replace("|{bar}|", ","),
+        )
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -140,11 +163,13 @@ class ProgressBar(tqdm):
             left = elapsed / max(before + done, 1) * (self.total - self.n + after)
             whole = f", run {self.format_interval(elapsed)}<{self.format_interval(left)}"
         rate = self.scale * (values["rate"] or done / max(values["elapsed"], 1e-3))
-        return values | {"whole": whole,
-                         "pace": f"{rate:,.{0 if rate >= 100 else 2}f} {self.unit}/s"}
+        return values | {
+            "whole": whole,
+            "pace": f"{rate:,.{0 if rate >= 100 else 2}f} {self.unit}/s",
+        }
 
 
-ProgressBar.set_lock(threading.RLock())              # tqdm's own is one of processes, in /dev/shm
+ProgressBar.set_lock(threading.RLock())  # tqdm's own is one of processes, in /dev/shm
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
@@ -171,8 +196,9 @@ def shortened(names: Sequence[str], count: int = 0) -> str:
 def ran_out_of_memory(error: Exception) -> bool:
     """Whether this is an error of CUDA's, torch's or Python's for running out of memory."""
     return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("can't allocate memory", "not enough memory",
-                                          "out of memory", "ALLOC_FAILED"))
+        words in str(error)
+        for words in ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+    )
 
 
 @contextmanager

@@ -20,9 +20,13 @@ import numpy as np
 
 from .messages import in_brief, nearest
 
-TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which training calculates
-SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
-         "maximum": ("≤", operator.le), "below": ("<", operator.lt)}
+TINIEST, LARGEST = 2.0**-149, 2.0**128  # the range of float32, in which training calculates
+SIGNS = {
+    "minimum": ("≥", operator.ge),
+    "above": (">", operator.gt),
+    "maximum": ("≤", operator.le),
+    "below": ("<", operator.lt),
+}
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -36,22 +40,26 @@ class Bounds:
     below: float | None = None
 
     def __contains__(self, number: float) -> bool:
-        return all(SIGNS[name][1](number, limit) for name, limit in vars(self).items()
-                   if limit is not None)
+        return all(
+            SIGNS[name][1](number, limit) for name, limit in vars(self).items() if limit is not None
+        )
 
     def __str__(self) -> str:
-        return " and ".join(f"{SIGNS[name][0]} {limit:{',' if type(limit) is int else 'g'}}"
-                            for name, limit in vars(self).items() if limit is not None)
+        return " and ".join(
+            f"{SIGNS[name][0]} {limit:{',' if type(limit) is int else 'g'}}"
+            for name, limit in vars(self).items()
+            if limit is not None
+        )
 
 
-Count = Annotated[int, Bounds(minimum=0, below=2**31)]       # both fit into a C integer
+Count = Annotated[int, Bounds(minimum=0, below=2**31)]  # both fit into a C integer
 AtLeastOne = Annotated[int, Bounds(minimum=1, below=2**31)]
-Size = tuple[AtLeastOne, AtLeastOne]            # (height, width); one integer stands for both
-Proportion = Annotated[float, Bounds(minimum=0.0, maximum=1.0)]      # such as a probability
-Fraction = Annotated[float, Bounds(above=0.0, maximum=1.0)]          # such as a part of an area
+Size = tuple[AtLeastOne, AtLeastOne]  # (height, width); one integer stands for both
+Proportion = Annotated[float, Bounds(minimum=0.0, maximum=1.0)]  # such as a probability
+Fraction = Annotated[float, Bounds(above=0.0, maximum=1.0)]  # such as a part of an area
 NonNegative = Annotated[float, Bounds(minimum=0.0)]
-ProperFraction = Annotated[float, Bounds(above=0.0, below=1.0)]      # such as a share of attention
-BelowOne = Annotated[float, Bounds(minimum=0.0, below=1.0)]          # such as a decay per step
+ProperFraction = Annotated[float, Bounds(above=0.0, below=1.0)]  # such as a share of attention
+BelowOne = Annotated[float, Bounds(minimum=0.0, below=1.0)]  # such as a decay per step
 PositiveNumber = Annotated[float, Bounds(above=0.0, below=LARGEST)]
 
 
@@ -111,12 +119,12 @@ def convert(value: Any, kind: Any) -> Any:
         items = [value] * 2 if kind == Size and type(value) is int else value
         if isinstance(items, (list, tuple)):
             kinds = arguments[:1] * len(items) if arguments[-1] is Ellipsis else arguments
-            with suppress(TypeError, ValueError):    # of an item, or of another number of them
+            with suppress(TypeError, ValueError):  # of an item, or of another number of them
                 return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
     elif origin is Mapping and isinstance(value, Mapping):
         return ReadOnly(value)
     elif kind is float and isinstance(value, (int, float)) and type(value) is not bool:
-        with suppress(OverflowError):                # an integer beyond all floats
+        with suppress(OverflowError):  # an integer beyond all floats
             if math.isfinite(value):
                 return float(value)
     elif type(value) is kind:
@@ -143,8 +151,11 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables: {"init": {"options": {"rank": 3}}} → {"init.options.rank": 3}."""
     keys: dict[str, Any] = {}
     for name, value in table.items():
-        keys |= (flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else
-                 {f"{prefix}{name}": value})
+        keys |= (
+            flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
     return keys
 
 
@@ -156,6 +167,10 @@ def to_toml(value: Any) -> str:
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
-    return re.sub("[\x7f\ud800-\udfff]", lambda character: "\\U%08X" % (
-        ord(character[0]) + (0x100000 if character[0] > "\x7f" else 0)),
-        json.dumps(value, ensure_ascii=False))
+    return re.sub(
+        "[\x7f\ud800-\udfff]",
+        lambda character: (
+            "\\U%08X" % (ord(character[0]) + (0x100000 if character[0] > "\x7f" else 0))
+        ),
+        json.dumps(value, ensure_ascii=False),
+    )

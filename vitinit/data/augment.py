@@ -18,12 +18,14 @@ from .rand_augment import CPU_CHUNK, rand_augment
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def normalise(images: Tensor, mean: Sequence[float] | Tensor,
-              std: Sequence[float] | Tensor) -> Tensor:
+def normalise(
+    images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor
+) -> Tensor:
     """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with 3 means and 3 stds."""
     # Computed where the values are: Apple's GPUs have no float64.
-    mean, std = (torch.as_tensor(values, dtype=torch.float64).view(3, 1, 1)
-                 for values in (mean, std))
+    mean, std = (
+        torch.as_tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (mean, std)
+    )
     # One product and one difference, because devices divide float32 in different ways.
     scale, shift = (part.float().to(images.device) for part in (1.0 / (255.0 * std), mean / std))
     return (images * scale).sub_(shift)
@@ -39,8 +41,10 @@ def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
 
     Steele et al., OOPSLA 2014. Products wrap around and shifts fill with zeros, as if unsigned.
     """
+
     def shifted(bits: Tensor, by: int) -> Tensor:
         return (bits >> by) & ((1 << (64 - by)) - 1)
+
     # The constants of the paper as int64, less 2^64.
     bits = keys + (counters + 1) * (0x9E3779B97F4A7C15 - 2**64)
     bits = (bits ^ shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
@@ -59,16 +63,22 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
     if not count:
         return images
     area, across = images.shape[2] * images.shape[3], images.shape[3]
-    top, left, height, width = erased[:, :4].long().unbind(1)            # (B,) each
+    top, left, height, width = erased[:, :4].long().unbind(1)  # (B,) each
     sizes = 3 * height * width
     corners = torch.arange(0, 3 * area * len(images), 3 * area, device=images.device)
     corners = corners + across * top + left
-    box = torch.repeat_interleave(sizes, output_size=count)              # of each value
+    box = torch.repeat_interleave(sizes, output_size=count)  # of each value
     starts, corners, pixels, widths, keys = (
-        column.index_select(0, box)                                      # (count,) each
-        for column in (sizes.cumsum(0) - sizes, corners, height * width, width,
-                       erased[:, 4].view(torch.int64)))
-    position = torch.arange(count, device=images.device).sub_(starts)    # in its box
+        column.index_select(0, box)  # (count,) each
+        for column in (
+            sizes.cumsum(0) - sizes,
+            corners,
+            height * width,
+            width,
+            erased[:, 4].view(torch.int64),
+        )
+    )
+    position = torch.arange(count, device=images.device).sub_(starts)  # in its box
     channel = position // pixels
     row = (position - channel * pixels) // widths
     # A value's place: as in an image of the box's size, but for what lies beside the box.
@@ -92,11 +102,12 @@ def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor
 
 def mix_images(images: Tensor, mixed: Tensor) -> Tensor:
     """Mix (B, 3, H, W) with partners, uint8 rounded; mixed: (B, 5), see `draw.Draws`."""
-    share, top, left, height, width = mixed.view(-1, 5, 1, 1, 1).unbind(1)   # (B, 1, 1, 1) each
+    share, top, left, height, width = mixed.view(-1, 5, 1, 1, 1).unbind(1)  # (B, 1, 1, 1) each
     rows = torch.arange(images.shape[2], device=images.device)[:, None]
     columns = torch.arange(images.shape[3], device=images.device)
-    inside = (((rows >= top) & (rows < top + height))
-              & ((columns >= left) & (columns < left + width))).float()  # (B, 1, H, W)
+    inside = (
+        ((rows >= top) & (rows < top + height)) & ((columns >= left) & (columns < left + width))
+    ).float()  # (B, 1, H, W)
     # An image that has a box stays as it is around it: weights of 1 and 0 change no bit.
     share = share.masked_fill(height * width > 0, 1.0)
     blended = blend(images, share.float() - inside, (1.0 - share).float() + inside)
@@ -117,8 +128,14 @@ def blend(batch: Tensor, weight: Tensor, partners: Tensor) -> Tensor:
 class ToDevice:
     """Prepare evaluation batches: normalised images (B, 3, H, W) float32 and labels (B,)."""
 
-    def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
-                 channels_last: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        channels_last: bool,
+    ) -> None:
         self.device = device
         self.statistics = torch.tensor([mean, std], dtype=torch.float64, device=device)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
@@ -136,11 +153,12 @@ class TrainToDevice(ToDevice):
     once, and a GPU the whole micro-batch, which takes fewest launches; the bits are the same.
     """
 
-    def __init__(self, device: torch.device, augmentation: Augmentation, *, num_classes: int,
-                 **as_input: Any) -> None:
+    def __init__(
+        self, device: torch.device, augmentation: Augmentation, *, num_classes: int, **as_input: Any
+    ) -> None:
         super().__init__(device, **as_input)
         self.augmentation, self.num_classes = augmentation, num_classes
-        self.chunk = CPU_CHUNK if device.type == "cpu" else 2**62        # pixels at once
+        self.chunk = CPU_CHUNK if device.type == "cpu" else 2**62  # pixels at once
         self.fill = torch.tensor(augmentation.rand_augment.fill, dtype=torch.uint8, device=device)
         self.quantiles = normal_quantiles().to(device)
 
@@ -149,28 +167,36 @@ class TrainToDevice(ToDevice):
         images, labels, packed = (part.to(self.device, non_blocking=True) for part in batch)
         draws, on_host = unpack(packed), unpack(batch[2].numpy())
         mix = self.augmentation.mix
-        targets = (smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
-                   if self.augmentation.masks is None else labels)
+        targets = (
+            smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
+            if self.augmentation.masks is None
+            else labels
+        )
         if mix.mixes:
             targets = mix_targets(targets, draws.mixed)
-        images = rand_augment(images, draws.operations, self.fill,
-                              groups=on_host.operations[..., GROUP])
+        images = rand_augment(
+            images, draws.operations, self.fill, groups=on_host.operations[..., GROUP]
+        )
         count, _, height, width = images.shape
-        values = 3 * on_host.erased[:, 2] * on_host.erased[:, 3]         # (B,), erased of each
+        values = 3 * on_host.erased[:, 2] * on_host.erased[:, 3]  # (B,), erased of each
         if count * height * width <= self.chunk:
             return self.finish(images, draws.erased, int(values.sum()), draws.mixed), targets
         inputs = torch.empty(images.shape, memory_format=self.format, device=self.device)
-        for rows in pairs_in_chunks(count, self.chunk // (height * width)):      # of a CPU
-            inputs[rows] = self.finish(images.index_select(0, rows), draws.erased[rows],
-                                       int(values[rows].sum()), draws.mixed[rows])
+        for rows in pairs_in_chunks(count, self.chunk // (height * width)):  # of a CPU
+            inputs[rows] = self.finish(
+                images.index_select(0, rows),
+                draws.erased[rows],
+                int(values[rows].sum()),
+                draws.mixed[rows],
+            )
         return inputs, targets
 
     def finish(self, images: Tensor, erased: Tensor, count: int, mixed: Tensor) -> Tensor:
         """Turn uint8 images (n, 3, H, W) into what the model takes; count: as in `erase`.
 
-            normalise → erase → mix     the order of DeiT
-            mix → normalise → erase     with erase_after_mix: the order of timm with its prefetcher,
-                                        which mixes uint8 images in workers
+        normalise → erase → mix     the order of DeiT
+        mix → normalise → erase     with erase_after_mix: the order of timm with its prefetcher,
+                                    which mixes uint8 images in workers
         """
         augment, mixes = self.augmentation.augment, self.augmentation.mix.mixes
         if mixes and augment.erase_after_mix:

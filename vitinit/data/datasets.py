@@ -40,22 +40,31 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     train, held = map(splits.get, used)
     name = train if split == "train" else held
     unused = [folder for folder in names if SPLITS.get(folder.lower()) not in used]
-    lacks = (f"no {'train/' if split == 'train' else 'val/ or test/'} in it" if name is None else
-             "" if folders_in(root / name) else f"no class folders in {name}/")
+    lacks = (
+        f"no {'train/' if split == 'train' else 'val/ or test/'} in it"
+        if name is None
+        else ""
+        if folders_in(root / name)
+        else f"no class folders in {name}/"
+    )
     if not splits and split != "val":
         source = ImageFolder(root)
         if split == "whole":
             source.note(
-                f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
+                f"{root}: no splits in it, so that all {len(source):,} images are evaluated"
+            )
         return source
     if lacks and split != "train" and (not splits or train and folders_in(root / train)):
         raise DataError(
             f"{root}: {lacks}; train.py needs none with --set data.held_out_per_class=N, which "
             "validates on N images of each class, and eval.py evaluates all images of a folder of "
-            f"classes by --data image_folder={root / (train or '')}")
+            f"classes by --data image_folder={root / (train or '')}"
+        )
     if name is None or lacks and unused:
-        raise DataError(f"{root}: {lacks}, but {listed(names)}; expected train/<class>/<image>; if "
-                        f"all are classes, they belong into {root}/train/ or {root}/val/")
+        raise DataError(
+            f"{root}: {lacks}, but {listed(names)}; expected train/<class>/<image>; if "
+            f"all are classes, they belong into {root}/train/ or {root}/val/"
+        )
     source = ImageFolder(root / name)
     if split != "train":
         require_the_classes_of(root / (train or "train"), source, root / name)
@@ -67,8 +76,10 @@ def open_folder(root: Path, split: str) -> ImageFolder:
 def require_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
     """Refuse the images in `held` if the training set, if it is there, has other classes."""
     if os.path.isdir(train) and (unshared := set(source.classes) ^ set(folders_in(train))):
-        raise DataError(f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
-                        f"and {held.name}/; both must hold the same classes")
+        raise DataError(
+            f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
+            f"and {held.name}/; both must hold the same classes"
+        )
 
 
 def open_images(root: Path, split: str) -> ImageFiles:
@@ -89,15 +100,17 @@ def open_wnids(folder: Path) -> ImageFolder:
     source = ImageFolder(folder)
     for name in source.classes:
         if not is_wnid(name):
-            raise DataError(f"{folder / name}: not a class of ImageNet, such as n01440764; other "
-                            "image folders go by the name image_folder")
+            raise DataError(
+                f"{folder / name}: not a class of ImageNet, such as n01440764; other "
+                "image folders go by the name image_folder"
+            )
     return source
 
 
 def open_imagenet_v2(root: Path, split: str) -> ImageFolder:
     """ImageNet-V2, whose folders are 0 … 999, in the order of the wnids."""
     source, wnids = ImageFolder(root), imagenet_wnids()
-    numbers = np.array(source.classes, np.int64)     # sorted as words: 0, 1, 10, 100, …
+    numbers = np.array(source.classes, np.int64)  # sorted as words: 0, 1, 10, 100, …
     present, source.labels = np.unique(numbers[source.labels], return_inverse=True)
     source.classes = [wnids[number] for number in present]
     return source
@@ -111,12 +124,13 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
     lines = (root / "val" / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
     if split == "train":
         source = ImageFolder(root / "train")
-        source.left_out = ""                         # lists of bounding boxes
+        source.left_out = ""  # lists of bounding boxes
         return source
     names, wnids = zip(*(line.split("\t")[:2] for line in lines))
     classes, labels = np.unique(wnids, return_inverse=True)
-    return ImageFiles([str(root / "val" / "images" / name) for name in names], labels,
-                      classes.tolist())
+    return ImageFiles(
+        [str(root / "val" / "images" / name) for name in names], labels, classes.tolist()
+    )
 
 
 def imagenet_wnids() -> list[str]:
@@ -135,14 +149,15 @@ def is_wnid(name: str) -> bool:
     return len(name) == 9 and name[0] == "n" and name[1:].isdecimal()
 
 
-TRAIN_AND_TEST = {"train": "train", "val": "test"}   # our splits, and what most sets call them
+TRAIN_AND_TEST = {"train": "train", "val": "test"}  # our splits, and what most sets call them
 
 
 def published(name: str) -> Any:
     """torchvision's class of a set; few runs need torchvision, whose import takes seconds."""
     from torchvision import datasets
+
     kind = getattr(datasets, name)
-    if name == "STL10":          # without its unlabelled images (2.8 GB), which may be missing
+    if name == "STL10":  # without its unlabelled images (2.8 GB), which may be missing
         return type(name, (kind,), {"train_list": kind.train_list[:2]})
     return kind
 
@@ -156,11 +171,13 @@ def read_arrays(name: str, root: Path, split: str) -> ImagesInMemory:
     """Read a split of a set of torchvision that holds its images in an array `data`."""
     cifar = name.startswith("CIFAR")
     arrays = published(name)(root, split == "train" if cifar else TRAIN_AND_TEST[split])
-    images = torch.from_numpy(arrays.data)           # (N, 3, H, W), or (N, H, W, 3) of CIFAR
+    images = torch.from_numpy(arrays.data)  # (N, 3, H, W), or (N, H, W, 3) of CIFAR
     images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
-    return ImagesInMemory(images.contiguous(memory_format=torch.channels_last),
-                          arrays.targets if cifar else arrays.labels,
-                          list(getattr(arrays, "classes", "0123456789")))    # SVHN's digits
+    return ImagesInMemory(
+        images.contiguous(memory_format=torch.channels_last),
+        arrays.targets if cifar else arrays.labels,
+        list(getattr(arrays, "classes", "0123456789")),
+    )  # SVHN's digits
 
 
 def list_food101(root: Path, split: str) -> ImageFiles:
@@ -174,26 +191,32 @@ def list_flowers102(root: Path, split: str) -> ImageFiles:
     """Oxford Flowers: train has its training and validation images, val has its test images."""
     names = ["train", "val"] if split == "train" else ["test"]
     parts = [published("Flowers102")(root, name) for name in names]
-    return ImageFiles([str(file) for part in parts for file in part._image_files],
-                      sum([part._labels for part in parts], []), list(parts[0].classes))
+    return ImageFiles(
+        [str(file) for part in parts for file in part._image_files],
+        sum([part._labels for part in parts], []),
+        list(parts[0].classes),
+    )
 
 
 def list_pets(root: Path, split: str) -> ImageFiles:
     """Oxford-IIIT Pet; its classes are called as in its files, such as american_bulldog."""
     pets = published("OxfordIIITPet")(root, "trainval" if split == "train" else "test")
-    breeds = {label: path.stem.rpartition("_")[0]
-              for label, path in zip(pets._labels, pets._images)}
-    return ImageFiles(list(map(str, pets._images)), pets._labels,
-                      [breeds[label] for label in sorted(breeds)])
+    breeds = {
+        label: path.stem.rpartition("_")[0] for label, path in zip(pets._labels, pets._images)
+    }
+    return ImageFiles(
+        list(map(str, pets._images)), pets._labels, [breeds[label] for label in sorted(breeds)]
+    )
 
 
 class DataSet(NamedTuple):
-    open: Callable[[Path, str], Source]     # a split under a root folder; see `open_folder`
-    holds: str                              # what the root folder has to hold, for error messages
-    num_classes: int | None                 # how many classes the set has; None: any number
-    torchvision: str = ""                   # its class that downloads the set; "": none does
+    open: Callable[[Path, str], Source]  # a split under a root folder; see `open_folder`
+    holds: str  # what the root folder has to hold, for error messages
+    num_classes: int | None  # how many classes the set has; None: any number
+    torchvision: str = ""  # its class that downloads the set; "": none does
 
 
+# fmt: off
 DATA_SETS = {
     "shapes": DataSet(
         lambda root, split: shapes.Shapes(split),
@@ -227,12 +250,16 @@ DATA_SETS = {
         open_tiny_imagenet, "train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)",
         200),
 }
+# fmt: on
 
-EVAL_SETS = {                                        # which have no training split
+EVAL_SETS = {  # which have no training split
     "imagenet_v2": DataSet(
-        open_imagenet_v2, "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000)
-} | {name: DataSet(lambda root, _: open_wnids(root), f"{count} folders <wnid>/…", count)
-     for name, count in (("imagenet_r", 200), ("imagenet_a", 200), ("imagenet_sketch", 1000))}
+        open_imagenet_v2, "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000
+    )
+} | {
+    name: DataSet(lambda root, _: open_wnids(root), f"{count} folders <wnid>/…", count)
+    for name, count in (("imagenet_r", 200), ("imagenet_a", 200), ("imagenet_sketch", 1000))
+}
 
 
 def download(name: str, root: str) -> None:
@@ -245,9 +272,10 @@ def download(name: str, root: str) -> None:
     if not data_set.torchvision:
         return
     import fcntl  # which Windows has not
+
     try:
-        with ExitStack() as stack, suppress(ImportError):        # of scipy, see `open_split`
-            with suppress(OSError):                  # for a folder that cannot be written
+        with ExitStack() as stack, suppress(ImportError):  # of scipy, see `open_split`
+            with suppress(OSError):  # for a folder that cannot be written
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = folder / f".{name}.downloading"
                 file = stack.enter_context(open(lock, "a"))
@@ -255,10 +283,12 @@ def download(name: str, root: str) -> None:
                 stack.callback(lock.unlink, missing_ok=True)
                 fcntl.lockf(file, fcntl.LOCK_EX)
             fetch(data_set.torchvision, folder)
-    except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
+    except (OSError, RuntimeError, ValueError) as error:  # urllib's errors are OSErrors
         reason = in_brief(getattr(error, "reason", error))
-        raise DataError(f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "
-                        f"put there {data_set.holds}") from None
+        raise DataError(
+            f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "
+            f"put there {data_set.holds}"
+        ) from None
 
 
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
@@ -275,17 +305,21 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     except OneLineError:
         raise
     except ImportError:
-        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'"
-                        ) from None
+        raise DataError(
+            f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'"
+        ) from None
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        reason = "a file is missing or damaged"      # torchvision raises all of them
+        reason = "a file is missing or damaged"  # torchvision raises all of them
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
-        raise DataError(f"{folder}: no complete {name} in it ({reason}); expected "
-                        f"{data_set.holds}") from None
+        raise DataError(
+            f"{folder}: no complete {name} in it ({reason}); expected {data_set.holds}"
+        ) from None
     if num_classes not in (0, len(source.classes)):
         kind = name if name == "image_list" else "image_folder"
-        raise DataError(f"{root or name}: {len(source.classes)} classes found, and {num_classes} "
-                        f"expected; --set data.num_classes=0, or eval.py --data {kind}={root}, "
-                        "takes those that are there")
+        raise DataError(
+            f"{root or name}: {len(source.classes)} classes found, and {num_classes} "
+            f"expected; --set data.num_classes=0, or eval.py --data {kind}={root}, "
+            "takes those that are there"
+        )
     return source

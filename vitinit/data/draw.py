@@ -27,7 +27,7 @@ from .images import NOWHERE, Box
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device
 
-ATTEMPTS = 10                   # boxes tried, then the centre or nothing; as torchvision and timm
+ATTEMPTS = 10  # boxes tried, then the centre or nothing; as torchvision and timm
 
 Ratio = Annotated[float, Bounds(minimum=0.01, maximum=100.0)]
 
@@ -40,17 +40,17 @@ class Augment:
     A sample is erased in one box at most, as in timm.
     """
 
-    repeats: AtLeastOne                             # repeated augmentation: views per image
-    crop_scale: tuple[Fraction, Fraction]           # share of the image's area
-    crop_ratio: tuple[Ratio, Ratio]                 # width over height
-    crop_padding: Count                             # black pixels on each side before the crop
-    flip: Proportion                                # probability of a horizontal flip
-    interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per sample
+    repeats: AtLeastOne  # repeated augmentation: views per image
+    crop_scale: tuple[Fraction, Fraction]  # share of the image's area
+    crop_ratio: tuple[Ratio, Ratio]  # width over height
+    crop_padding: Count  # black pixels on each side before the crop
+    flip: Proportion  # probability of a horizontal flip
+    interpolation: Literal["bilinear", "bicubic", "random"]  # random: drawn per sample
     erase_probability: Proportion
-    erase_area: tuple[Fraction, Fraction]           # share of the image's area
-    erase_ratio: tuple[Ratio, Ratio]                # height over width
-    erase_fill: Literal["pixel", "rand", "const"]   # noise per value, noise per channel, zeros
-    erase_after_mix: bool                           # false: before mixing, as in DeiT
+    erase_area: tuple[Fraction, Fraction]  # share of the image's area
+    erase_ratio: tuple[Ratio, Ratio]  # height over width
+    erase_fill: Literal["pixel", "rand", "const"]  # noise per value, noise per channel, zeros
+    erase_after_mix: bool  # false: before mixing, as in DeiT
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -76,13 +76,14 @@ def draw_view(rng: np.random.Generator, augment: Augment, height: int, width: in
     return View(box, flip, interpolation)
 
 
-def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float],
-               ratio: tuple[float, float]) -> tuple[int, int]:
+def draw_sides(
+    rng: np.random.Generator, pixels: int, share: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[int, int]:
     """Draw the two sides of a box, in whole pixels, possibly 0.
 
     Area over `pixels`: uniform on `share`; first side over second: log-uniform on `ratio`.
     """
-    shortest, longest = map(math.log, ratio)         # below as by rng.uniform, but faster
+    shortest, longest = map(math.log, ratio)  # below as by rng.uniform, but faster
     area = pixels * (share[0] + (share[1] - share[0]) * rng.random())
     quotient = math.exp(shortest + (longest - shortest) * rng.random())
     return round(math.sqrt(area * quotient)), round(math.sqrt(area / quotient))
@@ -108,15 +109,17 @@ def draw_crop(rng: np.random.Generator, augment: Augment, height: int, width: in
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
-def draw_erasing(rng: np.random.Generator, augment: Augment, height: int, width: int
-                 ) -> tuple[Box, int]:
+def draw_erasing(
+    rng: np.random.Generator, augment: Augment, height: int, width: int
+) -> tuple[Box, int]:
     """Draw what is erased (arXiv 1708.04896): a box, or NOWHERE, and its noise's 63-bit key."""
     if rng.random() >= augment.erase_probability:
         return NOWHERE, 0
     noise_key = int(rng.integers(2**63))
     for _ in range(ATTEMPTS):
-        box_height, box_width = draw_sides(rng, height * width, augment.erase_area,
-                                           augment.erase_ratio)
+        box_height, box_width = draw_sides(
+            rng, height * width, augment.erase_area, augment.erase_ratio
+        )
         if 0 < box_height < height and 0 < box_width < width:
             top = int(rng.integers(height - box_height, endpoint=True))
             left = int(rng.integers(width - box_width, endpoint=True))
@@ -127,8 +130,8 @@ def draw_erasing(rng: np.random.Generator, augment: Augment, height: int, width:
 class MixDraw(NamedTuple):
     """How an image and its partner are mixed."""
 
-    share: float                # λ: the weight of the image's own label in its target
-    box: Box                    # cutmix: the box that comes from the partner; else NOWHERE
+    share: float  # λ: the weight of the image's own label in its target
+    box: Box  # cutmix: the box that comes from the partner; else NOWHERE
 
 
 UNMIXED = MixDraw(1.0, NOWHERE)
@@ -142,10 +145,10 @@ class Mix:
     `switch_probability`, else by mixup. All targets are smoothed, mixed or not.
     """
 
-    mixup_alpha: NonNegative                        # λ ~ Beta(α, α); 0: no mixup
-    cutmix_alpha: NonNegative                       # likewise
-    probability: Proportion                         # that a group is mixed
-    switch_probability: Proportion                  # of cutmix, where both are on
+    mixup_alpha: NonNegative  # λ ~ Beta(α, α); 0: no mixup
+    cutmix_alpha: NonNegative  # likewise
+    probability: Proportion  # that a group is mixed
+    switch_probability: Proportion  # of cutmix, where both are on
     label_smoothing: BelowOne
     # Images per draw: even, divides global_batch.
     group: Annotated[int, Bounds(minimum=2, below=2**31)]
@@ -166,8 +169,9 @@ class Mix:
             half_height, half_width = int(height * side) // 2, int(width * side) // 2
             y, x = int(rng.integers(height)), int(rng.integers(width))
             top, left = max(y - half_height, 0), max(x - half_width, 0)
-            box = Box(top, left, min(y + half_height, height) - top,
-                      min(x + half_width, width) - left)
+            box = Box(
+                top, left, min(y + half_height, height) - top, min(x + half_width, width) - left
+            )
             return MixDraw(1.0 - box.height * box.width / (height * width), box)
         return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), NOWHERE)
 
@@ -175,13 +179,14 @@ class Mix:
 class Masks(NamedTuple):
     """Which patches of a view a model sees that is to reconstruct the others (arXiv 2111.06377)."""
 
-    patches: int                # of an image
-    visible: int                # of these
+    patches: int  # of an image
+    visible: int  # of these
 
     def draw(self, generators: Iterable[np.random.Generator]) -> np.ndarray:
         """For each generator the indices of the visible patches, ascending: (B, visible) int64."""
-        return np.stack([np.sort(rng.permutation(self.patches)[:self.visible])
-                         for rng in generators])
+        return np.stack(
+            [np.sort(rng.permutation(self.patches)[: self.visible]) for rng in generators]
+        )
 
 
 class SampleKey(NamedTuple):
@@ -195,9 +200,9 @@ class SampleKey(NamedTuple):
 class Samples(NamedTuple):
     """The B samples of a micro-batch."""
 
-    step: int                   # of the run, from 0
+    step: int  # of the run, from 0
     keys: list[SampleKey]
-    groups: np.ndarray          # (B,), the mixing group of each sample
+    groups: np.ndarray  # (B,), the mixing group of each sample
 
 
 Array = TypeVar("Array", Tensor, np.ndarray)
@@ -206,10 +211,10 @@ Array = TypeVar("Array", Tensor, np.ndarray)
 class Draws(NamedTuple, Generic[Array]):
     """What happens to the B samples of a micro-batch on the device, as float64."""
 
-    operations: Array           # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
-    erased: Array               # (B, 5): the `Box` that is erased (height 0: none), and the bits of
-                                # the key of the noise in it: `view(torch.int64)`
-    mixed: Array                # (B, 5): a `MixDraw`, λ and its `Box`, the same for two partners
+    operations: Array  # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
+    erased: Array  # (B, 5): the `Box` that is erased (height 0: none), and the bits of
+    # the key of the noise in it: `view(torch.int64)`
+    mixed: Array  # (B, 5): a `MixDraw`, λ and its `Box`, the same for two partners
 
 
 def unpack(draws: Array) -> Draws[Array]:
@@ -227,13 +232,14 @@ class Augmentation:
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
-    masks: Masks | None = None                      # None: all patches are seen
+    masks: Masks | None = None  # None: all patches are seen
 
     def draws(self, samples: Samples) -> Tensor:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""
         step, keys, groups = samples
-        operations = draw_operations(keyed_generators(self.seed, Stream.RAND_AUGMENT, keys),
-                                     len(keys), self.rand_augment)
+        operations = draw_operations(
+            keyed_generators(self.seed, Stream.RAND_AUGMENT, keys), len(keys), self.rand_augment
+        )
         operations = for_device(operations, self.size).reshape(len(keys), -1)
         erased = np.zeros((len(keys), 5))
         if self.augment.erase_probability > 0.0:
@@ -244,6 +250,7 @@ class Augmentation:
         if self.mix.mixes:
             for group in set(groups.tolist()):
                 share, box = self.mix.draw(
-                    keyed_generator(self.seed, Stream.MIX, step, group), *self.size)
+                    keyed_generator(self.seed, Stream.MIX, step, group), *self.size
+                )
                 mixed[groups == group] = share, *box
         return torch.from_numpy(np.concatenate([erased, mixed, operations], 1))

@@ -18,12 +18,31 @@ from pathlib import Path
 from ..base.messages import in_brief, one_line
 from .images import HEIF_REMEDY, DataError, heif_formats
 
-EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm",
-              ".pgm")
-HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}       # Pillow's names
+EXTENSIONS = (
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".png",
+    ".gif",
+    ".webp",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+)
+HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}  # Pillow's names
 TRAIN, VAL, TEST = range(3)
-SPLITS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL,
-          "dev": VAL, "test": TEST, "testing": TEST}
+SPLITS = {
+    "train": TRAIN,
+    "training": TRAIN,
+    "val": VAL,
+    "valid": VAL,
+    "validation": VAL,
+    "dev": VAL,
+    "test": TEST,
+    "testing": TEST,
+}
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -47,19 +66,27 @@ def splits_in(root: Path) -> dict[int, str]:
     for name in names:
         split = SPLITS.get(name.lower())
         if split is not None and not os.path.samefile(
-                root / name, root / (other := splits.setdefault(split, name))):
-            raise DataError(f"{root}: {other}/ and {name}/ are the same split, and in it are "
-                            f"{listed(names)}; expected one of the two: merge or move them")
+            root / name, root / (other := splits.setdefault(split, name))
+        ):
+            raise DataError(
+                f"{root}: {other}/ and {name}/ are the same split, and in it are "
+                f"{listed(names)}; expected one of the two: merge or move them"
+            )
     words = {SPLITS.get(word) for name in names for word in re.split("[^a-z]+", name.lower())}
-    nested = [{*folders_in(root / name)} for name in names if not splits and not any(
-        map(is_image, os.listdir(root / name)))]
+    nested = [
+        {*folders_in(root / name)}
+        for name in names
+        if not splits and not any(map(is_image, os.listdir(root / name)))
+    ]
     shared = set.intersection(*nested) if nested else set[str]()
     alike = len(shared) > 1 and len(nested) > 1 and 2 * len(nested) > len(names)
-    if not splits and (alike or {TRAIN} < words - {None}):       # such as train2017/ and val2017/
+    if not splits and (alike or {TRAIN} < words - {None}):  # such as train2017/ and val2017/
         reason = f": {len(nested)} hold {listed(sorted(shared))}" if alike else ""
-        raise DataError(f"{root}: {listed(names)} look like splits, not classes{reason}; expected "
-                        "the names train/, and val/ or test/; if they are classes, they belong "
-                        f"into {root}/train/ or {root}/val/")
+        raise DataError(
+            f"{root}: {listed(names)} look like splits, not classes{reason}; expected "
+            "the names train/, and val/ or test/; if they are classes, they belong "
+            f"into {root}/train/ or {root}/val/"
+        )
     return splits
 
 
@@ -69,8 +96,10 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     left_out: to which are added files that are no images, by suffix, and links that are not
     followed. Raises DataError for a folder that cannot be listed.
     """
+
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
+
     images, seen = {}, set[str]()
     # Still to be read: how deep a link is, or 0 for what is none, its path, and the real path.
     waiting = [(0, os.fspath(folder), os.path.realpath(folder))]
@@ -98,7 +127,8 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
 def is_image(name: str) -> bool:
     """Whether a file's name ends as that of an image which can be read here."""
     return name.lower().endswith(EXTENSIONS) or (
-        (suffix := suffix_of(name)) in HEIF and HEIF[suffix] in heif_formats())
+        (suffix := suffix_of(name)) in HEIF and HEIF[suffix] in heif_formats()
+    )
 
 
 def suffix_of(name: str) -> str:
@@ -111,8 +141,13 @@ def in_words(left_out: Counter[str], folder: str | Path) -> str:
     if not left_out:
         return ""
     kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
-    unread = any(kind.startswith(suffix) and name not in heif_formats()
-                 for kind in left_out for suffix, name in HEIF.items())
+    unread = any(
+        kind.startswith(suffix) and name not in heif_formats()
+        for kind in left_out
+        for suffix, name in HEIF.items()
+    )
     remedy = f"; {HEIF_REMEDY}" if unread else ""
-    return one_line(f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
-                    f" in {folder}{remedy}")
+    return one_line(
+        f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
+        f" in {folder}{remedy}"
+    )

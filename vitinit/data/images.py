@@ -20,13 +20,15 @@ from torch import Tensor
 from ..base.files import FileError, read_bytes
 from ..base.messages import OneLineError, in_brief, ran_out_of_memory, without_warnings
 
-LARGEST_FILE = 2**30            # bytes: RGB of 16 bits of the most pixels that Pillow reads
-LONG = 32                       # an image so many times as long as its view is not enlarged whole
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's names
+LARGEST_FILE = 2**30  # bytes: RGB of 16 bits of the most pixels that Pillow reads
+LONG = 32  # an image so many times as long as its view is not enlarged whole
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")  # Pillow's names
 HEIF_BRANDS = {b"ftypheic": "HEIF", b"ftypheix": "HEIF", b"ftypmif1": "HEIF", b"ftypavif": "AVIF"}
-HEIF_REMEDY = ("HEIC and HEIF are read after pip install 'vitinit[heic]', AVIF by Pillow 11.3 or "
-               "later; or convert them, on macOS by sips -s format jpeg FILE --out FILE.jpg, "
-               "elsewhere by heif-convert FILE FILE.jpg")
+HEIF_REMEDY = (
+    "HEIC and HEIF are read after pip install 'vitinit[heic]', AVIF by Pillow 11.3 or "
+    "later; or convert them, on macOS by sips -s format jpeg FILE --out FILE.jpg, "
+    "elsewhere by heif-convert FILE FILE.jpg"
+)
 
 
 class DataError(OneLineError):
@@ -52,7 +54,7 @@ def jpeg_decoder() -> Callable[..., Tensor] | None:
     """
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
-    except ImportError:                              # deprecated since 0.29, to be removed
+    except ImportError:  # deprecated since 0.29, to be removed
         return None
     return partial(decode_jpeg, mode=ImageReadMode.RGB)
 
@@ -62,10 +64,11 @@ def heif_formats() -> tuple[str, ...]:
     """Pillow's names of the formats like HEIF that it can read here: AVIF itself, and HEIF by
     pillow-heif. Importing that takes as long as Pillow, so the first such file does it.
     """
-    with without_warnings():                         # of an old Pillow, which knows no "avif"
+    with without_warnings():  # of an old Pillow, which knows no "avif"
         formats = ("AVIF",) * bool(features.check("avif"))
     with suppress(ImportError):
         import pillow_heif
+
         pillow_heif.register_heif_opener()
         formats += ("HEIF",)
     return formats
@@ -82,17 +85,22 @@ def room_for(name: str) -> Iterator[None]:
         raise DataError(f"{name}: too little memory to read it ({in_brief(error)})") from None
 
 
-def decode_image(path: str, view: Callable[[Tensor], Any] = lambda image: image, *,
-                 apply_exif_orientation: bool = True) -> Any:
+def decode_image(
+    path: str,
+    view: Callable[[Tensor], Any] = lambda image: image,
+    *,
+    apply_exif_orientation: bool = True,
+) -> Any:
     """Read and decode an image file as `decode_bytes`, and return what `view` makes of it. Raises
     DataError, which names the file, also where there is too little memory for either.
     """
     with room_for(path):
         try:
             content = read_bytes(path, limit=LARGEST_FILE)
-        except ValueError as error:                  # a FileError, or of a zero byte in the name
-            raise DataError(error if isinstance(error, FileError) else
-                            f"{path}: cannot be read: {error}") from None
+        except ValueError as error:  # a FileError, or of a zero byte in the name
+            raise DataError(
+                error if isinstance(error, FileError) else f"{path}: cannot be read: {error}"
+            ) from None
         return view(decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation))
 
 
@@ -111,22 +119,24 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     image, if it has 32-bit values, or more pixels than Pillow reads (178,956,970 by default).
     """
     formats = FORMATS + (heif_formats() if content[4:8] == b"ftyp" else ())
-    with without_warnings():                         # of deprecation, read-only bytes and damage
+    with without_warnings():  # of deprecation, read-only bytes and damage
         try:
             with Image.open(io.BytesIO(content), formats=formats) as image:  # reads its header
                 if image.format in ("JPEG", "MPO") and (decode := jpeg_decoder()):
                     with suppress(RuntimeError):  # Pillow may decode it, or say why not
-                        decoded = decode(torch.frombuffer(content, dtype=torch.uint8),
-                                         apply_exif_orientation=apply_exif_orientation)
+                        decoded = decode(
+                            torch.frombuffer(content, dtype=torch.uint8),
+                            apply_exif_orientation=apply_exif_orientation,
+                        )
                         return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
                 return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
         except MemoryError:
             raise
         except UnidentifiedImageError:
             reason = f"none of {', '.join(formats)}" if content else "empty"
-            if HEIF_BRANDS.get(content[4:12], formats[0]) not in formats:    # perhaps called .jpg
+            if HEIF_BRANDS.get(content[4:12], formats[0]) not in formats:  # perhaps called .jpg
                 reason = HEIF_REMEDY
-        except Exception as error:                   # Pillow's plug-ins raise many kinds
+        except Exception as error:  # Pillow's plug-ins raise many kinds
             reason = in_brief(error)
     raise DataError(f"{name}: not a readable image, {len(content)} bytes ({reason})")
 
@@ -135,12 +145,14 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
     """A Pillow image as RGB, (3, H, W) uint8, channels-last; DataError for 32-bit values."""
     # Pillow may read 16-bit values as 32-bit integers, too; PNG and PPM have no others.
     if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
-        bits = getattr(image, "tag_v2", {}).get(258)             # TIFF's BitsPerSample
-        raise DataError(f"an image of {'signed 16' if bits == (16,) else '32'}-bit values, whose "
-                        "black and white are not known; expected 8 or 16 bits per channel")
-    image.load()                                     # turns a TIFF in any case
+        bits = getattr(image, "tag_v2", {}).get(258)  # TIFF's BitsPerSample
+        raise DataError(
+            f"an image of {'signed 16' if bits == (16,) else '32'}-bit values, whose "
+            "black and white are not known; expected 8 or 16 bits per channel"
+        )
+    image.load()  # turns a TIFF in any case
     if apply_exif_orientation:
-        with suppress(Exception):         # of many kinds, where EXIF data are damaged
+        with suppress(Exception):  # of many kinds, where EXIF data are damaged
             image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):
         # convert("RGB") clips 16-bit grey levels above 255; of colours it keeps the higher byte.
@@ -151,19 +163,27 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
 
 def dark_in_16_bits(paths: Iterable[str]) -> str:
     """A caution if some of these files have 16 bits and all of those are dark, or ""."""
-    highest = []                                     # value of each file of 16 bits, white being 1
-    for path in filter(os.path.isfile, paths):       # a pipe may wait for ever
+    highest = []  # value of each file of 16 bits, white being 1
+    for path in filter(os.path.isfile, paths):  # a pipe may wait for ever
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
-        with (suppress(Exception), without_warnings(),
-              Image.open(path, formats=("PNG", "TIFF", "PPM")) as image):
+        with (
+            suppress(Exception),
+            without_warnings(),
+            Image.open(path, formats=("PNG", "TIFF", "PPM")) as image,
+        ):
             if ";16" in (raw := str(image.tile)) or ";12" in raw:
                 grey = image.mode.startswith("I")
                 values = np.asarray(image if grey else image.convert("RGB"))
                 highest.append(values.max() / (65_535 if grey else 255))
-    return "" if not highest or max(highest) >= 0.25 else (
-        f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
-        f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they are "
-        "nearly black; multiply values of 12 bits, say, by 16")
+    return (
+        ""
+        if not highest or max(highest) >= 0.25
+        else (
+            f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
+            f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they are "
+            "nearly black; multiply values of 12 bits, say, by 16"
+        )
+    )
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
@@ -178,23 +198,26 @@ def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
 def crop(image: Tensor, box: Box) -> Tensor:
     """The pixels in `box`, (3, box.height, box.width); black where it reaches beyond the image."""
     top, left, height, width = box
-    inside = image[:, max(top, 0):max(top + height, 0), max(left, 0):max(left + width, 0)]
+    inside = image[:, max(top, 0) : max(top + height, 0), max(left, 0) : max(left + width, 0)]
     if inside.shape[1:] == (height, width):
         return inside
     above, before = min(max(-top, 0), height), min(max(-left, 0), width)
-    return F.pad(inside, (before, width - before - inside.shape[2],
-                          above, height - above - inside.shape[1]))
+    return F.pad(
+        inside, (before, width - before - inside.shape[2], above, height - above - inside.shape[1])
+    )
 
 
-def crop_and_flip(image: Tensor, box: Box, flip: bool, size: tuple[int, int],
-                  interpolation: str) -> Tensor:
+def crop_and_flip(
+    image: Tensor, box: Box, flip: bool, size: tuple[int, int], interpolation: str
+) -> Tensor:
     """The training view: `box`, resized to `size`, mirrored if `flip`: (3, *size) uint8."""
     view = resize(crop(image, box), size, interpolation)
     return view.flip(-1) if flip else view
 
 
-def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float,
-                           interpolation: str) -> Tensor:
+def resize_and_centre_crop(
+    image: Tensor, size: tuple[int, int], crop_pct: float, interpolation: str
+) -> Tensor:
     """The evaluation view: resize the image until it covers size / crop_pct, then crop the centre.
 
     For a square size this is Resize(floor(size / crop_pct)) of the shorter side, then
@@ -204,19 +227,21 @@ def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float
     height, width = image.shape[1:]
     # 1e-9 because floor(224 / 0.875) must not become 255 through a rounding error.
     down, across = (int(side / crop_pct + 1e-9) for side in size)
-    if down * width >= across * height:              # height is scaled by the larger factor
+    if down * width >= across * height:  # height is scaled by the larger factor
         across = int(down * width / height)
     else:
         down = int(across * height / width)
     box = Box(round((down - size[0]) / 2), round((across - size[1]) / 2), *size)
     if down * across <= max(height * width, LONG * size[0] * size[1] / crop_pct**2):
         return crop(resize(image, (down, across), interpolation), box)
-    y, x = height / down, width / across             # pixels per pixel of the enlarged image
+    y, x = height / down, width / across  # pixels per pixel of the enlarged image
     # Bicubic interpolation reads two pixels beside the box. Pillow's box is of short floats.
     first, before = max(0, int(box.top * y) - 2), max(0, int(box.left * x) - 2)
-    piece = image[:, first:first + size[0] + 6, before:before + size[1] + 6].permute(1, 2, 0)
+    piece = image[:, first : first + size[0] + 6, before : before + size[1] + 6].permute(1, 2, 0)
     top, left, kernel = box.top * y - first, box.left * x - before, interpolation.upper()
-    rows = Image.fromarray(piece.numpy()).resize(            # first, as in torch
-        (size[1], len(piece)), Image.Resampling[kernel], (left, 0, left + size[1] * x, len(piece)))
-    return from_pillow(rows.resize(size[::-1], Image.Resampling[kernel],
-                                   (0, top, size[1], top + size[0] * y)))
+    rows = Image.fromarray(piece.numpy()).resize(  # first, as in torch
+        (size[1], len(piece)), Image.Resampling[kernel], (left, 0, left + size[1] * x, len(piece))
+    )
+    return from_pillow(
+        rows.resize(size[::-1], Image.Resampling[kernel], (0, top, size[1], top + size[0] * y))
+    )

@@ -27,23 +27,23 @@ from .folders import SPLITS, TEST, TRAIN, VAL, in_words, is_image, suffix_of
 from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles
 
-ALL = 3                         # beside TRAIN, VAL and TEST: of a list without splits
-LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": ALL}      # the split of all its images
-LONGEST_ROW = 2**20             # most characters of a row, over all its lines
+ALL = 3  # beside TRAIN, VAL and TEST: of a list without splits
+LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": ALL}  # the split of all its images
+LONGEST_ROW = 2**20  # most characters of a row, over all its lines
 
 
 class Lines:
     """Of the lines that can be used all but their paths, and what is wrong with the others."""
 
     def __init__(self) -> None:
-        self.labels: dict[str, int] = {}             # and the number of each
-        self.numbers = array("i")                    # of each line label, split, list, line
-        self.digests = bytearray()                   # of its path, 16 bytes
-        self.wrong, self.problems = 0, list[str]()   # how many there are; those of the first
+        self.labels: dict[str, int] = {}  # and the number of each
+        self.numbers = array("i")  # of each line label, split, list, line
+        self.digests = bytearray()  # of its path, 16 bytes
+        self.wrong, self.problems = 0, list[str]()  # how many there are; those of the first
 
     def refuse(self, problem: str) -> None:
         self.wrong += 1
-        if self.wrong <= 5:                          # as many as `shortened` shows
+        if self.wrong <= 5:  # as many as `shortened` shows
             self.problems.append(problem)
 
 
@@ -56,22 +56,26 @@ def open_list(root: Path, split: str) -> ImageFiles:
     """
     names = [name for name in LISTS if os.path.isfile(root / name)]
     if not names or "images.csv" in names[1:]:
-        raise DataError(f"{root}: {' beside '.join(names) or 'no list'} in it; expected train.csv "
-                        "and val.csv, or images.csv alone, with the columns path and label")
+        raise DataError(
+            f"{root}: {' beside '.join(names) or 'no list'} in it; expected train.csv "
+            "and val.csv, or images.csv alone, with the columns path and label"
+        )
     lines = Lines()
     images = ImageFiles((path for name in names for path in read_list(root / name, lines)), (), [])
     images.labels, splits, *_ = np.asarray(lines.numbers).reshape(-1, 4).T
     to_train = np.isin(splits, [TRAIN, ALL])
     to_hold = splits == (VAL if VAL in splits else TEST)
-    whole = split == "whole" and ALL in splits               # a list without splits
+    whole = split == "whole" and ALL in splits  # a list without splits
     used = to_train if split == "train" or whole else to_hold
     known = set(images.labels[to_train]) or set(images.labels[to_hold])
     labels = list(lines.labels)
     for problem in wrong_lines(root, images, lines, used, known):
         lines.refuse(problem)
     if lines.wrong:
-        raise DataError(f"{root}: {counted(lines.wrong, 'line')} cannot be used: "
-                        f"{shortened(lines.problems, lines.wrong)}")
+        raise DataError(
+            f"{root}: {counted(lines.wrong, 'line')} cannot be used: "
+            f"{shortened(lines.problems, lines.wrong)}"
+        )
     listed = images.part(used)
     if not len(listed) and split == "train":
         raise DataError(f"{root}: no images to train on in {' and '.join(names)}")
@@ -79,7 +83,8 @@ def open_list(root: Path, split: str) -> ImageFiles:
         raise DataError(
             f"{root}: no images to validate on in {' and '.join(names)}; train.py needs none with "
             "--set data.held_out_per_class=N, which validates on N images of each class, and "
-            "eval.py evaluates all images of an images.csv without a column split")
+            "eval.py evaluates all images of an images.csv without a column split"
+        )
     readable = np.array([is_image(path) for path in listed.each_path()])
     source = listed.part(readable)
     left_out = Counter(map(suffix_of, listed.part(~readable).paths))
@@ -103,29 +108,33 @@ def read_list(file: Path, lines: Lines) -> Iterator[str]:
     Raises DataError for a file that is no list. Names of files need not be UTF-8.
     """
     root, split, number = file.parent, LISTS[file.name], list(LISTS).index(file.name)
-    length = 0                                       # of the row that is being read
+    length = 0  # of the row that is being read
 
     def limited() -> Iterator[str]:
         nonlocal length
         while line := text.readline(LONGEST_ROW + 1):
             length += len(line)
             if length > LONGEST_ROW:
-                raise DataError(f"{file}:{rows.line_num + 1}: row larger than row limit "
-                                f"({LONGEST_ROW})")
+                raise DataError(
+                    f"{file}:{rows.line_num + 1}: row larger than row limit ({LONGEST_ROW})"
+                )
             yield line
+
     with in_one_line(file, "read"), opened(file, LARGEST_FILE) as content:
         text = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape", newline="")
         rows = csv.reader(limited(), strict=True)
         try:
             columns = [name.strip().lower() for name in next(rows, [])]
             if not {"path", "label"} <= set(columns):
-                raise DataError(f"{file}: no columns path and label, with commas between, in its "
-                                f"first line ({in_brief(','.join(columns) or 'empty')})")
+                raise DataError(
+                    f"{file}: no columns path and label, with commas between, in its "
+                    f"first line ({in_brief(','.join(columns) or 'empty')})"
+                )
             by_column = split == ALL and "split" in columns
             length = 0
             for row in rows:
                 length = 0
-                if not row:                          # an empty line
+                if not row:  # an empty line
                     continue
                 place, values = f"{file.name}:{rows.line_num}", dict(zip(columns, row))
                 path, label = values.get("path"), values.get("label", "").strip()
@@ -135,27 +144,36 @@ def read_list(file: Path, lines: Lines) -> Iterator[str]:
                 elif not path or not label:
                     lines.refuse(f"{place} has no {'label' if path else 'path'}")
                 elif by_column and word.lower() not in SPLITS:
-                    lines.refuse(f"{place} has the split '{in_brief(word)}', "
-                                 "not train, val or test")
+                    lines.refuse(
+                        f"{place} has the split '{in_brief(word)}', not train, val or test"
+                    )
                 else:
-                    lines.numbers.extend((lines.labels.setdefault(label, len(lines.labels)),
-                                          SPLITS[word.lower()] if by_column else split,
-                                          number, rows.line_num))
+                    lines.numbers.extend(
+                        (
+                            lines.labels.setdefault(label, len(lines.labels)),
+                            SPLITS[word.lower()] if by_column else split,
+                            number,
+                            rows.line_num,
+                        )
+                    )
                     path = os.path.join(root, path)
                     # Different ones with the same 128 bits are not to be expected.
-                    lines.digests += blake2b(os.fsencode(os.path.normpath(path)),
-                                             digest_size=16).digest()
+                    lines.digests += blake2b(
+                        os.fsencode(os.path.normpath(path)), digest_size=16
+                    ).digest()
                     yield path
         except csv.Error as error:
             raise DataError(f"{file}:{rows.line_num}: {error}") from None
 
 
-def wrong_lines(root: Path, images: ImageFiles, lines: Lines, used: np.ndarray, known: set[int]
-                ) -> Iterator[str]:
+def wrong_lines(
+    root: Path, images: ImageFiles, lines: Lines, used: np.ndarray, known: set[int]
+) -> Iterator[str]:
     """Yield what is wrong with lines: an image that is listed before, and, in a split that is used,
     one that is not there or whose label is not known.
     """
-    @lru_cache(2**16)                                # asking for each file takes longer
+
+    @lru_cache(2**16)  # asking for each file takes longer
     def hashes_in(folder: str) -> np.ndarray:
         entries = os.scandir(folder) if os.path.isdir(folder) else ()
         return np.sort(np.fromiter((hash(entry.name) for entry in entries), np.int64))
@@ -167,12 +185,13 @@ def wrong_lines(root: Path, images: ImageFiles, lines: Lines, used: np.ndarray, 
         return listed or os.path.isfile(path)
 
     def place(index: int) -> str:
-        file, line = lines.numbers[4 * index + 2:4 * index + 4]
+        file, line = lines.numbers[4 * index + 2 : 4 * index + 4]
         return f"{list(LISTS)[file]}:{line}"
+
     digests = np.frombuffer(lines.digests, "S16")
     order = digests.argsort(kind="stable")
     digests, firsts = digests[order], np.empty_like(order)
-    firsts[order] = order[np.searchsorted(digests, digests)]     # in order they are near at hand
+    firsts[order] = order[np.searchsorted(digests, digests)]  # in order they are near at hand
     labels, start = list(lines.labels), os.path.join(root, "")
     for index, path in enumerate(images.each_path()):
         first, label = firsts[index], images.labels[index]
@@ -191,7 +210,9 @@ def as_list(guesses: Iterable[tuple[str, str, float]], folder: Path) -> bytes:
     text, start = io.StringIO(newline=""), os.path.join(os.path.abspath(folder), "")
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("path", "label", "probability"))
-    shares = {os.path.abspath(path).removeprefix(start): (label, f"{share:.6f}")
-              for path, label, share in guesses}
+    shares = {
+        os.path.abspath(path).removeprefix(start): (label, f"{share:.6f}")
+        for path, label, share in guesses
+    }
     rows.writerows((path, *label_and_share) for path, label_and_share in shares.items())
     return text.getvalue().encode("utf-8", "surrogateescape")

@@ -31,18 +31,24 @@ from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sources import Source
 
 # What torch's and Python's errors say where a worker was killed, or found no memory to work in.
-NO_ROOM = ("exited unexpectedly", "killed by signal", "allocate", "No space left", "unable to mmap",
-           "Too many open files")
-OPEN_FILES = 10_240             # as many as every system allows
+NO_ROOM = (
+    "exited unexpectedly",
+    "killed by signal",
+    "allocate",
+    "No space left",
+    "unable to mmap",
+    "Too many open files",
+)
+OPEN_FILES = 10_240  # as many as every system allows
 
 
 class Batch(NamedTuple):
     """A training batch, with the draws of what the device still has to do."""
 
-    images: Tensor          # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or
-                            # (B, 4) int64, descriptions of views for the device, see `TrainViews`
-    labels: Tensor          # (B,) int64; or (B, n), indices of the visible patches, of `Masks`
-    draws: Tensor           # (B, …) float64, see `Augmentation.draws`
+    images: Tensor  # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or
+    # (B, 4) int64, descriptions of views for the device, see `TrainViews`
+    labels: Tensor  # (B,) int64; or (B, n), indices of the visible patches, of `Masks`
+    draws: Tensor  # (B, …) float64, see `Augmentation.draws`
 
 
 class TrainViews(Dataset):
@@ -54,34 +60,45 @@ class TrainViews(Dataset):
 
     def __init__(self, source: Source, augmentation: Augmentation, *, decode: bool = True) -> None:
         self.augmentation, self.labels = augmentation, source.labels
-        self.source = source if decode else None     # not sent to workers that need not decode it
+        self.source = source if decode else None  # not sent to workers that need not decode it
 
     def __getitem__(self, samples: Samples) -> Batch:
         augmentation, indices = self.augmentation, np.array([key.image for key in samples.keys])
         generators = keyed_generators(augmentation.seed, Stream.CROP_AND_FLIP, samples.keys)
         if self.source is not None:
-            views = [view for index, same in groupby(indices.tolist())
-                     for view in self.source.image(index, partial(
-                         self.views, rngs=islice(generators, len([*same]))))]
-            if views[0].stride(0) == 1:              # channels-last, as resized views are
+            views = [
+                view
+                for index, same in groupby(indices.tolist())
+                for view in self.source.image(
+                    index, partial(self.views, rngs=islice(generators, len([*same])))
+                )
+            ]
+            if views[0].stride(0) == 1:  # channels-last, as resized views are
                 images = default_collate([view.permute(1, 2, 0) for view in views])
                 images = images.permute(0, 3, 1, 2)
-            else:                                    # padded ones
+            else:  # padded ones
                 images = default_collate(views)
         else:
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
             images = torch.from_numpy(np.column_stack([indices, corners]))
-        labels = self.labels[indices] if augmentation.masks is None else augmentation.masks.draw(
-            keyed_generators(augmentation.seed, Stream.MASK, samples.keys))
+        labels = (
+            self.labels[indices]
+            if augmentation.masks is None
+            else augmentation.masks.draw(
+                keyed_generators(augmentation.seed, Stream.MASK, samples.keys)
+            )
+        )
         return Batch(images, torch.from_numpy(labels), augmentation.draws(samples))
 
     def views(self, image: Tensor, rngs: Iterable[np.random.Generator]) -> list[Tensor]:
         """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
         how, size = self.augmentation.augment, self.augmentation.size
         views = (draw_view(rng, how, *image.shape[1:]) for rng in rngs)
-        return [crop_and_flip(image, box, flip, size, interpolation)
-                for box, flip, interpolation in views]
+        return [
+            crop_and_flip(image, box, flip, size, interpolation)
+            for box, flip, interpolation in views
+        ]
 
 
 class EvalViews(Dataset):
@@ -91,13 +108,23 @@ class EvalViews(Dataset):
     masks: in place of labels, the visible patches, (n,) int64, by which image of the set it is.
     """
 
-    def __init__(self, source: Source, *, rank: int, world_size: int, size: tuple[int, int],
-                 crop_pct: float, interpolation: str, masks: Masks | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rank: int,
+        world_size: int,
+        size: tuple[int, int],
+        crop_pct: float,
+        interpolation: str,
+        masks: Masks | None = None,
+    ) -> None:
         self.source, self.size = source, size
-        self.view = partial(resize_and_centre_crop, size=size, crop_pct=crop_pct,
-                            interpolation=interpolation)
+        self.view = partial(
+            resize_and_centre_crop, size=size, crop_pct=crop_pct, interpolation=interpolation
+        )
         self.indices = range(rank, len(source), world_size)
-        self.labels, self.masks = source.labels[rank::world_size], masks     # (n,) int64
+        self.labels, self.masks = source.labels[rank::world_size], masks  # (n,) int64
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -105,7 +132,7 @@ class EvalViews(Dataset):
     def __getitem__(self, position: int) -> tuple[Tensor, Any]:
         index, label = self.indices[position], self.labels[position]
         if self.masks is not None:
-            label, = self.masks.draw([keyed_generator(0, Stream.EVAL_MASK, index)])
+            (label,) = self.masks.draw([keyed_generator(0, Stream.EVAL_MASK, index)])
         return self.source.image(index, self.view), label
 
 
@@ -117,16 +144,21 @@ class Loader(DataLoader):
 
     def __init__(self, views: Dataset, *, workers: int, **options: Any) -> None:
         prepare_workers(workers)
-        super().__init__(views, num_workers=workers, worker_init_fn=begin_work, **options,
-                         multiprocessing_context=start_method() if workers else None)
+        super().__init__(
+            views,
+            num_workers=workers,
+            worker_init_fn=begin_work,
+            **options,
+            multiprocessing_context=start_method() if workers else None,
+        )
 
-    def __iter__(self) -> Iterator[Any]:     # type: ignore[override]  # torch's is of a class
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is of a class
         try:
             if self.num_workers:
-                with ExitStack() as files:           # with too few, or no locks, workers would hang
+                with ExitStack() as files:  # with too few, or no locks, workers would hang
                     for _ in range(16 + 8 * self.num_workers):
                         files.enter_context(open(os.devnull))
-                    self.multiprocessing_context.Lock()          # in /dev/shm
+                    self.multiprocessing_context.Lock()  # in /dev/shm
             batches = super().__iter__()
             if self.num_workers and threading.current_thread() is threading.main_thread():
                 # torch's handler would raise an error when a worker dies, in the middle of a step.
@@ -142,7 +174,8 @@ class Loader(DataLoader):
                 "a worker process of the loader was killed or found no room "
                 f"({in_brief(text or error)}); lower data.workers, now {self.num_workers}, or make "
                 "room in memory, in /dev/shm (a container's --shm-size) and for open files "
-                "(ulimit -n); data.workers=0 needs less") from None
+                "(ulimit -n); data.workers=0 needs less"
+            ) from None
 
     def check_worker_number_rationality(self) -> None:
         """Omit torch's warning of more workers than cores: five lines; train.py prints one."""
@@ -165,7 +198,8 @@ def prepare_workers(workers: int) -> None:
     if not workers:
         return
     import resource  # which Windows has not
-    atexit.unregister(end_workers)                   # so that it is registered only once
+
+    atexit.unregister(end_workers)  # so that it is registered only once
     atexit.register(end_workers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -180,7 +214,7 @@ def prepare_workers(workers: int) -> None:
 
 def end_workers() -> None:
     """Kill workers at exit: multiprocessing would wait for them, and they ignore its SIGTERM."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # torch's handler would report a crash
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a crash
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -190,8 +224,8 @@ def begin_work(worker: int) -> None:
     """Let a worker ignore signals to end, which often reach all; it ends with its parent, or if it
     cannot send a batch, for which its parent waits.
     """
-    Queue._on_queue_feeder_error = lambda *error: os._exit(1)    # type: ignore[attr-defined]
-    signal.set_wakeup_fd(-1)                         # a forked worker inherits the parent's
+    Queue._on_queue_feeder_error = lambda *error: os._exit(1)  # type: ignore[attr-defined]
+    signal.set_wakeup_fd(-1)  # a forked worker inherits the parent's
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEVELS = 256
-FRAME = 2                       # pixels of border that interpolation may read on each side
+FRAME = 2  # pixels of border that interpolation may read on each side
 # What the columns hold: the drawn operation (code, argument, 1 if it is bicubic) and its group; for
 # a fixed map of levels, threshold, addend, flip and mask (`fixed_tables`); for an affine map, the
 # two rows of its matrix.
@@ -34,23 +34,24 @@ ARGUMENT, GROUP, MAP, MATRIX, COLUMNS = 1, 3, slice(4, 8), slice(8, 14), 14
 def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
     """Look up each value in its channel's table; counts: of AutoContrast, Equalize and others."""
     stretched, equalised, fixed = counts
-    middle = slice(stretched, stretched + equalised)             # the images that Equalize has
+    middle = slice(stretched, stretched + equalised)  # the images that Equalize has
     levels = torch.arange(LEVELS, dtype=torch.int16, device=images.device)
     tables = images.new_empty(len(images), 3, LEVELS)
     first = torch.arange(0, tables.numel(), LEVELS, dtype=torch.int32, device=images.device)
-    entries = images + first.view(-1, 3, 1, 1)       # of each value, in the flattened tables
+    entries = images + first.view(-1, 3, 1, 1)  # of each value, in the flattened tables
     if fixed:
-        tables[middle.stop:] = fixed_tables(columns[middle.stop:], levels)
+        tables[middle.stop :] = fixed_tables(columns[middle.stop :], levels)
     if stretched or equalised:
-        lightest = images[:middle.stop].amax((2, 3))[..., None]            # (·, 3, 1)
+        lightest = images[: middle.stop].amax((2, 3))[..., None]  # (·, 3, 1)
     if stretched:
         tables[:stretched] = auto_contrast_tables(images[:stretched], lightest[:stretched], levels)
     if equalised:
         values = entries[middle].flatten()
         counted = first.new_ones(1).expand(len(values))
         histograms = first.new_zeros(tables.numel()).index_add_(0, values, counted)
-        tables[middle] = equalize_tables(histograms.view(tables.shape)[middle], lightest[middle],
-                                         levels)
+        tables[middle] = equalize_tables(
+            histograms.view(tables.shape)[middle], lightest[middle], levels
+        )
     return tables.flatten().index_select(0, entries.flatten()).view(images.shape)
 
 
@@ -67,7 +68,7 @@ def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
 def auto_contrast_tables(images: Tensor, lightest: Tensor, levels: Tensor) -> Tensor:
     """Stretch each channel so that its darkest value becomes 0 and its lightest, (n, 3, 1), 255."""
     low, high = images.amin((2, 3)).double()[..., None], lightest.double()
-    scale = levels[-1] / (high - low)                                    # (n, 3, 1), of 255
+    scale = levels[-1] / (high - low)  # (n, 3, 1), of 255
     stretched = (levels * scale).sub_(low * scale).clamp_(0, 255)
     return torch.where(high > low, stretched, levels).to(torch.uint8)
 
@@ -90,26 +91,29 @@ def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
     coloured, contrasted, brightened, sharpened = counts
     parts = []
     if coloured or contrasted:
-        greys = grey(images[:coloured + contrasted])                     # (·, 1, H, W)
+        greys = grey(images[: coloured + contrasted])  # (·, 1, H, W)
         pixels = images.shape[2] * images.shape[3]
     if coloured:
         parts.append(greys[:coloured])
     if contrasted:
-        total = greys[coloured:].sum((1, 2, 3), keepdim=True)            # int64
+        total = greys[coloured:].sum((1, 2, 3), keepdim=True)  # int64
         parts.append((2 * total + pixels) // (2 * pixels))
     if brightened:
         parts.append(images.new_zeros(brightened, 1, 1, 1))
     if sharpened:
         parts.append(smoothed(images[-sharpened:]))
-    plain = (parts[0] if len(parts) == 1 else torch.cat(
-        [part.expand(-1, 3, *images.shape[2:]) for part in parts])).float()
+    plain = (
+        parts[0]
+        if len(parts) == 1
+        else torch.cat([part.expand(-1, 3, *images.shape[2:]) for part in parts])
+    ).float()
     factors = columns[:, ARGUMENT].float()[:, None, None, None]
     return to_levels((images - plain).mul_(factors).add_(plain))
 
 
 def to_levels(values: Tensor) -> Tensor:
     """Floats as uint8, clipped and truncated like in Pillow. The argument is clipped in place."""
-    return values.clamp_(0, 255).to(torch.int16).to(torch.uint8)     # faster so on a CPU
+    return values.clamp_(0, 255).to(torch.int16).to(torch.uint8)  # faster so on a CPU
 
 
 def grey(images: Tensor) -> Tensor:
@@ -124,16 +128,17 @@ def smoothed(images: Tensor) -> Tensor:
     smooth = images.float()
     if min(images.shape[2:]) > 2:
         wide = images.to(torch.int16)
-        rows = (wide[:, :, :-2] + wide[:, :, 1:-1]).add_(wide[:, :, 2:])     # (n, 3, H - 2, W)
-        box = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:])     # (n, 3, H - 2, W - 2)
+        rows = (wide[:, :, :-2] + wide[:, :, 1:-1]).add_(wide[:, :, 2:])  # (n, 3, H - 2, W)
+        box = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:])  # (n, 3, H - 2, W - 2)
         sums = box.add_(wide[:, :, 1:-1, 1:-1], alpha=4)
         # No sum is nearer than 1/26 to where rounding changes, so a product serves as division.
         smooth[:, :, 1:-1, 1:-1] = sums.float().mul_(1 / 13).round_()
     return smooth
 
 
-def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tensor,
-           few_launches: bool) -> Tensor:
+def affine(
+    images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tensor, few_launches: bool
+) -> Tensor:
     """Transform each image by its matrix, which maps (x, y, 1) to (x, y) in the old image.
 
     A pixel whose centre is mapped outside of the old image gets the colour `fill`, (3, 1, 1) uint8.
@@ -143,30 +148,41 @@ def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tens
     """
     along_x, along_y, along_both = [a + b for a, b in zip(counts[:3], counts[3:])]
     axes = "x" * (along_x + along_both > 0) + "y" * (along_y + along_both > 0)
-    low, shares, inside = source_positions(columns[:, MATRIX].view(-1, 2, 3), axes,
-                                           images.shape[2:])
+    low, shares, inside = source_positions(
+        columns[:, MATRIX].view(-1, 2, 3), axes, images.shape[2:]
+    )
     words = framed(images)
     stride = words.stride(1)
-    rows, places = (torch.arange(side, dtype=torch.int32, device=images.device)
-                    for side in images.shape[2:])
+    rows, places = (
+        torch.arange(side, dtype=torch.int32, device=images.device) for side in images.shape[2:]
+    )
     y = low[:, -1] if "y" in axes else rows[:, None]
     x = low[:, 0] if "x" in axes else places
     # The word above on the left of the source pixel, in the flattened words: (n, H, W).
-    first = torch.arange((FRAME - 1) * (stride + 1), words.numel(), words.stride(0),
-                         dtype=torch.int32, device=images.device)
+    first = torch.arange(
+        (FRAME - 1) * (stride + 1),
+        words.numel(),
+        words.stride(0),
+        dtype=torch.int32,
+        device=images.device,
+    )
     index = y * stride + x + first[:, None, None]
     bilinear = sum(counts[:3])
-    parts = [interpolated(words, index[part], dict(zip(axes, shares[part].split(1, dim=1))),
-                          bicubic, few_launches)
-             for bicubic, part in ((False, slice(bilinear)), (True, slice(bilinear, None)))
-             if len(index[part])]
+    parts = [
+        interpolated(
+            words, index[part], dict(zip(axes, shares[part].split(1, dim=1))), bicubic, few_launches
+        )
+        for bicubic, part in ((False, slice(bilinear)), (True, slice(bilinear, None)))
+        if len(index[part])
+    ]
     values = to_levels(parts[0] if len(parts) == 1 else torch.cat(parts))
     # uint8 arithmetic wraps around at 256: this gives the value where `inside` is 1, else the fill.
     return values.sub_(fill).mul_(inside.view(torch.uint8)).add_(fill)
 
 
-def source_positions(matrices: Tensor, axes: str, size: Sequence[int]
-                     ) -> tuple[Tensor, Tensor, Tensor]:
+def source_positions(
+    matrices: Tensor, axes: str, size: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Where in the old images the pixels of the new images come from, along the k axes.
 
     matrices: (n, 2, 3). size: (H, W). Returns the index of the source pixel, rounded down, int32
@@ -175,13 +191,13 @@ def source_positions(matrices: Tensor, axes: str, size: Sequence[int]
     """
     y, x = (torch.arange(0.5, side, dtype=torch.float64, device=matrices.device) for side in size)
     along = slice("xy".index(axes[0]), "xy".index(axes[-1]) + 1)
-    a, b, c = matrices[:, along, :, None, None].unbind(2)                # (n, k, 1, 1)
-    old = (a * x + b * y[:, None]).add_(c)                               # (n, k, H, W)
+    a, b, c = matrices[:, along, :, None, None].unbind(2)  # (n, k, 1, 1)
+    old = (a * x + b * y[:, None]).add_(c)  # (n, k, H, W)
     sides = size[::-1][along]
     inside = old >= 0
     for within, positions, side in zip(inside.unbind(1), old.unbind(1), sides):
         within &= positions < side
-    old.sub_(0.5)                                    # in units of whole pixels from the first
+    old.sub_(0.5)  # in units of whole pixels from the first
     low = old.floor()
     shares = (old - low).float()
     # Pixels from outside get the fill in the end, but their indices must be valid, too.
@@ -197,12 +213,13 @@ def framed(images: Tensor) -> Tensor:
     """
     pixels = images.new_empty(len(images), *images.shape[2:], 4)
     pixels[..., :3] = images.permute(0, 2, 3, 1)
-    words = pixels.view(torch.float32)[..., 0]       # only floats can be padded so, bit by bit
+    words = pixels.view(torch.float32)[..., 0]  # only floats can be padded so, bit by bit
     return F.pad(words, (FRAME,) * 4, mode="replicate").view(torch.int32)
 
 
-def interpolated(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubic: bool,
-                 few_launches: bool) -> Tensor:
+def interpolated(
+    words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubic: bool, few_launches: bool
+) -> Tensor:
     """Interpolate between the neighbours of each source pixel, first along x, then along y.
 
     words: `framed`. index: (n, H, W), of the first of 4 × 4 neighbours, above on the left.
@@ -212,7 +229,7 @@ def interpolated(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubi
     taps = range(4) if bicubic else range(1, 3)
     across = taps if "x" in shares else range(1, 2)
     down = taps if "y" in shares else range(1, 2)
-    rows: list[Tensor] = []                          # (n, 3, H, W) each
+    rows: list[Tensor] = []  # (n, 3, H, W) each
     for part in [down] if few_launches else [range(row, row + 1) for row in down]:
         pixels = neighbours(words, index, part, across)
         rows += between(*pixels.unbind(1), shares["x"]) if "x" in shares else pixels[:, 0]
@@ -222,10 +239,11 @@ def interpolated(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubi
 def neighbours(words: Tensor, index: Tensor, down: range, across: range) -> Tensor:
     """Look up rows and columns of each pixel's neighbours: (down, across, n, 3, H, W) int16."""
     stride, size = words.stride(1), (len(down), len(across))
-    words = words.flatten()[down.start * stride + across.start:]
-    if size != (1, 1):                               # a view of all windows, which overlap
-        words = words.as_strided((len(words) - (size[0] - 1) * stride - size[1] + 1, *size),
-                                 (1, stride, 1))
+    words = words.flatten()[down.start * stride + across.start :]
+    if size != (1, 1):  # a view of all windows, which overlap
+        words = words.as_strided(
+            (len(words) - (size[0] - 1) * stride - size[1] + 1, *size), (1, stride, 1)
+        )
     pixels = words.index_select(0, index.flatten()).view(torch.uint8)
     channels = pixels.view(*index.shape, *size, 4)[..., :3]
     return channels.permute(3, 4, 0, 5, 1, 2).to(torch.int16, memory_format=torch.contiguous_format)

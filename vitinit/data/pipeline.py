@@ -50,7 +50,7 @@ class Ahead:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.asked: torch.cuda.Event | None = None   # when the last batch was asked for
+        self.asked: torch.cuda.Event | None = None  # when the last batch was asked for
         self.batch: Any = None
 
     def __call__(self, prepare: Callable[..., Any], *arguments: Any) -> Any:
@@ -62,7 +62,7 @@ class Ahead:
         before, self.asked = self.asked, (now := training.record_event())
         preparing.wait_event(before or now)
         with torch.cuda.stream(preparing):
-            self.batch = prepare(*arguments)         # the current batch is kept alive until here
+            self.batch = prepare(*arguments)  # the current batch is kept alive until here
         training.wait_stream(preparing)
         return self.batch
 
@@ -70,10 +70,10 @@ class Ahead:
 class MicroBatch(NamedTuple):
     """What one forward and one backward pass work on; its images have been loaded."""
 
-    prepare: Callable[[], tuple[Tensor, Tensor]]     # → images (B, 3, H, W), targets (B, K) on the
-                                                     # device, or visible patches (B, n); called
-                                                     # once, in training's order
-    positions: np.ndarray                            # (B,), of its images in the global batch
+    prepare: Callable[[], tuple[Tensor, Tensor]]  # → images (B, 3, H, W), targets (B, K) on the
+    # device, or visible patches (B, n); called
+    # once, in training's order
+    positions: np.ndarray  # (B,), of its images in the global batch
 
 
 class TrainingBatches:
@@ -87,19 +87,31 @@ class TrainingBatches:
     which is torch's default. advance: called after each image that is decoded to be stored.
     """
 
-    def __init__(self, source: Source, sampler: TrainSampler, prepare: TrainToDevice, *,
-                 budget_gib: float = 0.0, workers: int = 0,
-                 advance: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        sampler: TrainSampler,
+        prepare: TrainToDevice,
+        *,
+        budget_gib: float = 0.0,
+        workers: int = 0,
+        advance: Callable[[], object] = lambda: None,
+    ) -> None:
         self.sampler, self.prepare, drawn = sampler, prepare, prepare.augmentation
         self.stored = decode_to_device(source, prepare.device, drawn, budget_gib, advance)
-        workers = min(workers, len(sampler))         # more workers would have nothing to do
+        workers = min(workers, len(sampler))  # more workers would have nothing to do
         ahead = max(2, math.ceil(sampler.plan.accumulation / workers)) if workers else None
-        self.resident = self.stored is not None      # all images are stored on the device
+        self.resident = self.stored is not None  # all images are stored on the device
         self.steps_per_epoch = sampler.steps_per_epoch
-        self.loader = Loader(TrainViews(source, drawn, decode=not self.resident), workers=workers,
-                             batch_size=None, sampler=sampler, prefetch_factor=ahead,
-                             persistent_workers=workers > 0,
-                             pin_memory=prepare.device.type == "cuda")
+        self.loader = Loader(
+            TrainViews(source, drawn, decode=not self.resident),
+            workers=workers,
+            batch_size=None,
+            sampler=sampler,
+            prefetch_factor=ahead,
+            persistent_workers=workers > 0,
+            pin_memory=prepare.device.type == "cuda",
+        )
 
     def steps(self, epoch: int, done: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
         """Yield the steps of `epoch` (counted from 0), without the first `done`.
@@ -109,22 +121,34 @@ class TrainingBatches:
         """
         self.sampler.start(epoch=epoch, step=done)
         plan, ahead = self.sampler.plan, Ahead(self.prepare.device)
-        positions = [plan.positions(self.sampler.rank, micro_step)       # the same in every step
-                     for micro_step in range(plan.accumulation)]
+        positions = [
+            plan.positions(self.sampler.rank, micro_step)  # the same in every step
+            for micro_step in range(plan.accumulation)
+        ]
         loaded = iter(self.loader)
         for step in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
-            yield step, [MicroBatch(functools.partial(ahead, self._prepared, next(loaded)), places)
-                         for places in positions]
+            yield (
+                step,
+                [
+                    MicroBatch(functools.partial(ahead, self._prepared, next(loaded)), places)
+                    for places in positions
+                ],
+            )
 
     def _prepared(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.stored is not None:
-            windows = batch.images.to(self.prepare.device, non_blocking=True)        # (B, 4)
+            windows = batch.images.to(self.prepare.device, non_blocking=True)  # (B, 4)
             batch = batch._replace(images=cut(self.stored, windows))
         return self.prepare(batch)
 
 
-def decode_to_device(source: Source, device: torch.device, drawn: Augmentation,
-                     budget_gib: float, advance: Callable[[], object]) -> Tensor | None:
+def decode_to_device(
+    source: Source,
+    device: torch.device,
+    drawn: Augmentation,
+    budget_gib: float,
+    advance: Callable[[], object],
+) -> Tensor | None:
     """All images of `source` on `device`, (N, 3, H, W) uint8; None if views are resized.
 
     Likewise if images take more than `budget_gib` GiB, or if one has not the size of a view.
@@ -147,11 +171,12 @@ def decode_to_device(source: Source, device: torch.device, drawn: Augmentation,
 def cut(images: Tensor, windows: Tensor) -> Tensor:
     """Cut `windows` (B, 4), as of `TrainViews`, out of images (N, 3, H, W); black outside them."""
     height, width = images.shape[2:]
-    index, top, left, flip = windows[..., None, None, None].unbind(1)    # (B, 1, 1, 1) each
-    planes, rows, columns = (torch.arange(count, device=images.device)
-                             for count in (3, height, width))
-    rows = top + rows[:, None]                                           # (B, 1, H, 1)
-    columns = left + torch.where(flip == 1, columns.flip(0), columns)    # (B, 1, 1, W)
+    index, top, left, flip = windows[..., None, None, None].unbind(1)  # (B, 1, 1, 1) each
+    planes, rows, columns = (
+        torch.arange(count, device=images.device) for count in (3, height, width)
+    )
+    rows = top + rows[:, None]  # (B, 1, H, 1)
+    columns = left + torch.where(flip == 1, columns.flip(0), columns)  # (B, 1, 1, W)
     inside = ((rows >= 0) & (rows < height)) & ((columns >= 0) & (columns < width))
     # The place of each value among those of all images: (B, 3, H, W).
     rows = (3 * index + planes[:, None, None]) * height + rows.clamp(0, height - 1)
@@ -169,19 +194,31 @@ class EvaluationBatches:
     GiB, else in memory (pinned for a GPU) up to `cache_gib` GiB; else every pass decodes them.
     """
 
-    def __init__(self, views: EvalViews, prepare: ToDevice, *, batch_size: int, workers: int,
-                 on_device_gib: float = 0.0, cache_gib: float = 0.0) -> None:
+    def __init__(
+        self,
+        views: EvalViews,
+        prepare: ToDevice,
+        *,
+        batch_size: int,
+        workers: int,
+        on_device_gib: float = 0.0,
+        cache_gib: float = 0.0,
+    ) -> None:
         self.views, self.prepare, self.batch_size = views, prepare, batch_size
         self.nbytes = len(views) * 3 * views.size[0] * views.size[1]
         places = [(prepare.device, on_device_gib), (torch.device("cpu"), cache_gib)]
         # Where they are stored; None: nowhere.
         self.place = next((place for place, gib in places if self.nbytes <= gib * GIB), None)
-        self.stored: list[list[Tensor]] | None = None    # all batches, after the first pass
+        self.stored: list[list[Tensor]] | None = None  # all batches, after the first pass
         workers = min(workers, math.ceil(len(views) / batch_size))
         # Workers wait for the next pass only if there is something left for them to do.
-        self.loader = Loader(views, workers=workers, batch_size=batch_size,
-                             pin_memory=prepare.device.type == "cuda",
-                             persistent_workers=workers > 0 and self.place is None)
+        self.loader = Loader(
+            views,
+            workers=workers,
+            batch_size=batch_size,
+            pin_memory=prepare.device.type == "cuda",
+            persistent_workers=workers > 0 and self.place is None,
+        )
 
     def in_words(self) -> str:
         """Where the views are stored and how large they are, for the start of a run."""
@@ -208,15 +245,19 @@ class EvaluationBatches:
         for batch in self.loader:
             if self.place is not None:
                 # A copy, because /dev/shm is small; but pinned memory is kept as it is.
-                batch = [part if part.is_pinned() and self.place.type == "cpu" else
-                         part.to(self.place, copy=True, non_blocking=True) for part in batch]
+                batch = [
+                    part
+                    if part.is_pinned() and self.place.type == "cpu"
+                    else part.to(self.place, copy=True, non_blocking=True)
+                    for part in batch
+                ]
                 stored.append(batch)
             yield batch
         self.stored = stored or None
 
 
 class Data(NamedTuple):
-    whole_set: Source           # the training set before data.subset reduces it to `train_set`
+    whole_set: Source  # the training set before data.subset reduces it to `train_set`
     train_set: Source
     val_set: Source
     plan: BatchPlan

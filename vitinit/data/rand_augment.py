@@ -20,7 +20,7 @@ from torch import Tensor
 from ..base.values import Bounds, Proportion
 from .operations import GROUP, affine, enhance, map_levels
 
-MAX_MAGNITUDE = 10.0            # the magnitude at which operations are strongest
+MAX_MAGNITUDE = 10.0  # the magnitude at which operations are strongest
 # The most pixels that go through a function at once. CPUs: what fits into the cache, 2.6 images of
 # 224×224. GPUs: a bicubic map takes, by counting, 250 bytes of memory per pixel, hence 4 GiB.
 CPU_CHUNK, GPU_CHUNK = 2**17, 2**24
@@ -33,18 +33,18 @@ class Operation(IntEnum):
     AutoContrast = 1
     Equalize = 2
     Invert = 3
-    Rotate = 4          # degrees, counter-clockwise
-    Posterize = 5       # how many of the 8 bits are kept
-    Solarize = 6        # the level from which on pixels are inverted
-    SolarizeAdd = 7     # what is added to pixels below 128
-    Color = 8           # a factor, for this and the next three; 1 changes nothing
+    Rotate = 4  # degrees, counter-clockwise
+    Posterize = 5  # how many of the 8 bits are kept
+    Solarize = 6  # the level from which on pixels are inverted
+    SolarizeAdd = 7  # what is added to pixels below 128
+    Color = 8  # a factor, for this and the next three; 1 changes nothing
     Contrast = 9
     Brightness = 10
     Sharpness = 11
-    ShearX = 12         # shift in columns per row
-    ShearY = 13         # shift in rows per column
-    TranslateX = 14     # shift as a share of the width
-    TranslateY = 15     # shift as a share of the height
+    ShearX = 12  # shift in columns per row
+    ShearY = 13  # shift in rows per column
+    TranslateX = 14  # shift as a share of the width
+    TranslateY = 15  # shift as a share of the height
 
 
 ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
@@ -64,20 +64,20 @@ class RandAugment:
     `operations` say how strong one is at magnitude 10; strength is proportional to magnitude.
     """
 
-    layers: Annotated[int, Bounds(minimum=0, below=2**16)]           # operations drawn per image
-    probability: Proportion                         # that a drawn operation is applied
-    magnitude: Annotated[float, Bounds(minimum=0.0, maximum=MAX_MAGNITUDE)]     # its mean
-    magnitude_std: Strength                         # its standard deviation
-    fill: tuple[Level, Level, Level]                # colour of pixels from outside
-    interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per application
+    layers: Annotated[int, Bounds(minimum=0, below=2**16)]  # operations drawn per image
+    probability: Proportion  # that a drawn operation is applied
+    magnitude: Annotated[float, Bounds(minimum=0.0, maximum=MAX_MAGNITUDE)]  # its mean
+    magnitude_std: Strength  # its standard deviation
+    fill: tuple[Level, Level, Level]  # colour of pixels from outside
+    interpolation: Literal["bilinear", "bicubic", "random"]  # random: drawn per application
     operations: tuple[OperationName, ...]
-    rotate_degrees: Annotated[float, Bounds(minimum=0.0, maximum=360.0)]     # ± the angle
-    shear_factor: Strength                          # ± the shear
-    translate_share: Strength                       # ± the share of a side
-    enhance_factor: Strength                        # Color to Sharpness: 1 ± this, at least .1
-    posterize_bits: Annotated[int, Bounds(minimum=0, maximum=8)]     # kept at 0; at 10 none is
+    rotate_degrees: Annotated[float, Bounds(minimum=0.0, maximum=360.0)]  # ± the angle
+    shear_factor: Strength  # ± the shear
+    translate_share: Strength  # ± the share of a side
+    enhance_factor: Strength  # Color to Sharpness: 1 ± this, at least .1
+    posterize_bits: Annotated[int, Bounds(minimum=0, maximum=8)]  # kept at 0; at 10 none is
     solarize_levels: Annotated[int, Bounds(minimum=0, maximum=256)]  # 256 minus the threshold
-    solarize_add_levels: Level                      # what is added, at most 128
+    solarize_add_levels: Level  # what is added, at most 128
 
     def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
         """The arguments of operations at magnitudes in [0, 10]; signs: -1 or 1, of directions."""
@@ -87,49 +87,67 @@ class RandAugment:
             ([Operation.Rotate], signed * self.rotate_degrees),
             ([Operation.ShearX, Operation.ShearY], signed * self.shear_factor),
             ([Operation.TranslateX, Operation.TranslateY], signed * self.translate_share),
-            ([Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
-             np.maximum(0.1, 1.0 + signed * self.enhance_factor)),
+            (
+                [Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
+                np.maximum(0.1, 1.0 + signed * self.enhance_factor),
+            ),
             ([Operation.Posterize], self.posterize_bits - np.trunc(shares * self.posterize_bits)),
             ([Operation.Solarize], 256 - np.minimum(256, np.trunc(shares * self.solarize_levels))),
-            ([Operation.SolarizeAdd], np.minimum(128, np.trunc(shares * self.solarize_add_levels)))]
-        return np.select([np.isin(codes, operations) for operations, _ in table],
-                         [values for _, values in table])
+            ([Operation.SolarizeAdd], np.minimum(128, np.trunc(shares * self.solarize_add_levels))),
+        ]
+        return np.select(
+            [np.isin(codes, operations) for operations, _ in table], [values for _, values in table]
+        )
 
 
-def draw_operations(generators: Iterable[np.random.Generator], count: int, settings: RandAugment
-                    ) -> np.ndarray:
+def draw_operations(
+    generators: Iterable[np.random.Generator], count: int, settings: RandAugment
+) -> np.ndarray:
     """Draw the operations of `count` samples; each sample has a generator of its own.
 
     Returns (count, layers, 3) float64: the code of the operation (0 for none), its argument, and 1
     if it is bicubic. Every number is drawn, used or not, so that settings do not change others.
     """
     layers = settings.layers
-    indices = np.empty((count, layers), np.int64)    # of operations
+    indices = np.empty((count, layers), np.int64)  # of operations
     chances, normals = np.empty((2, count, layers))
     signs_and_kinds = np.empty((count, 2, layers))
-    for rng, index, chance, normal, rest in zip(generators, indices, chances, normals,
-                                                signs_and_kinds):
+    for rng, index, chance, normal, rest in zip(
+        generators, indices, chances, normals, signs_and_kinds
+    ):
         index[:] = [rng.integers(len(settings.operations)) for _ in range(layers)]
         rng.random(out=chance)
         rng.standard_normal(out=normal)
         rng.random(out=rest)
-    signs, kinds = signs_and_kinds.swapaxes(0, 1)                        # (B, L) each
+    signs, kinds = signs_and_kinds.swapaxes(0, 1)  # (B, L) each
     known = np.array([Operation[name] for name in settings.operations], np.int64)
     codes = np.where(chances < settings.probability, known[indices], Operation.NONE)
     magnitudes = settings.magnitude + settings.magnitude_std * normals
-    arguments = settings.arguments(codes, magnitudes.clip(0.0, MAX_MAGNITUDE),
-                                   np.where(signs < 0.5, -1.0, 1.0))
+    arguments = settings.arguments(
+        codes, magnitudes.clip(0.0, MAX_MAGNITUDE), np.where(signs < 0.5, -1.0, 1.0)
+    )
     share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
     return np.stack([codes, arguments, kinds < share_bicubic], axis=2)
 
 
 # The groups of operations that are treated alike, in the order in which images are sorted: three
 # of `map_levels`, four of `enhance`, three of `affine`, these again where they are bicubic, none.
-GROUPS = [[Operation.AutoContrast], [Operation.Equalize],
-          [Operation.Invert, Operation.Posterize, Operation.Solarize, Operation.SolarizeAdd],
-          [Operation.Color], [Operation.Contrast], [Operation.Brightness], [Operation.Sharpness],
-          [Operation.ShearX, Operation.TranslateX], [Operation.ShearY, Operation.TranslateY],
-          [Operation.Rotate], [], [], [], [Operation.NONE]]
+GROUPS = [
+    [Operation.AutoContrast],
+    [Operation.Equalize],
+    [Operation.Invert, Operation.Posterize, Operation.Solarize, Operation.SolarizeAdd],
+    [Operation.Color],
+    [Operation.Contrast],
+    [Operation.Brightness],
+    [Operation.Sharpness],
+    [Operation.ShearX, Operation.TranslateX],
+    [Operation.ShearY, Operation.TranslateY],
+    [Operation.Rotate],
+    [],
+    [],
+    [],
+    [Operation.NONE],
+]
 GROUP_OF = np.empty(len(Operation), np.int64)
 for _group, _operations in enumerate(GROUPS):
     GROUP_OF[_operations] = _group
@@ -137,20 +155,24 @@ for _group, _operations in enumerate(GROUPS):
 
 def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """What the device needs of `draw_operations`, (B, L, COLUMNS) float64; size: of the views."""
-    codes, arguments, bicubic = np.moveaxis(operations, 2, 0)            # (B, L) each
+    codes, arguments, bicubic = np.moveaxis(operations, 2, 0)  # (B, L) each
     codes = codes.astype(np.int64)
     groups = GROUP_OF[codes]
     groups = np.where((bicubic > 0) & (groups >= 7) & (groups < 10), groups + 3, groups)
     add, posterize = codes == Operation.SolarizeAdd, codes == Operation.Posterize
-    maps = [np.select([add, posterize, codes == Operation.Solarize], [128, 256, arguments], 0),
-            np.where(add, arguments, 0), np.where(add, 0, 255),          # threshold, addend, flip
-            256 - 2 ** (8 - np.where(posterize, arguments, 8))]          # mask
+    maps = [
+        np.select([add, posterize, codes == Operation.Solarize], [128, 256, arguments], 0),
+        np.where(add, arguments, 0),
+        np.where(add, 0, 255),  # threshold, addend, flip
+        256 - 2 ** (8 - np.where(posterize, arguments, 8)),
+    ]  # mask
     matrices = affine_matrices(codes, arguments, *size).reshape(*codes.shape, 6)
     return np.concatenate([operations, np.stack([groups, *maps], 2), matrices], 2)
 
 
-def affine_matrices(codes: np.ndarray, arguments: np.ndarray, height: int, width: int
-                    ) -> np.ndarray:
+def affine_matrices(
+    codes: np.ndarray, arguments: np.ndarray, height: int, width: int
+) -> np.ndarray:
     """The matrices that map (x, y, 1) in the new image to (x, y) in the old one, (…, 2, 3) float64.
 
     codes, arguments: (…). Coordinates are in pixels from the top left corner. Operations that are
@@ -158,21 +180,31 @@ def affine_matrices(codes: np.ndarray, arguments: np.ndarray, height: int, width
     """
     matrices = np.tile(np.eye(2, 3), (*codes.shape, 1, 1))
     for operation, (row, column), scale in [
-            (Operation.ShearX, (0, 1), 1), (Operation.ShearY, (1, 0), 1),
-            (Operation.TranslateX, (0, 2), width), (Operation.TranslateY, (1, 2), height)]:
+        (Operation.ShearX, (0, 1), 1),
+        (Operation.ShearY, (1, 0), 1),
+        (Operation.TranslateX, (0, 2), width),
+        (Operation.TranslateY, (1, 2), height),
+    ]:
         images = codes == operation
         matrices[images, row, column] = arguments[images] * scale
     centre = np.array([width / 2.0, height / 2.0])
-    for place in zip(*np.nonzero(codes == Operation.Rotate)):            # about the centre
+    for place in zip(*np.nonzero(codes == Operation.Rotate)):  # about the centre
         angle = -math.radians(arguments[place])
-        turn = np.array([[math.cos(angle), math.sin(angle)],
-                         [-math.sin(angle), math.cos(angle)]]).round(15)     # as Pillow does
+        turn = np.array(
+            [[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]
+        ).round(15)  # as Pillow does
         matrices[place] = np.column_stack([turn, centre - (turn * centre).sum(1)])
     return matrices
 
 
-def rand_augment(images: Tensor, operations: Tensor, fill: Sequence[int] | Tensor, *,
-                 groups: np.ndarray | None = None, few_launches: bool | None = None) -> Tensor:
+def rand_augment(
+    images: Tensor,
+    operations: Tensor,
+    fill: Sequence[int] | Tensor,
+    *,
+    groups: np.ndarray | None = None,
+    few_launches: bool | None = None,
+) -> Tensor:
     """Apply to each image of (n, 3, H, W) uint8 its operations; returns new images.
 
     operations: (n, L, COLUMNS), of `for_device`, on the images' device. fill: the colour of pixels
@@ -184,21 +216,22 @@ def rand_augment(images: Tensor, operations: Tensor, fill: Sequence[int] | Tenso
     on_cpu = images.device.type == "cpu"
     few_launches = not on_cpu if few_launches is None else few_launches
     groups = operations[..., GROUP].cpu().numpy() if groups is None else groups
-    starts = (groups[..., None] < np.arange(len(GROUPS))).sum(0).tolist()    # (L, groups)
-    orders = operations[..., GROUP].argsort(dim=0, stable=True)          # (n, L)
+    starts = (groups[..., None] < np.arange(len(GROUPS))).sum(0).tolist()  # (L, groups)
+    orders = operations[..., GROUP].argsort(dim=0, stable=True)  # (n, L)
     fill = torch.as_tensor(fill, dtype=torch.uint8, device=images.device).view(3, 1, 1)
     move = partial(affine, fill=fill, few_launches=few_launches)
     most = max(1, (CPU_CHUNK if on_cpu else GPU_CHUNK) // (images.shape[2] * images.shape[3]))
     images = images.clone(memory_format=torch.contiguous_format)
     for layer, order, bounds in zip(operations.unbind(1), orders.unbind(1), starts):
-        columns = layer.index_select(0, order)                           # (n, COLUMNS), sorted
+        columns = layer.index_select(0, order)  # (n, COLUMNS), sorted
         for function, begin, end in ((map_levels, 0, 3), (enhance, 3, 7), (move, 7, 13)):
-            limits = bounds[begin:end + 1]           # where each of the function's groups begins
+            limits = bounds[begin : end + 1]  # where each of the function's groups begins
             for first, last in [(limits[0], limits[-1])] if few_launches else pairwise(limits):
                 for start in range(first, last, most):
                     stop = min(start + most, last)
                     counts = [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(limits)]
                     rows = order[start:stop]
-                    images.index_copy_(0, rows, function(images.index_select(0, rows), counts,
-                                                         columns[start:stop]))
+                    images.index_copy_(
+                        0, rows, function(images.index_select(0, rows), counts, columns[start:stop])
+                    )
     return images

@@ -56,12 +56,12 @@ class BatchPlan:
 
         The partner of image i of the micro-batch is its image B − 1 − i.
         """
-        pairs = np.arange(self.global_batch // min(self.group, 2))       # or single images
+        pairs = np.arange(self.global_batch // min(self.group, 2))  # or single images
         count, number = self.world_size * self.accumulation, micro_step * self.world_size + rank
         first = pairs[number::count] if self.strided else np.split(pairs, count)[number]
         if self.group == 1:
             return first
-        k, g = np.divmod(first, self.groups)         # image k of group g, as above
+        k, g = np.divmod(first, self.groups)  # image k of group g, as above
         partners = (self.group - 1 - k) * self.groups + g
         return np.concatenate([first, partners[::-1]])
 
@@ -69,37 +69,56 @@ class BatchPlan:
         """Warnings about settings that are valid but probably not intended, one line each."""
         lines = []
         if self.group > 1 and self.groups < repeats:
-            lines.append(f"some of the mix.group = {self.group} images that share a draw of mixing "
-                         "are views of the same image: optim.global_batch = "
-                         f"{self.global_batch} has fewer groups ({self.groups}) than "
-                         f"augment.repeats = {repeats}")
+            lines.append(
+                f"some of the mix.group = {self.group} images that share a draw of mixing "
+                "are views of the same image: optim.global_batch = "
+                f"{self.global_batch} has fewer groups ({self.groups}) than "
+                f"augment.repeats = {repeats}"
+            )
         per_process = self.global_batch // self.world_size
         if 2 * self.micro_batch_size < min(max_batch_per_process, per_process):
             lines.append(
                 f"micro-batches have {counted(self.micro_batch_size, 'image')}: no larger size up "
                 f"to optim.max_batch_per_process = {max_batch_per_process} divides the "
-                f"{per_process} images of each process evenly")
+                f"{per_process} images of each process evenly"
+            )
         return lines
 
 
-def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int, *,
-                 group: int, strided: bool = False) -> BatchPlan:
+def plan_batches(
+    global_batch: int,
+    max_batch_per_process: int,
+    world_size: int,
+    *,
+    group: int,
+    strided: bool = False,
+) -> BatchPlan:
     """The plan with the largest micro-batches that divide evenly; ValueError if nothing divides."""
-    unit = min(group, 2)                             # images that must be in the same micro-batch
+    unit = min(group, 2)  # images that must be in the same micro-batch
     if group % unit:
         raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs")
     multiple = math.lcm(group, unit * world_size)
     if global_batch % multiple:
-        what = (f"groups of mix.group = {group} images" if global_batch % group else
-                f"{'mixed pairs for each of ' * (unit - 1)}{world_size} processes")
-        raise ValueError(f"optim.global_batch = {global_batch} does not divide into {what}; "
-                         f"expected a multiple of {multiple}")
+        what = (
+            f"groups of mix.group = {group} images"
+            if global_batch % group
+            else f"{'mixed pairs for each of ' * (unit - 1)}{world_size} processes"
+        )
+        raise ValueError(
+            f"optim.global_batch = {global_batch} does not divide into {what}; "
+            f"expected a multiple of {multiple}"
+        )
     if max_batch_per_process < unit:
-        raise ValueError(f"optim.max_batch_per_process = {max_batch_per_process}, but images are "
-                         "mixed in pairs; expected at least 2, or mix.probability = 0")
+        raise ValueError(
+            f"optim.max_batch_per_process = {max_batch_per_process}, but images are "
+            "mixed in pairs; expected at least 2, or mix.probability = 0"
+        )
     per_process = global_batch // world_size
-    micro_batch_size = next(size for size in range(min(max_batch_per_process, per_process), 0, -1)
-                            if per_process % size == 0 and size % unit == 0)
+    micro_batch_size = next(
+        size
+        for size in range(min(max_batch_per_process, per_process), 0, -1)
+        if per_process % size == 0 and size % unit == 0
+    )
     return BatchPlan(global_batch, world_size, micro_batch_size, group, strided)
 
 
@@ -116,8 +135,10 @@ class TrainSampler:
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
         if count * repeats < plan.global_batch:
             views = f" in {repeats} views each" if repeats > 1 else ""
-            raise ValueError(f"the training set has {count} images{views}, fewer than "
-                             f"optim.global_batch = {plan.global_batch}")
+            raise ValueError(
+                f"the training set has {count} images{views}, fewer than "
+                f"optim.global_batch = {plan.global_batch}"
+            )
         self.count, self.plan, self.rank, self.seed, self.repeats = count, plan, rank, seed, repeats
         self.steps_per_epoch = max(1, count // plan.global_batch)
         self.start(epoch=0, step=0)
@@ -133,9 +154,12 @@ class TrainSampler:
         plan, order = self.plan, epoch_order(self.seed, self.epoch, self.count)
         for step in range(self.first_step, self.steps_per_epoch):
             for micro_step in range(plan.accumulation):
-                positions = plan.positions(self.rank, micro_step)        # in the global batch
+                positions = plan.positions(self.rank, micro_step)  # in the global batch
                 images, repeats = np.divmod(step * plan.global_batch + positions, self.repeats)
-                keys = [SampleKey(self.epoch, *view)
-                        for view in zip(order[images].tolist(), repeats.tolist())]
-                yield Samples(self.epoch * self.steps_per_epoch + step, keys,
-                              positions % plan.groups)
+                keys = [
+                    SampleKey(self.epoch, *view)
+                    for view in zip(order[images].tolist(), repeats.tolist())
+                ]
+                yield Samples(
+                    self.epoch * self.steps_per_epoch + step, keys, positions % plan.groups
+                )

@@ -17,10 +17,10 @@ from torch import Tensor
 from ..base.keys import Stream, keyed_generator
 from .sources import Source
 
-SIZE = 32                       # pixels per side of an image
-SUPERSAMPLING = 2               # sampling points per side of a pixel; their mean smooths edges
+SIZE = 32  # pixels per side of an image
+SUPERSAMPLING = 2  # sampling points per side of a pixel; their mean smooths edges
 SPLITS = {"train": 5_000, "val": 1_000}
-SEED = 0                        # the seed of the data set itself, which is not that of a run
+SEED = 0  # the seed of the data set itself, which is not that of a run
 # Each colour channel is uniform on one of these ranges in [0, 1].
 GROUND_RANGE, CLUTTER_RANGE, SHAPE_RANGE = (0.0, 0.45), (0.0, 0.7), (0.45, 1.0)
 NOISE_STD = 0.03
@@ -28,47 +28,59 @@ NOISE_STD = 0.03
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "disc": lambda u, v: u**2 + v**2 < 0.85**2,
     "ring": lambda u, v: (u**2 + v**2 < 0.9**2) & (u**2 + v**2 > 0.5**2),
-    "half_disc": lambda u, v: ((u + 0.35)**2 + v**2 < 1.0) & (u > -0.35),
-    "crescent": lambda u, v: (u**2 + v**2 < 1.0) & ((u - 0.45)**2 + v**2 > 0.75**2),
+    "half_disc": lambda u, v: ((u + 0.35) ** 2 + v**2 < 1.0) & (u > -0.35),
+    "crescent": lambda u, v: (u**2 + v**2 < 1.0) & ((u - 0.45) ** 2 + v**2 > 0.75**2),
     "square": lambda u, v: np.maximum(abs(u), abs(v)) < 0.75,
     "frame": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.8) & (np.maximum(abs(u), abs(v)) > 0.42),
     # Half of the radius is that of a regular triangle's inscribed circle.
-    "triangle": lambda u, v: np.max([u * np.cos(t) + v * np.sin(t)
-                                     for t in 2.0 * np.pi * np.arange(3) / 3], axis=0) < 0.5,
+    "triangle": lambda u, v: (
+        np.max([u * np.cos(t) + v * np.sin(t) for t in 2.0 * np.pi * np.arange(3) / 3], axis=0)
+        < 0.5
+    ),
     "cross": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.95) & (np.minimum(abs(u), abs(v)) < 0.28),
     # A five-pointed star consists of the points that lie in at least four of five half-planes.
-    "star": lambda u, v: sum((u * np.cos(t) + v * np.sin(t) < 0.38).astype(int)
-                             for t in 2.0 * np.pi * np.arange(5) / 5) >= 4,
+    "star": lambda u, v: (
+        sum(
+            (u * np.cos(t) + v * np.sin(t) < 0.38).astype(int)
+            for t in 2.0 * np.pi * np.arange(5) / 5
+        )
+        >= 4
+    ),
     "bars": lambda u, v: (abs(v) < 0.9) & (abs(abs(u) - 0.5) < 0.26),
 }
 CLASSES = list(SHAPES)
 
 
-def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
-            scale: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+def _turned(
+    x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float, scale: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
     """Points in the coordinates of a shape; scale: its radius in pixels, or one along each axis."""
     x, y = x - centre[0], y - centre[1]
     across, down = scale if isinstance(scale, np.ndarray) else (scale, scale)
-    return ((x * np.cos(angle) + y * np.sin(angle)) / across,
-            (y * np.cos(angle) - x * np.sin(angle)) / down)
+    return (
+        (x * np.cos(angle) + y * np.sin(angle)) / across,
+        (y * np.cos(angle) - x * np.sin(angle)) / down,
+    )
 
 
 def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
     """The rows and columns of the sampling points within `radius` pixels of `centre`, as slices."""
-    column, row = ((max(0, int((c - radius) * SUPERSAMPLING)),
-                    int((c + radius) * SUPERSAMPLING) + 1) for c in centre)
+    column, row = (
+        (max(0, int((c - radius) * SUPERSAMPLING)), int((c + radius) * SUPERSAMPLING) + 1)
+        for c in centre
+    )
     return slice(*row), slice(*column)
 
 
 class Drawing(NamedTuple):
     """What is painted; points and lengths are in pixels, colours (3,) in [0, 1]."""
 
-    ground: tuple[np.ndarray, np.ndarray, float]     # a gradient's two colours and its angle
-    clutter: list[tuple[np.ndarray, np.ndarray, float, bool, np.ndarray]]    # half length and half
-                                                     # width, centre, angle, whether a bar, colour
-    label: int                                       # the class of the shape
+    ground: tuple[np.ndarray, np.ndarray, float]  # a gradient's two colours and its angle
+    clutter: list[tuple[np.ndarray, np.ndarray, float, bool, np.ndarray]]  # half length and half
+    # width, centre, angle, whether a bar, colour
+    label: int  # the class of the shape
     radius: float
-    centre: np.ndarray                               # (2,), like all points (column, row)
+    centre: np.ndarray  # (2,), like all points (column, row)
     angle: float
     colour: np.ndarray
 
@@ -78,13 +90,25 @@ def draw(rng: np.random.Generator) -> Drawing:
     corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
     ground, clutter = (corner, other, rng.uniform(0, 2 * np.pi)), []
     for _ in range(rng.integers(4, 10)):
-        clutter.append((rng.uniform((0.6, 0.6), (6.0, 1.5)), rng.uniform(0, SIZE, 2),
-                        rng.uniform(0, 2 * np.pi), rng.random() < 0.5,
-                        rng.uniform(*CLUTTER_RANGE, 3)))
+        clutter.append(
+            (
+                rng.uniform((0.6, 0.6), (6.0, 1.5)),
+                rng.uniform(0, SIZE, 2),
+                rng.uniform(0, 2 * np.pi),
+                rng.random() < 0.5,
+                rng.uniform(*CLUTTER_RANGE, 3),
+            )
+        )
     label, radius = int(rng.integers(len(CLASSES))), rng.uniform(7.0, 12.0)
-    return Drawing(ground, clutter, label, radius,
-                   rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2), rng.uniform(0, 2 * np.pi),
-                   rng.uniform(*SHAPE_RANGE, 3))
+    return Drawing(
+        ground,
+        clutter,
+        label,
+        radius,
+        rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2),
+        rng.uniform(0, 2 * np.pi),
+        rng.uniform(*SHAPE_RANGE, 3),
+    )
 
 
 def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
@@ -92,12 +116,12 @@ def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
     rather dark colours, then the shape in a lighter colour, then noise, which is drawn here.
     """
     axis = (np.arange(SIZE * SUPERSAMPLING, dtype=np.float32) + 0.5) / SUPERSAMPLING
-    x, y = np.meshgrid(axis, axis)                   # of the sampling points, in pixels: (64, 64)
+    x, y = np.meshgrid(axis, axis)  # of the sampling points, in pixels: (64, 64)
     corner, other, angle = drawing.ground
     across, _ = _turned(x, y, np.full(2, SIZE / 2), angle, SIZE)
     canvas = corner + (other - corner) * np.clip(across + 0.5, 0, 1)[..., None]  # (·, ·, 3)
     for half, centre, angle, is_bar, colour in drawing.clutter:
-        near = _window(centre, 1.5 * half.max())     # 1.5 > √2, so a bar's corners are included
+        near = _window(centre, 1.5 * half.max())  # 1.5 > √2, so a bar's corners are included
         u, v = _turned(x[near], y[near], centre, angle, half)
         inside = np.maximum(abs(u), abs(v)) < 1 if is_bar else u**2 + v**2 < 1
         canvas[near][inside] = colour
@@ -132,8 +156,11 @@ class Shapes(Source):
 
     def __init__(self, split: str) -> None:
         number = list(SPLITS).index(split)
-        super().__init__(torch.tensor([(number, index) for index in range(SPLITS[split])]),
-                         [label_of(number, index) for index in range(SPLITS[split])], CLASSES)
+        super().__init__(
+            torch.tensor([(number, index) for index in range(SPLITS[split])]),
+            [label_of(number, index) for index in range(SPLITS[split])],
+            CLASSES,
+        )
 
     def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
         return view(image_of(*self.stored[index].tolist()))

@@ -19,8 +19,8 @@ from ..base.messages import in_brief, one_line
 from .folders import EXTENSIONS, folders_in, images_below, in_words, suffix_of
 from .images import DataError, decode_image, jpeg_decoder
 
-SIZES = "sizes of files"        # the name of their digest among what a run records
-SIZED = 5_000                   # files of a split whose sizes it is of
+SIZES = "sizes of files"  # the name of their digest among what a run records
+SIZED = 5_000  # files of a split whose sizes it is of
 
 
 class Source:
@@ -31,10 +31,11 @@ class Source:
     """
 
     image: Callable[..., Any]
-    left_out = ""                                    # lines about what is left out of a folder
+    left_out = ""  # lines about what is left out of a folder
 
-    def __init__(self, stored: Tensor, labels: Sequence[int] | np.ndarray,
-                 classes: list[str]) -> None:
+    def __init__(
+        self, stored: Tensor, labels: Sequence[int] | np.ndarray, classes: list[str]
+    ) -> None:
         self.stored, self.labels, self.classes = stored, np.array(labels, np.int64), classes
 
     def __len__(self) -> int:
@@ -66,10 +67,11 @@ class ImageFiles(Source):
     into each, since reading one counts a reference.
     """
 
-    apply_exif_orientation = True                    # `oriented` changes it
+    apply_exif_orientation = True  # `oriented` changes it
 
-    def __init__(self, paths: Iterable[str], labels: Sequence[int] | np.ndarray,
-                 classes: list[str]) -> None:
+    def __init__(
+        self, paths: Iterable[str], labels: Sequence[int] | np.ndarray, classes: list[str]
+    ) -> None:
         text, bounds = bytearray(), array("q")
         for path in map(os.fsencode, paths):
             bounds.extend((len(text), len(text) + len(path)))
@@ -77,7 +79,7 @@ class ImageFiles(Source):
         stored = torch.from_numpy(np.asarray(bounds).reshape(-1, 2))
         super().__init__(stored, labels, classes)
         self.text = torch.from_numpy(np.frombuffer(text, np.uint8))
-        jpeg_decoder()                               # which forked workers then have
+        jpeg_decoder()  # which forked workers then have
 
     def each_path(self) -> Iterator[str]:
         """Each path, one at a time: a list of them takes 57 bytes more for each."""
@@ -107,17 +109,22 @@ class ImageFolder(ImageFiles):
         if not classes:
             reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
             raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
-        paths: dict[str, list[str]] = {name: [] for name in ("", *classes)}      # "": of no class
+        paths: dict[str, list[str]] = {name: [] for name in ("", *classes)}  # "": of no class
         for parent, files in images_below(folder, left_out):
             name = os.path.relpath(parent, folder).split(os.sep)[0].removeprefix(os.curdir)
             paths[name] += [os.path.join(parent, file) for file in files]
         left_out.update(f"{suffix_of(path)} of no class" for path in paths.pop(""))
         self.left_out = in_words(left_out, folder)
         if empty := next((name for name in classes if not paths[name]), None):
-            raise DataError(f"{folder / empty}: no image in this class; expected files ending in "
-                            f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
-        super().__init__(list(chain.from_iterable(paths.values())),
-                         np.repeat(range(len(classes)), list(map(len, paths.values()))), classes)
+            raise DataError(
+                f"{folder / empty}: no image in this class; expected files ending in "
+                f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}"
+            )
+        super().__init__(
+            list(chain.from_iterable(paths.values())),
+            np.repeat(range(len(classes)), list(map(len, paths.values()))),
+            classes,
+        )
 
 
 class LooseImages(ImageFiles):
@@ -125,8 +132,11 @@ class LooseImages(ImageFiles):
 
     def __init__(self, folder: str | Path, count: int | None = None) -> None:
         left_out = Counter[str]()
-        paths = [os.path.join(parent, file) for parent, files in images_below(folder, left_out)
-                 for file in files]
+        paths = [
+            os.path.join(parent, file)
+            for parent, files in images_below(folder, left_out)
+            for file in files
+        ]
         self.left_out = in_words(left_out, folder)
         if not paths:
             raise DataError(f"{folder}: no images in it{self.left_out and '; '}{self.left_out}")
@@ -163,9 +173,11 @@ def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> l
     """
     indices = rows_by_name(model_classes)
     if wrong := [name for name in set_classes if name not in indices]:
-        raise DataError(f"class '{wrong[0]}' is {model_classes.count(wrong[0]) or 'none'} of the "
-                        f"model's {len(model_classes):,} classes "
-                        f"({in_brief(', '.join(model_classes))})")
+        raise DataError(
+            f"class '{wrong[0]}' is {model_classes.count(wrong[0]) or 'none'} of the "
+            f"model's {len(model_classes):,} classes "
+            f"({in_brief(', '.join(model_classes))})"
+        )
     return [indices[name] for name in set_classes]
 
 
@@ -177,7 +189,7 @@ def fingerprint(source: Source, root: str) -> str:
     digest = hashlib.sha256("\0".join([*source.classes, ""]).encode("utf-8", "surrogateescape"))
     digest.update(source.labels.tobytes())
     if isinstance(source, ImageFiles):
-        folders = folder_of(root), os.path.abspath(folder_of(root))          # of a list, either
+        folders = folder_of(root), os.path.abspath(folder_of(root))  # of a list, either
         starts = [os.path.join(folder, "") for folder in folders]
         for path in source.each_path():
             for start in starts:
@@ -204,8 +216,15 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
 # The images of each class have a random order that is keyed by (seed, class) alone. Images to train
 # on are taken from its front, held-out images from its end. So with the same seed a smaller part is
 # contained in every larger one, and no image is both trained on and held out.
-def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int = 0,
-                    held_out: int = 0, seed: int = 0, held_out_seed: int = 0) -> Source:
+def stratified_part(
+    source: Source,
+    *,
+    share: float = 1.0,
+    images_per_class: int = 0,
+    held_out: int = 0,
+    seed: int = 0,
+    held_out_seed: int = 0,
+) -> Source:
     """The part of `source` to train on: a share of each class, or a number of images of each class.
 
     held_out, held_out_seed: how many images per class `held_out_part` takes, by which seed. They
@@ -217,19 +236,23 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     """
     if share == 1.0 and not images_per_class and not held_out:
         return source
-    orders, others = (shuffled_classes(source, number, max(images_per_class, 1), held_out)
-                      for number in (seed, held_out_seed))
+    orders, others = (
+        shuffled_classes(source, number, max(images_per_class, 1), held_out)
+        for number in (seed, held_out_seed)
+    )
     fronts = []
     for order, other in zip(orders, others):
-        order = order[~np.isin(order, other[len(other) - held_out:])]
-        fronts.append(order[:images_per_class or max(1, int(share * len(order) + 0.5))])
+        order = order[~np.isin(order, other[len(other) - held_out :])]
+        fronts.append(order[: images_per_class or max(1, int(share * len(order) + 0.5))])
     return source.part(np.sort(np.concatenate(fronts)))
 
 
 def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> Source:
     """The held-out images of each class, in the source's order; DataError for too small classes."""
-    ends = [order[len(order) - images_per_class:] for order in
-            shuffled_classes(source, seed, 1, images_per_class)]
+    ends = [
+        order[len(order) - images_per_class :]
+        for order in shuffled_classes(source, seed, 1, images_per_class)
+    ]
     return source.part(np.sort(np.concatenate(ends)))
 
 
@@ -238,8 +261,10 @@ def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> It
     for label, name in enumerate(source.classes):
         members = np.flatnonzero(source.labels == label)
         if len(members) < least + held_out:
-            which = f"class '{name}'" if name else "the folder"          # without classes
-            raise DataError(f"{which} has {len(members)} images, too few to train on {least} "
-                            f"and hold out {held_out} of them; "
-                            "expected less of data.images_per_class or data.held_out_per_class")
+            which = f"class '{name}'" if name else "the folder"  # without classes
+            raise DataError(
+                f"{which} has {len(members)} images, too few to train on {least} "
+                f"and hold out {held_out} of them; "
+                "expected less of data.images_per_class or data.held_out_per_class"
+            )
         yield members[keyed_generator(seed, Stream.SUBSET, label).permutation(len(members))]

@@ -24,42 +24,66 @@ from ..base.table import find
 from ..base.values import convert
 from ..models import CLASSES, FAMILIES, MODELS
 
-__all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
-           "init_weights", "mimetic_", "reads_images"]
+__all__ = [
+    "GIVEN",
+    "INITS",
+    "deep_impulse_",
+    "describe",
+    "impulse_",
+    "init_",
+    "init_function",
+    "init_weights",
+    "mimetic_",
+    "reads_images",
+]
 
-GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
-ROTARY = "rotary_vit"                 # a ViT with rotary attention, in the table below
+GIVEN = ("generator", "images")  # parameters of inits that a caller gives; they are no options
+ROTARY = "rotary_vit"  # a ViT with rotary attention, in the table below
 
 # By init and family, a function, or where it is: see base/table.py.
 INITS: dict[str, dict[str, str | Callable[..., None]]] = {
     "default": {
-        "vit": ".init.baseline:default", ROTARY: ".init.baseline:default",
-        "swin": ".init.baseline:default", "mlp_mixer": ".init.baseline:mixer_default",
+        "vit": ".init.baseline:default",
+        ROTARY: ".init.baseline:default",
+        "swin": ".init.baseline:default",
+        "mlp_mixer": ".init.baseline:mixer_default",
         "conv_mixer": ".init.baseline:torch_default",
-        "simple_vit": ".init.baseline:torch_default"},
+        "simple_vit": ".init.baseline:torch_default",
+    },
     "torch": dict.fromkeys((*FAMILIES, ROTARY), ".init.baseline:torch_default"),
     "lecun": dict.fromkeys((*FAMILIES, ROTARY), ".init.baseline:lecun"),
     "mimetic": {
-        "vit": ".init.mimetic:mimetic", "swin": ".init.mimetic:mimetic",
-        "simple_vit": ".init.mimetic:mimetic_simple_vit"},
+        "vit": ".init.mimetic:mimetic",
+        "swin": ".init.mimetic:mimetic",
+        "simple_vit": ".init.mimetic:mimetic_simple_vit",
+    },
     "impulse": {
-        "vit": ".init.impulse:impulse", ROTARY: ".init.impulse_rotary:impulse_rotary",
-        "swin": ".init.impulse:impulse_swin", "mlp_mixer": ".init.mixers:impulse_mixer",
+        "vit": ".init.impulse:impulse",
+        ROTARY: ".init.impulse_rotary:impulse_rotary",
+        "swin": ".init.impulse:impulse_swin",
+        "mlp_mixer": ".init.mixers:impulse_mixer",
         "conv_mixer": ".init.mixers:impulse_conv_mixer",
-        "simple_vit": ".init.impulse_simple_vit:impulse_simple_vit"},
+        "simple_vit": ".init.impulse_simple_vit:impulse_simple_vit",
+    },
     "deep_impulse": {
         "vit": ".init.deep_impulse:deep_impulse",
-        ROTARY: ".init.impulse_rotary:deep_impulse_rotary"},
-    "whitened": dict.fromkeys(("vit", ROTARY, "swin", "mlp_mixer", "conv_mixer"),
-                              ".init.baseline:whitened"),
+        ROTARY: ".init.impulse_rotary:deep_impulse_rotary",
+    },
+    "whitened": dict.fromkeys(
+        ("vit", ROTARY, "swin", "mlp_mixer", "conv_mixer"), ".init.baseline:whitened"
+    ),
     "norm_matched": {"vit": ".init.impulse:norm_matched"},
     "filters": {"conv_mixer": ".init.mixers:filters_conv_mixer"},
     "impulse_gd": {
-        "vit": ".init.impulse_gd:impulse_gd", "simple_vit": ".init.impulse_gd:impulse_gd"},
+        "vit": ".init.impulse_gd:impulse_gd",
+        "simple_vit": ".init.impulse_gd:impulse_gd",
+    },
 }
 # For models of any library, in place; for Python they are names of this module.
-IN_PLACE = {name: f".interop.in_place.initialise:{name}" for name in (
-    "deep_impulse_", "describe", "impulse_", "init_", "mimetic_")}
+IN_PLACE = {
+    name: f".interop.in_place.initialise:{name}"
+    for name in ("deep_impulse_", "describe", "impulse_", "init_", "mimetic_")
+}
 BASES = ("default", "torch", "lecun")
 
 
@@ -71,8 +95,11 @@ def __getattr__(name: str) -> Any:
 
 def family_of(model: Any) -> str:
     """The family of a model of ours or a layout, a key of INITS' rows; of any other its class."""
-    return ROTARY if getattr(model, "rotary", False) else getattr(
-        model, "family", type(model).__name__)
+    return (
+        ROTARY
+        if getattr(model, "rotary", False)
+        else getattr(model, "family", type(model).__name__)
+    )
 
 
 def stated_family(model: str, options: Mapping[str, Any]) -> str:
@@ -91,9 +118,14 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         others = [other for other, families in INITS.items() if family in families]
         classes = {other: name for name, other in CLASSES.items()}
         words = {**classes, ROTARY: "rotary ViT"}.get(family, family)
-        raise ValueError(f"init '{name}' is not defined for a {words}; " + (
-            f"it has: {', '.join(others)}" if others else
-            "models of other libraries are initialised by vitinit.init.init_"))
+        raise ValueError(
+            f"init '{name}' is not defined for a {words}; "
+            + (
+                f"it has: {', '.join(others)}"
+                if others
+                else "models of other libraries are initialised by vitinit.init.init_"
+            )
+        )
     return find(INITS[name][family])
 
 
@@ -102,8 +134,14 @@ def reads_images(name: str, family: str) -> bool:
     return "images" in inspect.signature(init_function(name, family)).parameters
 
 
-def init_weights(model: nn.Module, name: str, *, generator: Generator,
-                 images: torch.Tensor | None = None, **options: Any) -> None:
+def init_weights(
+    model: nn.Module,
+    name: str,
+    *,
+    generator: Generator,
+    images: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
     """Initialise all weights of `model` in place by the init `name`.
 
     model: in float32 or float64, on the CPU; it may be compiled by torch.compile.
@@ -116,47 +154,63 @@ def init_weights(model: nn.Module, name: str, *, generator: Generator,
     the init cannot handle, and for values with which weights would not be finite; and TypeError,
     with one that lists the options, for an unknown option.
     """
-    model = getattr(model, "_orig_mod", model)       # the model that torch.compile wrapped
+    model = getattr(model, "_orig_mod", model)  # the model that torch.compile wrapped
     function = init_function(name, family_of(model))
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and (tensor.device.type != "cpu"
-                                           or tensor.dtype not in (torch.float32, torch.float64)):
-            raise ValueError(f"{tensor_name} is {str(tensor.dtype).removeprefix('torch.')} on "
-                             f"{tensor.device}; inits draw and solve on the CPU in float32 or "
-                             "float64: call init_weights before .half(), .bfloat16() or "
-                             ".to(device)")
+        if tensor.is_floating_point() and (
+            tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64)
+        ):
+            raise ValueError(
+                f"{tensor_name} is {str(tensor.dtype).removeprefix('torch.')} on "
+                f"{tensor.device}; inits draw and solve on the CPU in float32 or "
+                "float64: call init_weights before .half(), .bfloat16() or "
+                ".to(device)"
+            )
     read = {"images": images} if reads_images(name, family_of(model)) else {}
     apply(function, model, model, options, name=name, generator=generator, **read)
 
 
-def apply(function: Callable[..., None], model: nn.Module, target: Any, options: Mapping[str, Any],
-          *, name: str, generator: Generator, **given: Any) -> None:
+def apply(
+    function: Callable[..., None],
+    model: nn.Module,
+    target: Any,
+    options: Mapping[str, Any],
+    *,
+    name: str,
+    generator: Generator,
+    **given: Any,
+) -> None:
     """Let an init write to `target`, a model or its layout; raises as `init_weights`."""
     signature = inspect.signature(function, eval_str=True)
     try:
         signature.bind(target, generator=generator, **given, **options)
     except TypeError as error:
-        _, *known = [key for key in signature.parameters if key not in GIVEN]    # less the target
-        raise TypeError(f"init '{name}' {error}; it has: {', '.join(known) or 'no options'}"
-                        ) from None
+        _, *known = [key for key in signature.parameters if key not in GIVEN]  # less the target
+        raise TypeError(
+            f"init '{name}' {error}; it has: {', '.join(known) or 'no options'}"
+        ) from None
     for key, parameter in signature.parameters.items():
         kind = parameter.annotation
         try:
             if key in options and get_origin(kind) in (Annotated, Literal, tuple):
-                convert(options[key], kind)          # which is within bounds, or one of some words
+                convert(options[key], kind)  # which is within bounds, or one of some words
         except TypeError as error:
             raise ValueError(f"{key} is {error}") from None
     if generator.device.type != "cpu":
-        raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
-                         "torch.Generator()")
+        raise ValueError(
+            f"the generator is on {generator.device}; inits draw on the CPU: use torch.Generator()"
+        )
     try:
         function(target, generator=generator, **given, **options)
         for tensor_name, tensor in model.named_parameters():
             # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
             if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
                 raise ArithmeticError(f"{tensor_name} would be infinite or NaN")
-    except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
-        numbers = ", ".join(f"{key}={value}" for key, value in options.items()
-                            if not isinstance(value, (bool, str)))
-        raise ValueError(f"init '{name}'{' with ' * bool(numbers)}{numbers} cannot be computed: "
-                         f"{in_brief(error, 80)}; use values nearer to the defaults") from error
+    except (ArithmeticError, RuntimeError) as error:  # overflow, or a failed decomposition
+        numbers = ", ".join(
+            f"{key}={value}" for key, value in options.items() if not isinstance(value, (bool, str))
+        )
+        raise ValueError(
+            f"init '{name}'{' with ' * bool(numbers)}{numbers} cannot be computed: "
+            f"{in_brief(error, 80)}; use values nearer to the defaults"
+        ) from error

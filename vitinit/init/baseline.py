@@ -11,15 +11,29 @@ from torch import Generator, Tensor, nn
 from ..models import FAMILIES
 from . import family_of, init_function
 
-EMBED_STD = 0.02            # std of embeddings in ViT, DeiT and timm, and of DeiT's linear layers
-CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
-FLOOR = 0.05                # added to each component's mean square, as a share of their mean
-EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "mask_token",
-              "relative_position_bias_table", "query", "key"}
-SAME = {"class_token": "cls_token", "class_embedding": "cls_token",          # in other libraries
-        "distillation_token": "dist_token", "register_tokens": "reg_token",
-        **dict.fromkeys(("pos_embedding", "position_embedding", "position_embeddings",
-                         "positional_embedding"), "pos_embed")}
+EMBED_STD = 0.02  # std of embeddings in ViT, DeiT and timm, and of DeiT's linear layers
+CUT_NORMAL_STD = 0.87962566103423978  # std of a standard normal truncated at ± 2
+FLOOR = 0.05  # added to each component's mean square, as a share of their mean
+EMBEDDINGS = {
+    "pos_embed",
+    "cls_token",
+    "dist_token",
+    "reg_token",
+    "mask_token",
+    "relative_position_bias_table",
+    "query",
+    "key",
+}
+SAME = {
+    "class_token": "cls_token",
+    "class_embedding": "cls_token",  # in other libraries
+    "distillation_token": "dist_token",
+    "register_tokens": "reg_token",
+    **dict.fromkeys(
+        ("pos_embedding", "position_embedding", "position_embeddings", "positional_embedding"),
+        "pos_embed",
+    ),
+}
 Base = Literal["default", "torch", "lecun"]
 
 
@@ -109,9 +123,9 @@ def mixer_default(model: nn.Module, *, generator: Generator) -> None:
     | LayerNorm                                   | weight 1, bias 0                            |
     """
     for kind, weight, bias in drawn_tensors(model):
-        assert bias is not None                      # all layers of a Mixer have one
+        assert bias is not None  # all layers of a Mixer have one
         bias.zero_()
-        if weight is getattr(model.head, "weight", None):      # no classes: an identity
+        if weight is getattr(model.head, "weight", None):  # no classes: an identity
             weight.zero_()
         elif kind == "linear":
             nn.init.xavier_uniform_(weight, generator=generator)
@@ -178,8 +192,9 @@ def uniform_by_fan_in(weight: Tensor, bias: Tensor | None, generator: Generator)
 
 
 @torch.no_grad()
-def whitened(model: nn.Module, *, generator: Generator, base: Base = "default",
-             images: Tensor | None = None) -> None:
+def whitened(
+    model: nn.Module, *, generator: Generator, base: Base = "default", images: Tensor | None = None
+) -> None:
     """Let the patch embedding, a convolution, whiten patches, so that no component drowns others.
 
     Neighbouring pixels are alike. In 4×4 patches of CIFAR-10 the brightness of the whole patch has
@@ -207,16 +222,22 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator
     the outputs on the images. Raises ValueError if it cuts no patches: if its kernel is not its
     stride.
     """
-    layer = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)
-                  and layer.in_channels != layer.out_channels), None)    # no adapter of colours
+    layer = next(
+        (
+            layer
+            for layer in model.modules()
+            if isinstance(layer, nn.Conv2d) and layer.in_channels != layer.out_channels
+        ),
+        None,
+    )  # no adapter of colours
     if layer is None or layer.kernel_size != layer.stride or layer.groups > 1:
         raise ValueError("the patch embedding is not one convolution, and no other is whitened")
-    weight = layer.weight.flatten(1)                                     # (D, P), P = C·p·q
-    moments = torch.eye(weight.shape[1], dtype=weight.dtype)             # of white noise
+    weight = layer.weight.flatten(1)  # (D, P), P = C·p·q
+    moments = torch.eye(weight.shape[1], dtype=weight.dtype)  # of white noise
     if images is not None:
         moments.zero_()
         for image in images.to(weight):
-            patches = F.unfold(image, layer.kernel_size, stride=layer.stride)        # (P, N)
+            patches = F.unfold(image, layer.kernel_size, stride=layer.stride)  # (P, N)
             moments.addmm_(patches, patches.T, alpha=1.0 / (len(images) * patches.shape[1]))
     values, vectors = torch.linalg.eigh(moments)
     scales = (values.clamp_min(0.0) + FLOOR * values.mean()).rsqrt()

@@ -32,11 +32,11 @@ from .mimetic import write_values
 from .stream import ResidualStream, noise_images, stream_of
 from .views import Block, Layout
 
-WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
-PHASE = math.pi * (3.0 - math.sqrt(5.0))    # the golden angle, so that no token is at all peaks
-CODE_RMS = 0.36         # of what the code adds to pos_embed, over all channels; as in `impulse`
-MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn where none are
-LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
+WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))  # turns over the height, and over the width, of the grid
+PHASE = math.pi * (3.0 - math.sqrt(5.0))  # the golden angle, so that no token is at all peaks
+CODE_RMS = 0.36  # of what the code adds to pos_embed, over all channels; as in `impulse`
+MOST_IMAGES, NOISE_IMAGES = 512, 64  # used of those given; drawn where none are
+LEAST_MASS = 1.25  # in units of uniform attention, where Q, K and their gradients are 0
 
 
 def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
@@ -47,9 +47,11 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
     _, head_dim, dim = vit.blocks[0].q.shape
     count = min(len(WAVES), head_dim // 2)
     if not vit.learned or count < 2 or dim <= 2 * count + 2:
-        raise ValueError("init 'deep_impulse' writes pos_embed = \"learned\", and needs head_dim ≥ "
-                         f"4 and embed_dim > 10; the model has head_dim {head_dim}, embed_dim {dim}"
-                         + ("" if vit.learned else " and a fixed position embedding"))
+        raise ValueError(
+            "init 'deep_impulse' writes pos_embed = \"learned\", and needs head_dim ≥ "
+            f"4 and embed_dim > 10; the model has head_dim {head_dim}, embed_dim {dim}"
+            + ("" if vit.learned else " and a fixed position embedding")
+        )
     cells = torch.cartesian_prod(*map(torch.arange, vit.grid)).float()
     return 2.0 * math.pi * torch.tensor(WAVES[:count]).to(cells) / torch.tensor(vit.grid), cells
 
@@ -62,18 +64,21 @@ def logits_of(target_mass: tuple[float, float], shape: Tensor, depth: int) -> li
     floor = min(LEAST_MASS / len(shape), 0.999)
     first, last = (logit_for(max(mass, floor), shape, target=0) for mass in target_mass)
     if first is None or last is None:
-        raise ValueError(f"target_mass is {target_mass}, which no logit below 1,000 gives to one "
-                         f"of {len(shape)} tokens; lower it")
+        raise ValueError(
+            f"target_mass is {target_mass}, which no logit below 1,000 gives to one "
+            f"of {len(shape)} tokens; lower it"
+        )
     return torch.linspace(first, last, depth).tolist()
 
 
-def write_positions(vit: Layout, stream: ResidualStream, waves: Tensor, cells: Tensor,
-                    first: int) -> None:
+def write_positions(
+    vit: Layout, stream: ResidualStream, waves: Tensor, cells: Tensor, first: int
+) -> None:
     """Write the code into pos_embed, and zero what else writes to the channels before `first`."""
-    angles = cells @ waves.T + PHASE * torch.arange(len(waves))          # (N, K)
+    angles = cells @ waves.T + PHASE * torch.arange(len(waves))  # (N, K)
     amplitude = CODE_RMS * math.sqrt(vit.pos_embed.shape[1] / len(waves))
     vit.pos_embed[:, :first] = 0.0
-    vit.positions[:, :2 * len(waves)] = amplitude * torch.cat([angles.cos(), angles.sin()], 1)
+    vit.positions[:, : 2 * len(waves)] = amplitude * torch.cat([angles.cos(), angles.sin()], 1)
     for tensor in stream.writers:
         tensor[:first] = 0.0
     for token in vit.tokens:
@@ -85,10 +90,10 @@ def write_constants(vit: Layout, x: Tensor, share: float, first: int) -> None:
     what makes it up. share: of the variance of the patches' tokens that the constants then have.
     """
     channels = slice(first - 2, first)
-    size = (share / (1.0 - share) * variance(patches(vit, x)) * x.shape[2] / 2)**0.5
+    size = (share / (1.0 - share) * variance(patches(vit, x)) * x.shape[2] / 2) ** 0.5
     pair = size * torch.tensor([1.0, -1.0])
     x[..., channels] = vit.pos_embed[:, channels] = pair
-    missing = x.shape[1] - len(vit.pos_embed)    # prefix tokens without positions: the last
+    missing = x.shape[1] - len(vit.pos_embed)  # prefix tokens without positions: the last
     for token in reversed(vit.tokens):
         if missing > 0:
             token[..., channels] = pair
@@ -103,26 +108,28 @@ def write_turns(block: Block, turn: Tensor, logit: float, y: Tensor) -> None:
     for tensor in (block.q, block.k, block.q_bias, block.k_bias):
         if tensor is not None:
             tensor.zero_()
-    cos, sin = turn.cos().diag_embed(), turn.sin().diag_embed()          # (h, K, K)
+    cos, sin = turn.cos().diag_embed(), turn.sin().diag_embed()  # (h, K, K)
     code = 2 * turn.shape[1]
-    gain = math.sqrt(logit * math.sqrt(block.q.shape[1])
-                     / y[..., :code].square().sum(-1).mean().item())
+    gain = math.sqrt(
+        logit * math.sqrt(block.q.shape[1]) / y[..., :code].square().sum(-1).mean().item()
+    )
     # cos(a + t) = cos t · cos a − sin t · sin a;  sin(a + t) = sin t · cos a + cos t · sin a
     block.q[:, :code, :code] = gain * torch.cat(
-        [torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
+        [torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1
+    )
     block.k[:, :code, :code] = gain * torch.eye(code)
 
 
 def scale(vit: Layout, first: int, norm: nn.LayerNorm, x: Tensor) -> None:
     """Let a norm make the variance of all channels of x but the constants 1, and these 0."""
-    others = torch.cat([x[..., :first - 2], x[..., first:]], dim=-1)
+    others = torch.cat([x[..., : first - 2], x[..., first:]], dim=-1)
     norm.weight.fill_(math.sqrt(variance(patches(vit, x)) / variance(patches(vit, others))))
-    norm.weight[first - 2:first] = 0.0               # else they would be large inputs of all layers
+    norm.weight[first - 2 : first] = 0.0  # else they would be large inputs of all layers
 
 
 def patches(vit: Layout, x: Tensor) -> Tensor:
     """(n, P + N, D) without the prefix tokens; pooled features, (n, D), as they are."""
-    return x[:, -vit.grid[0] * vit.grid[1]:] if x.ndim == 3 else x
+    return x[:, -vit.grid[0] * vit.grid[1] :] if x.ndim == 3 else x
 
 
 def variance(tokens: Tensor) -> float:
@@ -131,13 +138,20 @@ def variance(tokens: Tensor) -> float:
 
 
 @torch.no_grad()
-def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base = "lecun",
-                 kernel_size: AtLeastOne = 3,
-                 target_mass: tuple[ProperFraction, ProperFraction] = (0.66, 0.025),
-                 value_init: Literal["mimetic", "base"] = "mimetic", value_alpha: NonNegative = 0.4,
-                 value_beta: float = 0.4, constant_variance: BelowOne = 0.95,
-                 patch_init: Literal["whitened", "base"] = "base",
-                 images: Tensor | None = None) -> None:
+def deep_impulse(
+    model: nn.Module | Layout,
+    *,
+    generator: Generator,
+    base: Base = "lecun",
+    kernel_size: AtLeastOne = 3,
+    target_mass: tuple[ProperFraction, ProperFraction] = (0.66, 0.025),
+    value_init: Literal["mimetic", "base"] = "mimetic",
+    value_alpha: NonNegative = 0.4,
+    value_beta: float = 0.4,
+    constant_variance: BelowOne = 0.95,
+    patch_init: Literal["whitened", "base"] = "base",
+    images: Tensor | None = None,
+) -> None:
     """Let every head of every block of a ViT attend to one neighbour, as a convolution does.
 
     | tensor                                | value                                               |
@@ -167,13 +181,16 @@ def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base 
     stream, (waves, cells) = stream_of(vit), waves_of(vit)
     offsets = offsets_on_grid(kernel_size, vit.grid)
     logits = logits_of(target_mass, (cells @ waves.T).cos().mean(1).double(), len(vit.blocks))
-    first = 2 * len(waves) + 2                       # channel after the code and the constants
+    first = 2 * len(waves) + 2  # channel after the code and the constants
     draw_base(vit.model, base, generator)
     if patch_init == "whitened":
         whiten_patches(vit.model, images, generator)
     write_positions(vit, stream, waves, cells, first)
-    images = (noise_images(vit, NOISE_IMAGES, generator) if images is None else
-              images[:MOST_IMAGES].to(vit.pos_embed))
+    images = (
+        noise_images(vit, NOISE_IMAGES, generator)
+        if images is None
+        else images[:MOST_IMAGES].to(vit.pos_embed)
+    )
     written = set()
 
     def before(number: int, x: Tensor) -> None:
@@ -183,8 +200,10 @@ def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base 
             raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
         read = patches(vit, x)[..., :first]
         if not torch.allclose(read, vit.positions[:, :first].expand_as(read), rtol=1e-4, atol=1e-4):
-            raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
-                             f"position embedding, and before block {number} something did")
+            raise ValueError(
+                "init 'deep_impulse' needs channels that nothing writes to after the "
+                f"position embedding, and before block {number} something did"
+            )
         scale(vit, first, vit.blocks[number].norm, x)
 
     def after(number: int, _: tuple, y: Tensor) -> None:
@@ -193,8 +212,12 @@ def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base 
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator, first=first)
         targets = head_offsets(len(block.q), offsets, "ordered", generator, first=heads_before)
-        write_turns(block, torch.tensor(targets).to(waves) @ waves.T, logits[number],
-                    patches(vit, vit.batch_first(y)))
+        write_turns(
+            block,
+            torch.tensor(targets).to(waves) @ waves.T,
+            logits[number],
+            patches(vit, vit.batch_first(y)),
+        )
         written.add(block.norm)
 
     def after_blocks(norm: nn.LayerNorm, x: Tensor) -> None:
@@ -202,11 +225,17 @@ def deep_impulse(model: nn.Module | Layout, *, generator: Generator, base: Base 
             scale(vit, first, norm, x)
             written.add(norm)
 
-    def by_image(call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:    # (n, P + N, D)
+    def by_image(call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:  # (n, P + N, D)
         return lambda x: call(vit.batch_first(x) if x.shape[1] == len(images) else x)
+
     norms = [block.norm for block in vit.blocks]
-    run(vit.model, images, before={
-        **{norm: by_image(partial(before, number)) for number, norm in enumerate(norms)},
-        **{norm: by_image(partial(scale, vit, first, norm)) for norm in stream.norms},
-        **{norm: by_image(partial(after_blocks, norm)) for norm in stream.ends}},
-        after={norm: partial(after, number) for number, norm in enumerate(norms)})
+    run(
+        vit.model,
+        images,
+        before={
+            **{norm: by_image(partial(before, number)) for number, norm in enumerate(norms)},
+            **{norm: by_image(partial(scale, vit, first, norm)) for norm in stream.norms},
+            **{norm: by_image(partial(after_blocks, norm)) for norm in stream.ends},
+        },
+        after={norm: partial(after, number) for number, norm in enumerate(norms)},
+    )

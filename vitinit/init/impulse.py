@@ -41,12 +41,23 @@ from .views import Layout, SwinLayout
 
 
 @torch.no_grad()
-def impulse(model: nn.Module | Layout, *, generator: Generator, base: Base = "default",
-            kernel_size: AtLeastOne = 3, offsets: Order = "ordered", pos_embed_scale: float = 18.0,
-            qk_norm: float = 7.0, rank: Count = 0, impulse_scale: float = 1000.0,
-            noise_scale: float = 3.0, noise_std: NonNegative = 0.6,
-            value_init: Literal["mimetic", "base"] = "mimetic",
-            value_alpha: NonNegative = 0.4, value_beta: float = 0.4) -> None:
+def impulse(
+    model: nn.Module | Layout,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    kernel_size: AtLeastOne = 3,
+    offsets: Order = "ordered",
+    pos_embed_scale: float = 18.0,
+    qk_norm: float = 7.0,
+    rank: Count = 0,
+    impulse_scale: float = 1000.0,
+    noise_scale: float = 3.0,
+    noise_std: NonNegative = 0.6,
+    value_init: Literal["mimetic", "base"] = "mimetic",
+    value_alpha: NonNegative = 0.4,
+    value_beta: float = 0.4,
+) -> None:
     """Solve Q and K so that softmax(X Qᵀ K Xᵀ) is near an impulse convolution in every head.
 
     Algorithm 1 of arXiv 2505.19985. X: (N, D), the position embedding after LayerNorm; Q and K of a
@@ -68,28 +79,30 @@ def impulse(model: nn.Module | Layout, *, generator: Generator, base: Base = "de
     assert isinstance(vit, Layout)
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
-    cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
+    cells = offsets_on_grid(kernel_size, vit.grid)  # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
 
     vit.pos_embed.mul_(pos_embed_scale)
     # What the first attention would read if the patches had no content, (N, D).
     positions = F.layer_norm(vit.positions, vit.positions.shape[1:], eps=vit.blocks[0].norm.eps)
     directions = int(torch.linalg.matrix_rank(positions))
-    if directions < min(len(positions), positions.shape[1] - 1):         # LayerNorm removes one
+    if directions < min(len(positions), positions.shape[1] - 1):  # LayerNorm removes one
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = vit.blocks[0].q.shape[1]
-    basis = position_basis(positions,
-                           min(rank or default_rank(*positions.shape), head_dim, directions))
+    basis = position_basis(
+        positions, min(rank or default_rank(*positions.shape), head_dim, directions)
+    )
 
     for number, block in enumerate(vit.blocks):
         cells_of_heads = head_offsets(len(block.q), cells, offsets, generator)
-        impulses = impulse_scale * torch.stack([
-            shift_matrix(cell, vit.grid) for cell in cells_of_heads]).to(positions)  # (h, N, N)
+        impulses = impulse_scale * torch.stack(
+            [shift_matrix(cell, vit.grid) for cell in cells_of_heads]
+        ).to(positions)  # (h, N, N)
         noise = torch.zeros_like(impulses)
-        if noise_std > 0:                            # truncated_normal_ divides by it
+        if noise_std > 0:  # truncated_normal_ divides by it
             truncated_normal_(noise, std=noise_std, cut=2.0, generator=generator)
         maps = torch.where(impulses == 0, noise_scale * noise, impulses)
-        query, key = query_key_factors(maps, basis, head_dim, qk_norm)   # each (h, d, D)
+        query, key = query_key_factors(maps, basis, head_dim, qk_norm)  # each (h, d, D)
         block.q.copy_(query)
         block.k.copy_(key)
         if number == 0:
@@ -104,7 +117,7 @@ def default_rank(tokens: int, dim: int) -> int:
     The rule is ours: with more, the maps become flat, however wide a head is. In commit 09cb91f
     this package's README.md says what it does on a small grid and for models with few wide heads.
     """
-    return max(min(max(64, tokens // 2), dim // 3), 1)   # 64: the head_dim of ViT-T, S and B
+    return max(min(max(64, tokens // 2), dim // 3), 1)  # 64: the head_dim of ViT-T, S and B
 
 
 def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -119,12 +132,13 @@ def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)
-    values, directions = values[:rank], directions[:rank].mT             # (r,), (D, r)
+    values, directions = values[:rank], directions[:rank].mT  # (r,), (D, r)
     return directions, (positions @ directions / values**2).mT
 
 
-def query_key_factors(maps: Tensor, basis: tuple[Tensor, Tensor], width: int,
-                      norm: float) -> tuple[Tensor, Tensor]:
+def query_key_factors(
+    maps: Tensor, basis: tuple[Tensor, Tensor], width: int, norm: float
+) -> tuple[Tensor, Tensor]:
     """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
 
     maps: (..., N, N). basis: see `position_basis`. width: of the head; rows of Q and K beyond the
@@ -138,8 +152,9 @@ def query_key_factors(maps: Tensor, basis: tuple[Tensor, Tensor], width: int,
 
     def factor(vectors: Tensor) -> Tensor:
         rows = directions @ (vectors[..., :width] * values[..., None, :width].sqrt())
-        rows = norm * rows / torch.linalg.matrix_norm(rows, keepdim=True)    # (..., D, ≤ width)
+        rows = norm * rows / torch.linalg.matrix_norm(rows, keepdim=True)  # (..., D, ≤ width)
         return F.pad(rows, (0, width - rows.shape[-1])).mT
+
     return factor(left), factor(right.mT)
 
 
@@ -148,24 +163,34 @@ def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
     targets, uniform = impulses > 0, 1.0 / weights.shape[-1]
     best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
     if not best >= min(2.0 * uniform, 0.5 + 0.5 * uniform):  # refuses NaN, too
-        raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best "
-                         f"{best:.2g} of a head's attention is on its target, where {uniform:.2g} "
-                         "is uniform; use more, narrower heads, a larger qk_norm, or init "
-                         "'deep_impulse'")
+        raise ValueError(
+            f"init 'impulse' gives nearly uniform attention in all heads: at best "
+            f"{best:.2g} of a head's attention is on its target, where {uniform:.2g} "
+            "is uniform; use more, narrower heads, a larger qk_norm, or init "
+            "'deep_impulse'"
+        )
 
 
 def _refuse(positions: Tensor, what: str) -> None:
     """Raise ValueError: `what`, described by its numerical rank, cannot be inverted."""
     rank = int(torch.linalg.matrix_rank(F.layer_norm(positions, positions.shape[-1:])))
-    raise ValueError(f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
-                     f"{rank} for {len(positions)} tokens, too low to tell them apart, "
-                     'so every map would come out uniform; use pos_embed = "learned"')
+    raise ValueError(
+        f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
+        f"{rank} for {len(positions)} tokens, too low to tell them apart, "
+        'so every map would come out uniform; use pos_embed = "learned"'
+    )
 
 
 @torch.no_grad()
-def impulse_swin(model: nn.Module | SwinLayout, *, generator: Generator,
-                 base: Base = "default", kernel_size: AtLeastOne = 3, offsets: Order = "ordered",
-                 target_mass: ProperFraction = 0.9) -> None:
+def impulse_swin(
+    model: nn.Module | SwinLayout,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    kernel_size: AtLeastOne = 3,
+    offsets: Order = "ordered",
+    target_mass: ProperFraction = 0.9,
+) -> None:
     """Make every head attend to one neighbour within the window (arXiv 2505.19985, §5).
 
     The paper gives neither magnitudes nor code; these are ours.
@@ -186,22 +211,23 @@ def impulse_swin(model: nn.Module | SwinLayout, *, generator: Generator,
     """
     swin = layout_of(model)
     assert isinstance(swin, SwinLayout)
-    cells = offsets_on_grid(kernel_size, min(swin.grids, key=min))   # checks it, before any draw
+    cells = offsets_on_grid(kernel_size, min(swin.grids, key=min))  # checks it, before any draw
     draw_base(swin.model, base, generator)
 
     for block in swin.blocks:
         tokens = len(block.bias_rows)
         targets = head_offsets(len(block.q), cells, offsets, generator)
         block.bias_table.zero_()
-        if tokens > 1:                               # a token alone in its window attends to itself
+        if tokens > 1:  # a token alone in its window attends to itself
             beta = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
             for head, offset in enumerate(targets):
                 block.bias_table[block.bias_row(offset), head] = beta
 
 
 @torch.no_grad()
-def norm_matched(model: nn.Module | Layout, *, generator: Generator,
-                 base: Base = "default") -> None:
+def norm_matched(
+    model: nn.Module | Layout, *, generator: Generator, base: Base = "default"
+) -> None:
     """A control for `impulse`: draw the base, and scale what `impulse` would write to its norms.
 
     The authors of arXiv 2505.19985 asked whether larger positions, queries and keys explain the
@@ -233,4 +259,5 @@ def written(vit: Layout) -> list[tuple[Tensor, Tensor]]:
     whole = [vit.pos_embed, *(block.proj for block in vit.blocks)]
     by_head = [tensor for block in vit.blocks for tensor in (block.q, block.k, block.v)]
     return [(tensor, torch.linalg.vector_norm(tensor, keepdim=True)) for tensor in whole] + [
-        (tensor, torch.linalg.vector_norm(tensor, dim=(1, 2), keepdim=True)) for tensor in by_head]
+        (tensor, torch.linalg.vector_norm(tensor, dim=(1, 2), keepdim=True)) for tensor in by_head
+    ]

@@ -20,11 +20,19 @@ PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "po
 
 
 @torch.no_grad()
-def impulse_gd(model: nn.Module | Layout, *, generator: Generator, base: Base = "default",
-               kernel_size: AtLeastOne = 3, offsets: Order = "random",
-               pseudo_input: PseudoInput = "pos_embed", share_blocks: bool = True,
-               steps: AtLeastOne = 1000, step_size: PositiveNumber = 1e-4,
-               renorm_every: Count = 100) -> None:
+def impulse_gd(
+    model: nn.Module | Layout,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    kernel_size: AtLeastOne = 3,
+    offsets: Order = "random",
+    pseudo_input: PseudoInput = "pos_embed",
+    share_blocks: bool = True,
+    steps: AtLeastOne = 1000,
+    step_size: PositiveNumber = 1e-4,
+    renorm_every: Count = 100,
+) -> None:
     """Optimise Q and K until softmax(σ X̃ Q Kᵀ X̃ᵀ) is near the impulse maps of all heads.
 
     By Adam; σ is the model's factor on the logits. The papers: arXiv 2401.12511, then 2404.01139.
@@ -52,58 +60,82 @@ def impulse_gd(model: nn.Module | Layout, *, generator: Generator, base: Base = 
     out of range, and for a fixed position embedding in a model with a class token.
     """
     if isinstance(model, SimpleViT):
-        positions, grid, norm_eps = model.pos_embed, model.grid, None    # (N, C)
+        positions, grid, norm_eps = model.pos_embed, model.grid, None  # (N, C)
         free, scale = model.blocks[0].attn.reads == "free", model.blocks[0].attn.logit_scale
-        pairs = [block.attn.factors for block in model.blocks]   # Q, K, (h, C, d); free (h, N, d)
+        pairs = [block.attn.factors for block in model.blocks]  # Q, K, (h, C, d); free (h, N, d)
     else:
         vit = layout_of(model)
         assert isinstance(vit, Layout)
         if vit.tokens and not vit.learned:
-            raise ValueError("init 'impulse_gd' solves on fixed positions of patches, and prefix "
-                             "tokens, which have none, would draw the attention; set pool = "
-                             '"mean" and num_registers = 0')
+            raise ValueError(
+                "init 'impulse_gd' solves on fixed positions of patches, and prefix "
+                "tokens, which have none, would draw the attention; set pool = "
+                '"mean" and num_registers = 0'
+            )
         model, positions, grid = vit.model, vit.positions, vit.grid
         norm_eps = vit.blocks[0].norm.eps
         free, scale = False, vit.blocks[0].q.shape[1] ** -0.5
-        pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]       # views, (h, D, d)
-    cells = offsets_on_grid(kernel_size, grid)           # checks kernel_size, before any draw
+        pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]  # views, (h, D, d)
+    cells = offsets_on_grid(kernel_size, grid)  # checks kernel_size, before any draw
     draw_base(model, base, generator)
     solution = None
     for query, key in pairs:
         if solution is None or not share_blocks:
             targets = head_offsets(len(query), cells, offsets, generator)
-            maps = torch.stack([shift_matrix(cell, grid) for cell in targets])   # (h, N, N)
-            tokens = None if free else draw_pseudo_input(positions, pseudo_input, norm_eps,
-                                                         generator)
-            solution = solve(maps.to(positions.dtype), tokens, rank=query.shape[2],
-                             logit_scale=scale, steps=steps, step_size=step_size,
-                             renorm_every=renorm_every, generator=generator)
+            maps = torch.stack([shift_matrix(cell, grid) for cell in targets])  # (h, N, N)
+            tokens = (
+                None if free else draw_pseudo_input(positions, pseudo_input, norm_eps, generator)
+            )
+            solution = solve(
+                maps.to(positions.dtype),
+                tokens,
+                rank=query.shape[2],
+                logit_scale=scale,
+                steps=steps,
+                step_size=step_size,
+                renorm_every=renorm_every,
+                generator=generator,
+            )
         query.copy_(solution[0].mT)
         key.copy_(solution[1].mT)
 
 
-def draw_pseudo_input(positions: Tensor, kind: PseudoInput, norm_eps: float | None,
-                      generator: Generator) -> Tensor:
+def draw_pseudo_input(
+    positions: Tensor, kind: PseudoInput, norm_eps: float | None, generator: Generator
+) -> Tensor:
     """X̃, (N, C): the tokens on which Q and K are solved; norm_eps: of their LayerNorm, if any."""
     noise = torch.zeros_like(positions)
     if "uniform" in kind:
         noise.uniform_(-1.0, 1.0, generator=generator)
     elif "normal" in kind:
-        noise.normal_(std=0.5 ** 0.5, generator=generator)
+        noise.normal_(std=0.5**0.5, generator=generator)
     tokens = positions + noise if kind.startswith("pos_embed") else noise
     return tokens if norm_eps is None else F.layer_norm(tokens, tokens.shape[-1:], eps=norm_eps)
 
 
-def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,
-          step_size: float, renorm_every: int, generator: Generator) -> tuple[Tensor, Tensor]:
+def solve(
+    maps: Tensor,
+    tokens: Tensor | None,
+    *,
+    rank: int,
+    logit_scale: float,
+    steps: int,
+    step_size: float,
+    renorm_every: int,
+    generator: Generator,
+) -> tuple[Tensor, Tensor]:
     """Optimise Q and K, each (h, C, rank): softmax(logit_scale · X̃ Q Kᵀ X̃ᵀ) ≈ maps, (h, N, N).
 
     tokens: X̃, (N, C), or None for the identity, with C = N. Returns Qᵀ and Kᵀ, each (h, rank, C).
     """
     rows = maps.shape[1] if tokens is None else tokens.shape[1]
     bound = (rank * len(maps)) ** -0.5
-    query, key = (maps.new_empty(len(maps), rows, rank).uniform_(-bound, bound, generator=generator)
-                  .requires_grad_() for _ in range(2))                   # as in the papers' code
+    query, key = (
+        maps.new_empty(len(maps), rows, rank)
+        .uniform_(-bound, bound, generator=generator)
+        .requires_grad_()
+        for _ in range(2)
+    )  # as in the papers' code
     norm = query.detach().norm(dim=1).mean()
     optimizer = torch.optim.Adam([query, key], lr=step_size)
     for step in range(steps):

@@ -23,7 +23,7 @@ from .layout import layout_of
 from .stream import stream_of
 from .views import Block, Layout
 
-LOUD = 2.0              # std over channels of prefix tokens, nearly all in one of them
+LOUD = 2.0  # std over channels of prefix tokens, nearly all in one of them
 
 
 def mean_mass(logit: float, cosines: Tensor, targets: Tensor, spread: tuple[float, ...]) -> float:
@@ -36,14 +36,15 @@ def mean_mass(logit: float, cosines: Tensor, targets: Tensor, spread: tuple[floa
     of_query, of_key, of_both = spread
     height, width = (len(side) // 2 + 1 for side in (cosines, cosines.T))
     exponents = logit * ((of_query - 1.0) * (1.0 - cosines) + of_key) + of_both
-    exponents[height - 1, width - 1] = 0.0                               # the target itself
+    exponents[height - 1, width - 1] = 0.0  # the target itself
     # All keys around a target are a window of displacements; that of −u is that of u.
-    sums = exponents.exp().unfold(0, height, 1).sum(-1).unfold(1, width, 1).sum(-1)      # (H, W)
+    sums = exponents.exp().unfold(0, height, 1).sum(-1).unfold(1, width, 1).sum(-1)  # (H, W)
     return (1.0 / sums.flatten()[targets]).mean().item()
 
 
-def write_constants(block: Block, offsets: list[Offset], mass: float, grid: Grid,
-                    muted: bool) -> None:
+def write_constants(
+    block: Block, offsets: list[Offset], mass: float, grid: Grid, muted: bool
+) -> None:
     """Write the constant parts of each head's queries and keys, by which it attends to its offset.
 
     They are biases; where Q or K has none, a channel that the norm before the attention makes 1.
@@ -55,25 +56,28 @@ def write_constants(block: Block, offsets: list[Offset], mass: float, grid: Grid
     if norm.weight is None or bare and norm.bias is None:
         raise ValueError("neither Q and K nor the norm before them have biases, to be constant")
     for weight in (block.q, block.k, block.v):
-        weight[..., [0] * bare + [dim - 1] * muted] = 0.0    # channel 0 if bare, the last if muted
+        weight[..., [0] * bare + [dim - 1] * muted] = 0.0  # channel 0 if bare, the last if muted
     if bare:
         norm.weight[0], norm.bias[0] = 0.0, 1.0
-    variances = torch.stack([(weight * norm.weight).square().sum(2).mean(1)
-                             for weight in (block.q, block.k)], 1)       # of their content, (h, 2)
-    omegas = block.rotation.frequencies(grid).expand(heads, -1, -1)            # (h, d / 2, 2)
+    variances = torch.stack(
+        [(weight * norm.weight).square().sum(2).mean(1) for weight in (block.q, block.k)], 1
+    )  # of their content, (h, 2)
+    omegas = block.rotation.frequencies(grid).expand(heads, -1, -1)  # (h, d / 2, 2)
     away = torch.cartesian_prod(*(torch.arange(1.0 - side, side) for side in grid)).double()
-    constants = block.q.new_zeros(2, heads, head_dim)                    # of Q and of K
+    constants = block.q.new_zeros(2, heads, head_dim)  # of Q and of K
     for head, (omega, offset) in enumerate(zip(omegas, offsets)):
-        share = omega.square().sum(1) / omega.square().sum()             # (d / 2,), a above
+        share = omega.square().sum(1) / omega.square().sum()  # (d / 2,), a above
         cosines = ((away @ omega.T).cos() @ share).view(2 * grid[0] - 1, 2 * grid[1] - 1)
         targets, (of_q, of_k) = neighbours(offset, grid)[1], variances[head].tolist()
         # Half a logit's variance, by content of Q, of K and of both: E exp(z) = exp(Var z / 2).
         spread = of_q / math.sqrt(head_dim), of_k / math.sqrt(head_dim) / 2, of_q * of_k / 2
         logit = smallest_logit(lambda logit: mean_mass(logit, cosines, targets, spread) >= mass)
         if logit is None:
-            raise ValueError(f"target_mass is {mass}, which these queries and keys do not reach: "
-                             "too much content, or too few frequencies for the grid; lower it, "
-                             'take wider heads, another rope_base, or base = "default"')
+            raise ValueError(
+                f"target_mass is {mass}, which these queries and keys do not reach: "
+                "too much content, or too few frequencies for the grid; lower it, "
+                'take wider heads, another rope_base, or base = "default"'
+            )
         size, phase = (logit * share * math.sqrt(head_dim)).sqrt(), omega @ omega.new_tensor(offset)
         constants[0, head, pairs] = torch.view_as_real(torch.polar(size, phase)).to(constants)
         constants[1, head, pairs[:, 0]] = size.to(constants)
@@ -93,10 +97,16 @@ def mute_prefix(vit: Layout) -> None:
         token[..., -1] = LOUD * math.sqrt(token.shape[-1])
 
 
-def impulse_rotary(model: nn.Module | Layout, *, generator: Generator, base: Base = "torch",
-                   kernel_size: AtLeastOne = 3, target_mass: ProperFraction = 0.9,
-                   patch_init: Literal["whitened", "base"] = "base",
-                   images: Tensor | None = None) -> None:
+def impulse_rotary(
+    model: nn.Module | Layout,
+    *,
+    generator: Generator,
+    base: Base = "torch",
+    kernel_size: AtLeastOne = 3,
+    target_mass: ProperFraction = 0.9,
+    patch_init: Literal["whitened", "base"] = "base",
+    images: Tensor | None = None,
+) -> None:
     """Let every head of every block of a rotary ViT attend to one neighbour, as a convolution.
 
     | tensor                                 | value                                              |
@@ -115,20 +125,32 @@ def impulse_rotary(model: nn.Module | Layout, *, generator: Generator, base: Bas
         have one and over what random weights make of content.
     patch_init: "whitened": as `whitened` writes them. images: as there.
     """
-    deep_impulse_rotary(model, generator=generator, base=base, kernel_size=kernel_size,
-                        target_mass=(target_mass,) * 2, patch_init=patch_init, images=images)
+    deep_impulse_rotary(
+        model,
+        generator=generator,
+        base=base,
+        kernel_size=kernel_size,
+        target_mass=(target_mass,) * 2,
+        patch_init=patch_init,
+        images=images,
+    )
 
 
 @torch.no_grad()
 def deep_impulse_rotary(
-        model: nn.Module | Layout, *, generator: Generator, base: Base = "torch",
-        kernel_size: AtLeastOne = 3, patch_init: Literal["whitened", "base"] = "base",
-        target_mass: tuple[ProperFraction, ProperFraction] = (0.9, 0.3),
-        images: Tensor | None = None) -> None:
+    model: nn.Module | Layout,
+    *,
+    generator: Generator,
+    base: Base = "torch",
+    kernel_size: AtLeastOne = 3,
+    patch_init: Literal["whitened", "base"] = "base",
+    target_mass: tuple[ProperFraction, ProperFraction] = (0.9, 0.3),
+    images: Tensor | None = None,
+) -> None:
     """As `impulse_rotary`; target_mass: in the first block and the last, and linearly between."""
     vit = layout_of(model)
     assert isinstance(vit, Layout)
-    offsets = offsets_on_grid(kernel_size, vit.grid)     # checks kernel_size, before any draw
+    offsets = offsets_on_grid(kernel_size, vit.grid)  # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
     if patch_init == "whitened":
         whiten_patches(vit.model, images, generator)

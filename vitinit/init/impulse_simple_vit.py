@@ -26,20 +26,26 @@ from .baseline import Base, draw_base
 class Axis(NamedTuple):
     """How the positions along one axis of the grid are represented: by pairs of frequencies."""
 
-    frequencies: Tensor         # (p,), in radians per token
-    logit: float                # Σ w over the pairs, the logit at position m = n + δ
+    frequencies: Tensor  # (p,), in radians per token
+    logit: float  # Σ w over the pairs, the logit at position m = n + δ
 
     def pairs(self, positions: Tensor) -> Tensor:
         """(n,) → (n, 2p): sines, then cosines; those of a position have the square sum `logit`."""
-        angles = positions[:, None].double() * self.frequencies          # (n, p)
+        angles = positions[:, None].double() * self.frequencies  # (n, p)
         size = math.sqrt(self.logit / len(self.frequencies))
         return size * torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 @torch.no_grad()
-def impulse_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "default",
-                       kernel_size: AtLeastOne = 3, offsets: Order = "ordered",
-                       target_mass: ProperFraction = 0.9) -> None:
+def impulse_simple_vit(
+    model: SimpleViT,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    kernel_size: AtLeastOne = 3,
+    offsets: Order = "ordered",
+    target_mass: ProperFraction = 0.9,
+) -> None:
     """Make softmax(σ Q Kᵀ) near an impulse convolution, on the position embedding alone.
 
     | tensor (every block)                    | value                                            |
@@ -69,36 +75,47 @@ def impulse_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "
     free = first.reads == "free"
     # The factor on P in what queries read if patches have no content (at least); 1 if free.
     share = 1.0 - first.alpha if first.reads == "mixed" else 1.0
-    if first.reads == "content":         # LayerNorm scales any multiple of P to unit variance
+    if first.reads == "content":  # LayerNorm scales any multiple of P to unit variance
         seen = model.input_pos_embed and model.alpha < 1.0
         share = 1.0 / model.pos_embed.std(dim=1, correction=0).max().item() if seen else 0.0
     if share == 0.0:
-        raise ValueError("init 'impulse' works on the position embedding, which this model's "
-                         "queries do not see; set input_pos_embed = true, alpha < 1, or another "
-                         "reads")
-    limit = first.head_dim // 4                      # pairs for rows, and as many for columns
-    cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
-    axes = [sharpest_axis((torch.arange(1, max(size, 2)).double() * math.pi / size if free else
-                           sincos_frequencies(model.pos_embed.shape[1]))[:limit],
-                          size, math.sqrt(target_mass)) for size in model.grid]
+        raise ValueError(
+            "init 'impulse' works on the position embedding, which this model's "
+            "queries do not see; set input_pos_embed = true, alpha < 1, or another "
+            "reads"
+        )
+    limit = first.head_dim // 4  # pairs for rows, and as many for columns
+    cells = offsets_on_grid(kernel_size, model.grid)  # checks kernel_size, before any draw
+    axes = [
+        sharpest_axis(
+            (
+                torch.arange(1, max(size, 2)).double() * math.pi / size
+                if free
+                else sincos_frequencies(model.pos_embed.shape[1])
+            )[:limit],
+            size,
+            math.sqrt(target_mass),
+        )
+        for size in model.grid
+    ]
     draw_base(model, base, generator)
 
-    tokens = torch.cartesian_prod(*map(torch.arange, model.grid))        # (N, 2), row and column
-    amount = first.logit_scale ** -0.5 / share
+    tokens = torch.cartesian_prod(*map(torch.arange, model.grid))  # (N, 2), row and column
+    amount = first.logit_scale**-0.5 / share
     for block in model.blocks:
         targets = head_offsets(first.num_heads, cells, offsets, generator)
-        for query, key, offset in zip(*block.attn.factors, targets):     # (N, d), or (C, d)
+        for query, key, offset in zip(*block.attn.factors, targets):  # (N, d), or (C, d)
             for view, by in ((query, offset), (key, (0, 0))):
-                if free:                             # (N, ≤ d)
+                if free:  # (N, ≤ d)
                     places = (tokens + torch.tensor(by)).T
                     value = torch.cat([axis.pairs(at) for axis, at in zip(axes, places)], 1)
-                else:                                # (C, ≤ d)
+                else:  # (C, ≤ d)
                     value = rotated_weights(axes, by, model.pos_embed.shape[1])
-                if first.reads == "content":         # so that the mean in LayerNorm has no effect
+                if first.reads == "content":  # so that the mean in LayerNorm has no effect
                     # At the slowest sine of the rows, which is nearly 0 at all tokens.
                     value[len(value) // 4 * 3 - 1] -= value.sum(dim=0)
                 view.zero_()
-                view[:, :value.shape[1]] = amount * value
+                view[:, : value.shape[1]] = amount * value
 
 
 def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
@@ -107,16 +124,18 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
     mass: of the target in a softmax over all 2 · size − 1 displacements along the axis, of which
         each query sees a part; raises ValueError if no number of frequencies reaches it.
     """
-    away = torch.arange(1 - size, size).double()             # displacements from the target
+    away = torch.arange(1 - size, size).double()  # displacements from the target
     axes = []
     for count in range(1, len(frequencies) + 1):
         shape = (away[:, None] * frequencies[:count]).cos().mean(dim=1)  # 1 at the target
         if (logit := logit_for(mass, shape, size - 1)) is not None:
             axes.append(Axis(frequencies[:count], logit))
     if not axes:
-        raise ValueError(f"init 'impulse' cannot give one of {size} positions along an axis a mass "
-                         f"of {mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise "
-                         "head_dim or lower target_mass")
+        raise ValueError(
+            f"init 'impulse' cannot give one of {size} positions along an axis a mass "
+            f"of {mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise "
+            "head_dim or lower target_mass"
+        )
     return min(axes, key=lambda axis: axis.logit)
 
 
@@ -128,10 +147,12 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> Tensor:
     of_columns, of_rows = torch.eye(dim, dtype=torch.float64).unflatten(1, (2, 2, -1)).unbind(1)
     weights = list[Tensor]()
     for axis, shift, quarters in zip(axes, offset, (of_rows, of_columns)):
-        sine, cosine = quarters[..., :len(axis.frequencies)].unbind(1)   # (C, p)
+        sine, cosine = quarters[..., : len(axis.frequencies)].unbind(1)  # (C, p)
         root = math.sqrt(axis.logit / len(axis.frequencies))
-        turn = axis.frequencies * shift                                  # angles, (p,)
+        turn = axis.frequencies * shift  # angles, (p,)
         # sin(ω(n + δ)) = cos ωδ · sin ωn + sin ωδ · cos ωn, and likewise the cosine.
-        weights += [root * (sine * turn.cos() + cosine * turn.sin()),
-                    root * (cosine * turn.cos() - sine * turn.sin())]
+        weights += [
+            root * (sine * turn.cos() + cosine * turn.sin()),
+            root * (cosine * turn.cos() - sine * turn.sin()),
+        ]
     return torch.cat(weights, dim=1)

@@ -23,20 +23,33 @@ def layout_of(model: nn.Module | Attentions) -> Attentions:
     if isinstance(model, Attentions):
         return model
     if isinstance(model, SwinTransformer):
-        return SwinLayout(model, tuple(window_block_of(block) for block in model.modules()
-                                       if isinstance(block, SwinBlock)))
+        return SwinLayout(
+            model,
+            tuple(
+                window_block_of(block) for block in model.modules() if isinstance(block, SwinBlock)
+            ),
+        )
     if not isinstance(model, VisionTransformer):
-        raise ValueError(f"a {type(model).__name__} is no ViT or Swin of this package; models of "
-                         "other libraries are initialised by vitinit.init.init_")
+        raise ValueError(
+            f"a {type(model).__name__} is no ViT or Swin of this package; models of "
+            "other libraries are initialised by vitinit.init.init_"
+        )
     blocks = tuple(block_of(block) for block in model.blocks)
     patches = model.patch_embed.proj
-    rows = patches.weight.new_empty(0, patches.out_channels)         # of rotary positions alone
+    rows = patches.weight.new_empty(0, patches.out_channels)  # of rotary positions alone
     if model.pos_embed is not None:
-        rows = model.pos_embed.detach().flatten(0, 1)                    # (P + N, D)
+        rows = model.pos_embed.detach().flatten(0, 1)  # (P + N, D)
     tokens = tuple(getattr(model, name).detach() for name in PREFIX_TOKENS if hasattr(model, name))
     (down, across), (height, width) = model.grid, patches.kernel_size
-    return Layout(model, blocks, rows, model.grid, model.learns_positions, tokens,
-                  image_shape=(patches.in_channels, down * height, across * width))
+    return Layout(
+        model,
+        blocks,
+        rows,
+        model.grid,
+        model.learns_positions,
+        tokens,
+        image_shape=(patches.in_channels, down * height, across * width),
+    )
 
 
 def block_of(block: VitBlock | SwinBlock) -> Block:
@@ -44,23 +57,39 @@ def block_of(block: VitBlock | SwinBlock) -> Block:
     attention = block.attn
     assert isinstance(attention, Attention)
     if isinstance(attention.q_norm, nn.LayerNorm):
-        raise ValueError(f"{type(attention).__name__} normalises queries and keys, which would "
-                         "undo what is written")
-    q, k, v = attention.by_head(attention.qkv.weight.detach())           # (h, d, D) each
+        raise ValueError(
+            f"{type(attention).__name__} normalises queries and keys, which would "
+            "undo what is written"
+        )
+    q, k, v = attention.by_head(attention.qkv.weight.detach())  # (h, d, D) each
     q_bias = k_bias = v_bias = None
     if attention.qkv.bias is not None:
         q_bias, k_bias, v_bias = attention.by_head(attention.qkv.bias.detach())
-    return Block(q, k, v, attention.proj_weight.detach(), q_bias, k_bias, v_bias,
-                 attention.proj.bias.detach(), block.norm1, attention, rotation_of(attention),
-                 around=block)
+    return Block(
+        q,
+        k,
+        v,
+        attention.proj_weight.detach(),
+        q_bias,
+        k_bias,
+        v_bias,
+        attention.proj.bias.detach(),
+        block.norm1,
+        attention,
+        rotation_of(attention),
+        around=block,
+    )
 
 
 def window_block_of(block: SwinBlock) -> WindowBlock:
     """The same of a Swin's block, with its relative position bias."""
     attention = block.attn
-    return WindowBlock(**vars(block_of(block)), window=attention.window,
-                       bias_table=attention.relative_position_bias_table.detach(),
-                       bias_rows=attention.relative_position_index)
+    return WindowBlock(
+        **vars(block_of(block)),
+        window=attention.window,
+        bias_table=attention.relative_position_bias_table.detach(),
+        bias_rows=attention.relative_position_index,
+    )
 
 
 def rotation_of(attention: nn.Module) -> Rotation | None:
@@ -68,5 +97,5 @@ def rotation_of(attention: nn.Module) -> Rotation | None:
     rotary = getattr(attention, "rotary", None)
     if not isinstance(rotary, Rotary):
         return None
-    turns = rotary.turns().detach()                                      # (T, h, d / 2, 2)
+    turns = rotary.turns().detach()  # (T, h, d / 2, 2)
     return Rotation(torch.arange(2 * turns.shape[2]).view(-1, 2), turns)

@@ -17,11 +17,18 @@ from .views import Attentions, Block
 
 
 @torch.no_grad()
-def mimetic(model: nn.Module | Attentions, *, generator: Generator,
-            base: Base = "default", qk_init: Literal["mimetic", "base"] = "mimetic",
-            qk_alpha: NonNegative = 0.7, qk_beta: float = 0.7,
-            value_init: Literal["mimetic", "untransposed", "base"] = "mimetic",
-            value_alpha: NonNegative = 0.4, value_beta: float = 0.4) -> None:
+def mimetic(
+    model: nn.Module | Attentions,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    qk_init: Literal["mimetic", "base"] = "mimetic",
+    qk_alpha: NonNegative = 0.7,
+    qk_beta: float = 0.7,
+    value_init: Literal["mimetic", "untransposed", "base"] = "mimetic",
+    value_alpha: NonNegative = 0.4,
+    value_beta: float = 0.4,
+) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head and V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
 
     | tensor (every block)            | value                                                    |
@@ -47,13 +54,20 @@ def mimetic(model: nn.Module | Attentions, *, generator: Generator,
         if qk_init == "mimetic":
             write_queries_keys(block.q.mT, block.k.mT, qk_alpha, qk_beta, generator)
         if value_init != "base":
-            write_values(block, value_alpha, value_beta, generator,
-                         transposed=value_init == "mimetic")
+            write_values(
+                block, value_alpha, value_beta, generator, transposed=value_init == "mimetic"
+            )
 
 
 @torch.no_grad()
-def mimetic_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "default",
-                       qk_alpha: NonNegative = 0.7 / 3**0.5, qk_beta: float = 0.7) -> None:
+def mimetic_simple_vit(
+    model: SimpleViT,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    qk_alpha: NonNegative = 0.7 / 3**0.5,
+    qk_beta: float = 0.7,
+) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.
 
     | tensor (every block)            | value                                                    |
@@ -69,8 +83,9 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: Generator, base: Base = "
         write_queries_keys(*block.attn.factors, qk_alpha, qk_beta, generator)
 
 
-def write_queries_keys(query: Tensor, key: Tensor, alpha: float, beta: float,
-                       generator: Generator) -> None:
+def write_queries_keys(
+    query: Tensor, key: Tensor, alpha: float, beta: float, generator: Generator
+) -> None:
     """Write factors of αZ + βI into views of Q and K, (h, n, d); zero beyond the rank, n."""
     _, size, width = query.shape
     for views in zip(query, key):
@@ -79,8 +94,15 @@ def write_queries_keys(query: Tensor, key: Tensor, alpha: float, beta: float,
             view.copy_(F.pad(factor, (0, max(width - size, 0))))
 
 
-def write_values(block: Block, alpha: float, beta: float, generator: Generator, *,
-                 first: int = 0, transposed: bool = True) -> None:
+def write_values(
+    block: Block,
+    alpha: float,
+    beta: float,
+    generator: Generator,
+    *,
+    first: int = 0,
+    transposed: bool = True,
+) -> None:
     """Write V and proj of one attention layer: balanced factors of αZ − βI.
 
     As in the released code, the first head carries the most: singular values decrease.
@@ -91,14 +113,16 @@ def write_values(block: Block, alpha: float, beta: float, generator: Generator, 
         over: V is 0 there, and proj as it was, so that gradients reach V.
     transposed: False stores the factors as they are; see `mimetic`.
     """
-    dim, inner = block.proj.shape[0], block.proj[0].numel()              # all heads' channels
+    dim, inner = block.proj.shape[0], block.proj[0].numel()  # all heads' channels
     size = dim - first
     product = noisy_identity(size, alpha, -beta, block.proj, generator)
-    value, projection = balanced_factors(product, min(size, inner))      # value @ projection.T
+    value, projection = balanced_factors(product, min(size, inner))  # value @ projection.T
     if not transposed:
         if inner != dim:
-            raise ValueError(f'value_init "untransposed" needs as many channels in the heads as in '
-                             f"the stream, and the model has {inner} and {dim}")
+            raise ValueError(
+                f'value_init "untransposed" needs as many channels in the heads as in '
+                f"the stream, and the model has {inner} and {dim}"
+            )
         value, projection = value.mT, projection.mT
     count = value.shape[1]
     order = torch.randperm(inner, generator=generator)[:count] if first else slice(count)
@@ -110,10 +134,11 @@ def write_values(block: Block, alpha: float, beta: float, generator: Generator, 
     block.proj.copy_(projections.view_as(block.proj))
 
 
-def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
-                   generator: Generator) -> Tensor:
+def noisy_identity(
+    dim: int, alpha: float, beta: float, like: Tensor, generator: Generator
+) -> Tensor:
     """(D, D): alpha · Z + beta · I, Z uniform of variance 1/D."""
-    bound = alpha * (3.0 / dim) ** 0.5               # U(-b, b) has variance b² / 3
+    bound = alpha * (3.0 / dim) ** 0.5  # U(-b, b) has variance b² / 3
     matrix = torch.empty(dim, dim, dtype=like.dtype).uniform_(-bound, bound, generator=generator)
     matrix.diagonal().add_(beta)
     return matrix
@@ -129,9 +154,9 @@ def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     left @ rightᵀ = M V Vᵀ is as exact as V is orthogonal. Squaring loses precision only in the
     balance: singular values below √eps times the largest are not split evenly but go to `right`.
     """
-    squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)             # in increasing order
-    vectors = vectors[..., -rank:].flip(-1)                              # (..., n, r), decreasing
-    values = squares[..., -rank:].flip(-1).clamp_min(0.0).sqrt()         # (..., r)
+    squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)  # in increasing order
+    vectors = vectors[..., -rank:].flip(-1)  # (..., n, r), decreasing
+    values = squares[..., -rank:].flip(-1).clamp_min(0.0).sqrt()  # (..., r)
     floor = values[..., :1] * torch.finfo(matrix.dtype).eps ** 0.5
     roots = values.clamp_min(floor.clamp_min(torch.finfo(matrix.dtype).tiny)).sqrt()
     return matrix @ vectors / roots[..., None, :], vectors * roots[..., None, :]

@@ -6,20 +6,33 @@ import torch
 from torch import Generator, Tensor
 
 from ..base.values import AtLeastOne, Count, PositiveNumber
-from ..mixing.filters import (Order, head_offsets, impulse_kernel, offsets_on_grid, ordered_offsets,
-                              shift_matrix)
+from ..mixing.filters import (
+    Order,
+    head_offsets,
+    impulse_kernel,
+    offsets_on_grid,
+    ordered_offsets,
+    shift_matrix,
+)
 from ..models.conv_mixer import ConvMixer
 from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
 from .baseline import Base, draw_base
 
-ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of variance 1 / (3 k²)
+ENERGY = 1 / 3  # expected Σ w² of PyTorch's draw: k² cells of variance 1 / (3 k²)
 
 
 @torch.no_grad()
-def impulse_mixer(model: MlpMixer, *, generator: Generator, base: Base = "default",
-                  kernel_size: AtLeastOne = 3, offsets: Order = "ordered", gain: float = 1.0,
-                  linear_bias: PositiveNumber = 4.0) -> None:
+def impulse_mixer(
+    model: MlpMixer,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    kernel_size: AtLeastOne = 3,
+    offsets: Order = "ordered",
+    gain: float = 1.0,
+    linear_bias: PositiveNumber = 4.0,
+) -> None:
     """Make the token MLP of each block a shift by one offset, the same for all channels.
 
     | tensor (every block)     | N tokens, hidden ≥ 2N            | N ≤ hidden < 2N               |
@@ -45,15 +58,21 @@ def impulse_mixer(model: MlpMixer, *, generator: Generator, base: Base = "defaul
     tokens = model.grid[0] * model.grid[1]
     hidden = model.blocks[0].mlp_tokens.fc1.out_features
     if hidden < tokens:
-        raise ValueError(f"init 'impulse' needs as many hidden units in the token MLP as tokens, "
-                         f"{tokens}, and it has {hidden}; raise tokens_ratio or patch_size")
-    cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
+        raise ValueError(
+            f"init 'impulse' needs as many hidden units in the token MLP as tokens, "
+            f"{tokens}, and it has {hidden}; raise tokens_ratio or patch_size"
+        )
+    cells = offsets_on_grid(kernel_size, model.grid)  # checks kernel_size, before any draw
     draw_base(model, base, generator)
 
     targets = head_offsets(len(model.blocks), cells, offsets, generator)
     for block, offset in zip(model.blocks, targets):
-        write_linear_map(block.mlp_tokens, shift_matrix(offset, model.grid), gain=gain,
-                         linear_bias=float(linear_bias))
+        write_linear_map(
+            block.mlp_tokens,
+            shift_matrix(offset, model.grid),
+            gain=gain,
+            linear_bias=float(linear_bias),
+        )
 
 
 def write_linear_map(mlp: Mlp, matrix: Tensor, *, gain: float, linear_bias: float) -> None:
@@ -62,7 +81,7 @@ def write_linear_map(mlp: Mlp, matrix: Tensor, *, gain: float, linear_bias: floa
     if mlp.fc1.out_features >= 2 * len(matrix):
         matrix, identity = torch.cat([matrix, -matrix]), torch.cat([identity, -identity], dim=1)
         bias = 0.0
-    used = len(matrix)                               # hidden units
+    used = len(matrix)  # hidden units
     mlp.fc1.weight[:used] = matrix
     mlp.fc1.bias[:used] = bias
     mlp.fc2.weight.zero_()
@@ -71,9 +90,15 @@ def write_linear_map(mlp: Mlp, matrix: Tensor, *, gain: float, linear_bias: floa
 
 
 @torch.no_grad()
-def impulse_conv_mixer(model: ConvMixer, *, generator: Generator, base: Base = "default",
-                       kernel_size: Count = 0, offsets: Order = "ordered",
-                       gain: float = 1.0) -> None:
+def impulse_conv_mixer(
+    model: ConvMixer,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    kernel_size: Count = 0,
+    offsets: Order = "ordered",
+    gain: float = 1.0,
+) -> None:
     """Make every depthwise filter an impulse, which picks one neighbour (arXiv 2401.12511, §3).
 
     | tensor (every block)       | value                                                        |
@@ -89,22 +114,29 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: Generator, base: Base = "
     """
     size = model.kernel_size
     if kernel_size > size:
-        raise ValueError(f"kernel_size is {kernel_size}, expected at most the model's {size}, or 0 "
-                         "for that")
+        raise ValueError(
+            f"kernel_size is {kernel_size}, expected at most the model's {size}, or 0 for that"
+        )
     cells = ordered_offsets(kernel_size or size)
     draw_base(model, base, generator)
 
     for layer in map(model.depthwise, model.blocks):
         targets = head_offsets(len(layer.weight), cells, offsets, generator)
         kernels = torch.stack([gain * impulse_kernel(offset, size) for offset in targets])
-        layer.weight.copy_(kernels[:, None])                             # (F, 1, k, k)
+        layer.weight.copy_(kernels[:, None])  # (F, 1, k, k)
         layer.bias.zero_()
 
 
 @torch.no_grad()
-def filters_conv_mixer(model: ConvMixer, *, generator: Generator, base: Base = "default",
-                       kind: Literal["random", "box", "gaussian"] = "random",
-                       cells: AtLeastOne = 2, sigma: PositiveNumber = 1.0) -> None:
+def filters_conv_mixer(
+    model: ConvMixer,
+    *,
+    generator: Generator,
+    base: Base = "default",
+    kind: Literal["random", "box", "gaussian"] = "random",
+    cells: AtLeastOne = 2,
+    sigma: PositiveNumber = 1.0,
+) -> None:
     """Draw depthwise filters of one kind, at the scale of the paper's code: Σ w² = ⅓ on average.
 
     | tensor (every block)       | value                                                        |
@@ -128,12 +160,14 @@ def filters_conv_mixer(model: ConvMixer, *, generator: Generator, base: Base = "
     if cells > size**2:
         raise ValueError(f"cells is {cells}, expected at most the {size**2} of the model's kernel")
     draw_base(model, base, generator)
-    draw = {"random": lambda: (2.0 * torch.rand(size, size, generator=generator) - 1.0) / size,
-            "box": lambda: scattered_box(size, cells, generator=generator),
-            "gaussian": lambda: placed_gaussian(size, sigma, generator=generator)}[kind]
+    draw = {
+        "random": lambda: (2.0 * torch.rand(size, size, generator=generator) - 1.0) / size,
+        "box": lambda: scattered_box(size, cells, generator=generator),
+        "gaussian": lambda: placed_gaussian(size, sigma, generator=generator),
+    }[kind]
     for block in model.blocks:
-        weight = model.depthwise(block).weight                           # (F, 1, k, k)
-        kernels = torch.stack([draw() for _ in range(len(weight))])      # (F, k, k)
+        weight = model.depthwise(block).weight  # (F, 1, k, k)
+        kernels = torch.stack([draw() for _ in range(len(weight))])  # (F, k, k)
         if kind == "gaussian":
             kernels *= (ENERGY / kernels.square().sum((1, 2)).mean()) ** 0.5
         weight.copy_(kernels[:, None])
@@ -149,5 +183,5 @@ def scattered_box(size: int, cells: int, *, generator: Generator) -> Tensor:
 def placed_gaussian(size: int, sigma: float, *, generator: Generator) -> Tensor:
     """(size, size): a Gaussian with peak value 1 around a random cell."""
     centre = torch.randint(size, (2,), generator=generator)
-    axes = (torch.arange(size) - centre[:, None]).square()               # (2, size)
+    axes = (torch.arange(size) - centre[:, None]).square()  # (2, size)
     return (-(axes[0][:, None] + axes[1]) / (2.0 * sigma**2)).exp()

@@ -18,13 +18,13 @@ from ..models.attention import attention_weights
 class Rotation:
     """How an attention turns queries and keys by the places of their tokens."""
 
-    pairs: Tensor               # (d / 2, 2), the channels of each pair
-    turns: Tensor               # (T, h or 1, d / 2, 2), cosine and sine of each token's angle
+    pairs: Tensor  # (d / 2, 2), the channels of each pair
+    turns: Tensor  # (T, h or 1, d / 2, 2), cosine and sine of each token's angle
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (n, h, T, d), of the last T tokens, turned."""
-        a, b = x[..., self.pairs].unbind(-1)                             # (n, h, T, d / 2) each
-        cos, sin = self.turns[-x.shape[2]:].to(x).transpose(0, 1).unbind(-1)
+        a, b = x[..., self.pairs].unbind(-1)  # (n, h, T, d / 2) each
+        cos, sin = self.turns[-x.shape[2] :].to(x).transpose(0, 1).unbind(-1)
         turned = torch.empty_like(x)
         turned[..., self.pairs] = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
         return turned
@@ -34,16 +34,23 @@ class Rotation:
 
         Raises ValueError unless the angles of the grid's tokens, the last, are a plane over it.
         """
-        waves = torch.view_as_complex(self.turns[-grid[0] * grid[1]:].double()).unflatten(0, grid)
-        steps = [(waves.narrow(axis, 1, side - 1) * waves.narrow(axis, 0, side - 1).conj())
-                 .flatten(0, 1).sum(0).angle() for axis, side in enumerate(grid)]
-        omega = torch.stack(steps, -1)                                   # (h or 1, d / 2, 2)
+        waves = torch.view_as_complex(self.turns[-grid[0] * grid[1] :].double()).unflatten(0, grid)
+        steps = [
+            (waves.narrow(axis, 1, side - 1) * waves.narrow(axis, 0, side - 1).conj())
+            .flatten(0, 1)
+            .sum(0)
+            .angle()
+            for axis, side in enumerate(grid)
+        ]
+        omega = torch.stack(steps, -1)  # (h or 1, d / 2, 2)
         cells = torch.cartesian_prod(*map(torch.arange, grid)).double().unflatten(0, grid)
         plane = torch.polar(torch.ones(()).double(), (cells[:, :, None, None] * omega).sum(-1))
         if (waves - waves[0, 0] * plane).abs().max() > 1e-3:
-            raise ValueError("the rotary frequencies are not one for the rows and one for the "
-                             "columns of each pair of channels, or were rounded: initialise in "
-                             "float32 and convert then")
+            raise ValueError(
+                "the rotary frequencies are not one for the rows and one for the "
+                "columns of each pair of channels, or were rounded: initialise in "
+                "float32 and convert then"
+            )
         return omega
 
 
@@ -55,18 +62,18 @@ class Block:
     q_bias[i], where x is the output of `norm`.
     """
 
-    q: Tensor                   # (h, d, D)
-    k: Tensor                   # (h, d, D)
-    v: Tensor                   # (h, d, D)
-    proj: Tensor                # (D, h, d)
-    q_bias: Tensor | None       # (h, d)
-    k_bias: Tensor | None       # (h, d)
-    v_bias: Tensor | None       # (h, d)
-    proj_bias: Tensor | None    # (D,)
-    norm: nn.LayerNorm          # before the attention
-    attention: nn.Module | None = None           # the whole, by which the formula can be checked
-    rotation: Rotation | None = None             # of Q and K; None: they are not turned
-    around: nn.Module | None = None              # the block, with its MLP
+    q: Tensor  # (h, d, D)
+    k: Tensor  # (h, d, D)
+    v: Tensor  # (h, d, D)
+    proj: Tensor  # (D, h, d)
+    q_bias: Tensor | None  # (h, d)
+    k_bias: Tensor | None  # (h, d)
+    v_bias: Tensor | None  # (h, d)
+    proj_bias: Tensor | None  # (D,)
+    norm: nn.LayerNorm  # before the attention
+    attention: nn.Module | None = None  # the whole, by which the formula can be checked
+    rotation: Rotation | None = None  # of Q and K; None: they are not turned
+    around: nn.Module | None = None  # the block, with its MLP
 
     @property
     def bias(self) -> Tensor | None:
@@ -82,7 +89,7 @@ class Block:
 
     def output(self, y: Tensor) -> Tensor:
         """What the attention makes of the norm's output: (n, T, D) → (n, T, D)."""
-        mixed = self.mixing_weights(y) @ projected(y, self.v, self.v_bias)       # (n, h, T, d)
+        mixed = self.mixing_weights(y) @ projected(y, self.v, self.v_bias)  # (n, h, T, d)
         output = torch.einsum("bhtd, chd -> btc", mixed, self.proj)
         return output if self.proj_bias is None else output + self.proj_bias
 
@@ -91,16 +98,18 @@ class Block:
 class WindowBlock(Block):
     """The attention of a Swin's block. Its y are whole windows, (windows, n, D), row by row."""
 
-    window: Grid                # tokens down and across
-    bias_table: Tensor          # (relative positions, h)
-    bias_rows: Tensor           # (n, n), by query and key
+    window: Grid  # tokens down and across
+    bias_table: Tensor  # (relative positions, h)
+    bias_rows: Tensor  # (n, n), by query and key
 
     def bias_row(self, offset: Offset) -> int:
         """The row of `bias_table` for keys at this offset; ValueError unless there is one."""
         rows = self.bias_rows[neighbours(offset, self.window)].unique()
         if len(rows) != 1:
-            raise ValueError(f"the relative position bias has {len(rows)} rows for the offset "
-                             f"{offset}, expected one")
+            raise ValueError(
+                f"the relative position bias has {len(rows)} rows for the offset "
+                f"{offset}, expected one"
+            )
         return int(rows)
 
     @property
@@ -120,11 +129,11 @@ class Attentions(ABC):
     model: nn.Module
     blocks: tuple[Block, ...]
     _: KW_ONLY
-    image_shape: tuple[int, int, int] | None = None      # (channels, height, width), where known
-    prefix: int = 0             # tokens before those of the patches
-    checked: str = ""           # in words, what was checked
-    sequence_first: bool = False         # whether the blocks read (T, n, D) in place of (n, T, D)
-    family: ClassVar[str]       # whose inits write to it
+    image_shape: tuple[int, int, int] | None = None  # (channels, height, width), where known
+    prefix: int = 0  # tokens before those of the patches
+    checked: str = ""  # in words, what was checked
+    sequence_first: bool = False  # whether the blocks read (T, n, D) in place of (n, T, D)
+    family: ClassVar[str]  # whose inits write to it
 
     @property
     @abstractmethod
@@ -140,13 +149,13 @@ class Attentions(ABC):
 class Layout(Attentions):
     """Where a ViT keeps what inits write, as its attributes or a user state it."""
 
-    pos_embed: Tensor           # (rows, D), a view: of prefix tokens, then of the N patches by row;
-                                # without rows where positions are rotary alone
-    grid: Grid = (0, 0)         # patch tokens down and across; (0, 0): only a probe can see them
-    learned: bool = True        # whether pos_embed is a parameter, and no frozen sines and cosines
-    tokens: tuple[Tensor, ...] = ()      # the prefix tokens, (…, D)
+    pos_embed: Tensor  # (rows, D), a view: of prefix tokens, then of the N patches by row;
+    # without rows where positions are rotary alone
+    grid: Grid = (0, 0)  # patch tokens down and across; (0, 0): only a probe can see them
+    learned: bool = True  # whether pos_embed is a parameter, and no frozen sines and cosines
+    tokens: tuple[Tensor, ...] = ()  # the prefix tokens, (…, D)
     _: KW_ONLY
-    entry: nn.Module = nn.Identity()     # between the sum with positions and the first block: CLIP
+    entry: nn.Module = nn.Identity()  # between the sum with positions and the first block: CLIP
     family = "vit"
 
     @property
@@ -161,8 +170,11 @@ class Layout(Attentions):
     def positions(self) -> Tensor:
         """The position embedding of the patch tokens, (N, D), a view, or zeros if there is none."""
         patches = self.grid[0] * self.grid[1]
-        rows = self.pos_embed if len(self.pos_embed) else self.pos_embed.new_zeros(
-            patches, self.pos_embed.shape[1])
+        rows = (
+            self.pos_embed
+            if len(self.pos_embed)
+            else self.pos_embed.new_zeros(patches, self.pos_embed.shape[1])
+        )
         return rows[-patches:]
 
 

@@ -32,31 +32,44 @@ from ..models.swin import SwinBlock
 from ..models.vit import VitBlock
 from .filters import Grid, Offset, convolution_matrix, kernel_offsets, neighbours
 
-AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
+AT_ONCE = 8  # images per forward pass, whose attention matrices are all computed
 
-Heads = slice | list[int]            # heads, or channels of a Mixer or ConvMixer
+Heads = slice | list[int]  # heads, or channels of a Mixer or ConvMixer
 
 
 @torch.no_grad()
-def run(model: nn.Module, images: Tensor, *,
-        before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
-        after: Mapping[nn.Module, Callable[[tuple, Any], None]] | None = None) -> None:
+def run(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
+    after: Mapping[nn.Module, Callable[[tuple, Any], None]] | None = None,
+) -> None:
     """Pass images through a model in evaluation mode; its modes, buffers and the random state stay.
 
     before: by module, what is called with the module's input. after: with all its inputs and its
     output. PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module._buffers, name, buffer, None if buffer is None else buffer.clone())
-               for module in model.modules() for name, buffer in module._buffers.items()]
+    buffers = [
+        (module._buffers, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     hooks = []
     try:
         for module, reader in (before or {}).items():
-            hooks.append(module.register_forward_pre_hook(
-                lambda _, inputs, reader=reader: reader(*inputs[:1] or [None])))
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda _, inputs, reader=reader: reader(*inputs[:1] or [None])
+                )
+            )
         for module, call in (after or {}).items():
-            hooks.append(module.register_forward_hook(
-                lambda _, inputs, output, call=call: call(inputs, output)))
+            hooks.append(
+                module.register_forward_hook(
+                    lambda _, inputs, output, call=call: call(inputs, output)
+                )
+            )
         model.eval()
         with torch.random.fork_rng(devices=[]):
             model(images)
@@ -65,13 +78,18 @@ def run(model: nn.Module, images: Tensor, *,
             hook.remove()
         for module, training in modes:
             module.training = training
-        for table, name, buffer, value in buffers:   # counters and caches
+        for table, name, buffer, value in buffers:  # counters and caches
             table[name] = buffer if buffer is None or value is None else buffer.copy_(value)
 
 
-def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Sequence[int] | None = None,
-                    heads: Sequence[int] | None = None,
-                    summarise: Callable[[Tensor], Tensor] | None = None) -> dict[int, Tensor]:
+def mixing_matrices(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    blocks: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    summarise: Callable[[Tensor], Tensor] | None = None,
+) -> dict[int, Tensor]:
     """The matrices with which the model mixes the tokens of `images`, by block.
 
     images: (B, 3, H, W), normalised as for the model.
@@ -91,13 +109,17 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Sequence[int] |
     def record(block: int, inputs: tuple, _: Tensor) -> None:
         weights = by_block[block].read(chosen, *inputs)
         matrices[block] = weights if summarise is None else summarise(weights)
+
     run(model, images, after={by_block[block].module: partial(record, block) for block in wanted})
     return matrices
 
 
-def mean_shares(model: nn.Module, images: Tensor,
-                readers: Sequence[tuple[nn.Module, Callable[[tuple, Tensor], Tensor]]],
-                grids: Sequence[Grid]) -> list[Tensor]:
+def mean_shares(
+    model: nn.Module,
+    images: Tensor,
+    readers: Sequence[tuple[nn.Module, Callable[[tuple, Tensor], Tensor]]],
+    grids: Sequence[Grid],
+) -> list[Tensor]:
     """By block, the `shares_of_patches` on its grid, (h, cells, cells): means of images, windows.
 
     readers: by block, a module and a function of its inputs and its output that gives attention
@@ -106,8 +128,9 @@ def mean_shares(model: nn.Module, images: Tensor,
     sums: list[Any] = [0.0] * len(readers)
 
     def add(block: int, read: Callable, inputs: tuple, output: Tensor) -> None:
-        shares = shares_of_patches(read(inputs, output), grids[block])   # of images, or windows
+        shares = shares_of_patches(read(inputs, output), grids[block])  # of images, or windows
         sums[block] = sums[block] + len(batch) / len(images) * shares.mean(0)
+
     after = {module: partial(add, block, read) for block, (module, read) in enumerate(readers)}
     for batch in images.split(AT_ONCE):
         run(model, batch, after=after)
@@ -118,8 +141,8 @@ class Mixer(NamedTuple):
     """What mixes the tokens in one block."""
 
     module: nn.Module
-    grid: Grid       # of the patch tokens that it mixes
-    read: Callable[..., Tensor]          # (heads, *inputs) → (B, len(heads), N, N)
+    grid: Grid  # of the patch tokens that it mixes
+    read: Callable[..., Tensor]  # (heads, *inputs) → (B, len(heads), N, N)
 
 
 def mixers(model: nn.Module) -> list[Mixer]:
@@ -145,19 +168,20 @@ def block_grids(model: nn.Module) -> list[Grid]:
     return [mixer.grid for mixer in mixers(model)]
 
 
-def _read_attention(attention: Attention | SimpleAttention, heads: Heads, x: Tensor,
-                    *pos_embed: Tensor) -> Tensor:
+def _read_attention(
+    attention: Attention | SimpleAttention, heads: Heads, x: Tensor, *pos_embed: Tensor
+) -> Tensor:
     weights = attention.mixing_weights(x, *pos_embed)[:, heads]
-    return weights.expand(len(x), -1, -1, -1)        # some SimpleViTs have one for all images
+    return weights.expand(len(x), -1, -1, -1)  # some SimpleViTs have one for all images
 
 
 def _read_windows(block: SwinBlock, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
     """The matrices of all windows as one (N, N), by token number on the unshifted map."""
-    weights = block.attn.mixing_weights(x, mask)[:, heads]               # (B·M, h, w², w²)
+    weights = block.attn.mixing_weights(x, mask)[:, heads]  # (B·M, h, w², w²)
     tokens = torch.arange(prod(block.grid), device=x.device).view(block.grid)
     tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
     tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=block.window[0], w=block.window[1])
-    weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))      # (M, w²) tokens
+    weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))  # (M, w²) tokens
     matrices = weights.new_zeros(*weights.shape[:2], tokens.numel(), tokens.numel())
     matrices[:, :, tokens[:, :, None], tokens[:, None]] = weights
     return matrices
@@ -165,17 +189,17 @@ def _read_windows(block: SwinBlock, heads: Heads, x: Tensor, mask: Tensor | None
 
 def _read_token_mlp(mlp: Mlp, channels: Heads, x: Tensor) -> Tensor:
     """J = fc2 · diag(GELU′(fc1 x + b)) · fc1, with each channel's own x."""
-    hidden = mlp.fc1(x[:, channels])                                     # (B, c, hidden)
+    hidden = mlp.fc1(x[:, channels])  # (B, c, hidden)
     with torch.enable_grad():
         hidden = hidden.detach().requires_grad_(True)
-        slopes, = torch.autograd.grad(mlp.act(hidden).sum(), hidden)
+        (slopes,) = torch.autograd.grad(mlp.act(hidden).sum(), hidden)
     return torch.einsum("nh, bch, hm -> bcnm", mlp.fc2.weight, slopes, mlp.fc1.weight)
 
 
 def _read_depthwise(layer: DepthwiseConv, channels: Heads, x: Tensor) -> Tensor:
     grid = x.shape[-2], x.shape[-1]
     matrices = [convolution_matrix(kernel, grid) for kernel in layer.kernels()[channels, 0]]
-    return torch.stack(matrices).expand(len(x), -1, -1, -1)              # the same for all images
+    return torch.stack(matrices).expand(len(x), -1, -1, -1)  # the same for all images
 
 
 def among_patches(weights: Tensor, grid: Grid) -> Tensor:
@@ -197,8 +221,9 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: Grid) -> Tenso
     head; raises ValueError otherwise. The mean is over tokens with a target on the grid, else NaN.
     """
     by_head = zip(shares_of_patches(weights, grid).unbind(-3), offsets, strict=True)
-    return torch.stack([shares[..., *neighbours(offset, grid)].mean()
-                        for shares, offset in by_head])
+    return torch.stack(
+        [shares[..., *neighbours(offset, grid)].mean() for shares, offset in by_head]
+    )
 
 
 def mean_kernel(weights: Tensor, grid: Grid, radius: int) -> Tensor:

@@ -19,9 +19,9 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-Offset = tuple[int, int]                # rows down and columns right
-Grid = tuple[int, int]                  # rows and columns of tokens
-Order = Literal["ordered", "random"]    # in which offsets are assigned to heads; see `head_offsets`
+Offset = tuple[int, int]  # rows down and columns right
+Grid = tuple[int, int]  # rows and columns of tokens
+Order = Literal["ordered", "random"]  # in which offsets are assigned to heads; see `head_offsets`
 
 # The order in which the released code assigns the cells of a 3×3 kernel to heads: centre, up,
 # right, left, down, then the corners (structured-initialization, vision_transformer.py).
@@ -42,11 +42,12 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     offsets = kernel_offsets(kernel_size)
     if kernel_size == 3:
         return list(map(offsets.__getitem__, RELEASED_ORDER_3X3))
-    return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # a stable sort
+    return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)  # a stable sort
 
 
-def head_offsets(num_heads: int, cells: list[Offset], offsets: Order, generator: Generator,
-                 *, first: int = 0) -> list[Offset]:
+def head_offsets(
+    num_heads: int, cells: list[Offset], offsets: Order, generator: Generator, *, first: int = 0
+) -> list[Offset]:
     """The offset of each head of one block, or of each filter.
 
     cells: the offsets to assign. offsets: "ordered": head i takes number first + i of the cells,
@@ -61,8 +62,10 @@ def offsets_on_grid(kernel_size: int, grid: Grid) -> list[Offset]:
     """`ordered_offsets`, or ValueError if one of them leads off the grid from every token."""
     largest = 2 * min(grid) - 1
     if kernel_size > largest:
-        raise ValueError(f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets "
-                         f"have no target on the {grid[0]}×{grid[1]} grid")
+        raise ValueError(
+            f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets "
+            f"have no target on the {grid[0]}×{grid[1]} grid"
+        )
     return ordered_offsets(kernel_size)
 
 
@@ -78,8 +81,8 @@ def neighbours(offset: Offset, grid: Grid, *, circular: bool = False) -> tuple[T
     circular: wrap around at the borders instead, so that all tokens have one.
     """
     height, width = grid
-    rows = torch.arange(height)[:, None] + offset[0]                     # (H, 1)
-    columns = torch.arange(width)[None, :] + offset[1]                   # (1, W)
+    rows = torch.arange(height)[:, None] + offset[0]  # (H, 1)
+    columns = torch.arange(width)[None, :] + offset[1]  # (1, W)
     if circular:
         rows, columns = rows % height, columns % width
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
@@ -118,10 +121,10 @@ def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
 
 def smallest_logit(reached: Callable[[float], bool]) -> float | None:
     """The ℓ > 0 from which on `reached(ℓ)` is true, by bisection; None if 1,000 is too small."""
-    low, high = 0.0, 1e3                 # a mass that needs a larger logit counts as out of reach
+    low, high = 0.0, 1e3  # a mass that needs a larger logit counts as out of reach
     if not reached(high):
         return None
-    for _ in range(60):                  # more than a double has significant bits
+    for _ in range(60):  # more than a double has significant bits
         middle = 0.5 * (low + high)
         low, high = (low, middle) if reached(middle) else (middle, high)
     return high

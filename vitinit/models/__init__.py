@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 # Family → the class of its models, or where it is: see base/table.py.
 FAMILIES: dict[str, Any] = {
-    "vit": ".models.vit:VisionTransformer", "swin": ".models.swin:SwinTransformer",
-    "mlp_mixer": ".models.mlp_mixer:MlpMixer", "conv_mixer": ".models.conv_mixer:ConvMixer",
-    "simple_vit": ".models.simple_vit:SimpleViT"}
-CLASSES = {row.partition(":")[2]: family for family, row in FAMILIES.items()}    # imported if asked
+    "vit": ".models.vit:VisionTransformer",
+    "swin": ".models.swin:SwinTransformer",
+    "mlp_mixer": ".models.mlp_mixer:MlpMixer",
+    "conv_mixer": ".models.conv_mixer:ConvMixer",
+    "simple_vit": ".models.simple_vit:SimpleViT",
+}
+CLASSES = {row.partition(":")[2]: family for family, row in FAMILIES.items()}  # imported if asked
 
 __all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *CLASSES]
 
@@ -45,11 +48,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixer_l16": ("mlp_mixer", dict(patch_size=16, embed_dim=1024, depth=24)),
     # arXiv 2201.09792, table 1 (width, depth), and small ones for 32 pixels (arXiv 2401.12511)
     "convmixer_1536_20": (
-        "conv_mixer", dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9)),
+        "conv_mixer",
+        dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9),
+    ),
     "convmixer_1024_20": (
-        "conv_mixer", dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9)),
-    "convmixer_768_32": ("conv_mixer", dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7,
-                                            activation="relu")),
+        "conv_mixer",
+        dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9),
+    ),
+    "convmixer_768_32": (
+        "conv_mixer",
+        dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7, activation="relu"),
+    ),
     "convmixer_512_8": ("conv_mixer", dict(patch_size=2, embed_dim=512, depth=8, kernel_size=5)),
     "convmixer_256_8": ("conv_mixer", dict(patch_size=2, embed_dim=256, depth=8, kernel_size=5)),
     # arXiv 2401.12511, §5
@@ -62,14 +71,15 @@ def model_class(family: str) -> type[Classifier]:
     return find(FAMILIES[family])
 
 
-def __getattr__(name: str) -> Any:                   # from vitinit.models import VisionTransformer
+def __getattr__(name: str) -> Any:  # from vitinit.models import VisionTransformer
     if name not in CLASSES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return model_class(CLASSES[name])
 
 
-def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int],
-                **sizes: Any) -> Classifier:
+def build_model(
+    name: str, *, num_classes: int, image_size: int | tuple[int, int], **sizes: Any
+) -> Classifier:
     """Build the model `name` with the sizes of its table entry, which `sizes` override or extend.
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.

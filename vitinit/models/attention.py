@@ -24,8 +24,9 @@ from .rotary import Rotary
 FOR_BIAS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def attention_weights(query: Tensor, key: Tensor, bias: Tensor | None = None,
-                      scale: float | None = None) -> Tensor:
+def attention_weights(
+    query: Tensor, key: Tensor, bias: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """softmax(Q Kᵀ · scale + bias), the spatial mixing ("Attention Is All You Need", §3.2.1).
 
     query, key: (..., N, d). bias: broadcastable to (..., N, N), added to the logits (a relative
@@ -35,8 +36,13 @@ def attention_weights(query: Tensor, key: Tensor, bias: Tensor | None = None,
     return (logits if bias is None else logits + bias).softmax(dim=-1)
 
 
-def attend(query: Tensor, key: Tensor, values: Tensor, bias: Tensor | None = None,
-           scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """`attention_weights` @ values, each (B, h, N, d), by the fastest way on the device."""
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
         # Here the fused kernel takes 2 to 7 times as long, with backward (torch 2.14, N 64 to 784).
@@ -56,8 +62,15 @@ class Attention(nn.Module):
         2302.05442, §2.1); None: none. rotary: turns them by their places; None: nothing does.
     """
 
-    def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True,
-                 qk_norm_eps: float | None = None, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        qkv_bias: bool = True,
+        qk_norm_eps: float | None = None,
+        rotary: Rotary | None = None,
+    ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"embed_dim {dim} does not divide into num_heads {num_heads}")
@@ -65,8 +78,10 @@ class Attention(nn.Module):
         self.head_dim = dim // num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
-        self.q_norm, self.k_norm = (nn.Identity() if qk_norm_eps is None else
-                                    nn.LayerNorm(self.head_dim, eps=qk_norm_eps) for _ in "qk")
+        self.q_norm, self.k_norm = (
+            nn.Identity() if qk_norm_eps is None else nn.LayerNorm(self.head_dim, eps=qk_norm_eps)
+            for _ in "qk"
+        )
         self.rotary = rotary
 
     def by_head(self, packed: Tensor) -> Tensor:
@@ -96,14 +111,16 @@ class Attention(nn.Module):
         """(C, h, d): head i adds values_i @ proj_weight[:, i].T to the output."""
         return self.proj.weight.unflatten(1, (self.num_heads, self.head_dim))
 
-    def queries_keys_values(self, x: Tensor, tokens: Tensor | None = None
-                            ) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(
+        self, x: Tensor, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, C) → Q, K and V, each (B, h, N, d): Q and K after qk_norm and rotary, if any.
         tokens: (B, N), which of the image's tokens these are; None: all of them, in order.
         """
-        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b n h d",
-                            three=3, h=self.num_heads)
-        if isinstance(self.q_norm, nn.LayerNorm):    # whose results are float32 under autocast
+        q, k, v = rearrange(
+            self.qkv(x), "b n (three h d) -> three b n h d", three=3, h=self.num_heads
+        )
+        if isinstance(self.q_norm, nn.LayerNorm):  # whose results are float32 under autocast
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if self.rotary is not None:
             q, k = self.rotary(q, k, tokens)
@@ -115,5 +132,5 @@ class Attention(nn.Module):
         return attention_weights(q, k)
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
-        x = attend(*self.queries_keys_values(x, tokens))                 # (B, h, N, d)
+        x = attend(*self.queries_keys_values(x, tokens))  # (B, h, N, d)
         return self.proj(rearrange(x, "b h n d -> b n (h d)"))

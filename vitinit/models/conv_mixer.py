@@ -12,8 +12,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, Pair, make_head, map_tokens, patch_grid, require_choice,
-                     require_image_size, run_blocks, to_pair)
+from .layers import (
+    Classifier,
+    Features,
+    Pair,
+    make_head,
+    map_tokens,
+    patch_grid,
+    require_choice,
+    require_image_size,
+    run_blocks,
+    to_pair,
+)
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -53,13 +63,16 @@ class DepthwiseConv(nn.Conv2d):
         return self._conv_forward(x, self.kernels(), self.bias)
 
 
-def conv_mixer_block(dim: int, kernel_size: int, num_filters: int,
-                     act: type[nn.Module]) -> nn.Sequential:
+def conv_mixer_block(
+    dim: int, kernel_size: int, num_filters: int, act: type[nn.Module]
+) -> nn.Sequential:
     """Depthwise convolution with a residual, then pointwise convolution (§2)."""
-    spatial = nn.Sequential(DepthwiseConv(dim, kernel_size, num_filters=num_filters), act(),
-                            nn.BatchNorm2d(dim))
-    return nn.Sequential(Residual(spatial), nn.Conv2d(dim, dim, kernel_size=1), act(),
-                         nn.BatchNorm2d(dim))
+    spatial = nn.Sequential(
+        DepthwiseConv(dim, kernel_size, num_filters=num_filters), act(), nn.BatchNorm2d(dim)
+    )
+    return nn.Sequential(
+        Residual(spatial), nn.Conv2d(dim, dim, kernel_size=1), act(), nn.BatchNorm2d(dim)
+    )
 
 
 class ConvMixer(Classifier):
@@ -73,22 +86,43 @@ class ConvMixer(Classifier):
 
     family = "conv_mixer"
 
-    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
-                 depth: int, kernel_size: int, activation: Literal["gelu", "relu"] = "gelu",
-                 num_filters: int = 0, train_filters: bool = True) -> None:
-        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        image_size: Pair,
+        patch_size: Pair,
+        embed_dim: int,
+        depth: int,
+        kernel_size: int,
+        activation: Literal["gelu", "relu"] = "gelu",
+        num_filters: int = 0,
+        train_filters: bool = True,
+    ) -> None:
+        super().__init__(
+            num_classes,
+            image_size=image_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            kernel_size=kernel_size,
+        )
         require_choice("activation", activation, tuple(ACTIVATIONS))
         if not 0 <= num_filters <= embed_dim:
-            raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim "
-                             f"= {embed_dim}")
+            raise ValueError(
+                f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = {embed_dim}"
+            )
         act, self.kernel_size = ACTIVATIONS[activation], kernel_size
         self.patch_size = to_pair(patch_size)
         self.grid = patch_grid(to_pair(image_size), self.patch_size)
-        self.stem = nn.Sequential(nn.Conv2d(3, embed_dim, self.patch_size, stride=self.patch_size),
-                                  act(), nn.BatchNorm2d(embed_dim))
-        self.blocks = nn.Sequential(*(conv_mixer_block(embed_dim, kernel_size, num_filters, act)
-                                      for _ in range(depth)))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, embed_dim, self.patch_size, stride=self.patch_size),
+            act(),
+            nn.BatchNorm2d(embed_dim),
+        )
+        self.blocks = nn.Sequential(
+            *(conv_mixer_block(embed_dim, kernel_size, num_filters, act) for _ in range(depth))
+        )
         for layers in self.blocks:
             self.depthwise(layers).requires_grad_(train_filters)
         self.head = make_head(embed_dim, num_classes)
@@ -101,7 +135,10 @@ class ConvMixer(Classifier):
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         height, width = images.shape[-2:]
         require_image_size(images, (height, width))
-        patch_grid((height, width), self.patch_size)     # else the stem would drop the last rows
-        x, after = run_blocks(self.blocks, self.stem(images), blocks)    # each (B, C, h, w)
-        return Features(tuple(map_tokens(part.movedim(1, -1)) for part in after),
-                        map_tokens(x.movedim(1, -1)), x.mean(dim=(2, 3)))
+        patch_grid((height, width), self.patch_size)  # else the stem would drop the last rows
+        x, after = run_blocks(self.blocks, self.stem(images), blocks)  # each (B, C, h, w)
+        return Features(
+            tuple(map_tokens(part.movedim(1, -1)) for part in after),
+            map_tokens(x.movedim(1, -1)),
+            x.mean(dim=(2, 3)),
+        )

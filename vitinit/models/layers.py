@@ -10,25 +10,25 @@ from einops import rearrange
 from torch import Tensor, nn
 
 Layer = TypeVar("Layer", bound=nn.Module)
-Sides = tuple[int, int]         # height and width, or rows and columns
-Pair = int | Sides              # one integer stands for both
+Sides = tuple[int, int]  # height and width, or rows and columns
+Pair = int | Sides  # one integer stands for both
 MOST_BLOCKS = 1000
-PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")  # before the patches, in this order
 
 
 class Tokens(NamedTuple):
     """The tokens after a layer: patch tokens on their grid, and the prefix tokens before them."""
 
-    map: Tensor             # (B, H, W, C): patch tokens by row and column
-    prefix: Tensor          # (B, P, C): class, distillation, register tokens in this order; P ≥ 0
+    map: Tensor  # (B, H, W, C): patch tokens by row and column
+    prefix: Tensor  # (B, P, C): class, distillation, register tokens in this order; P ≥ 0
 
 
 class Features(NamedTuple):
     """The features of images (B, 3, H, W)."""
 
     blocks: tuple[Tokens, ...]  # after each chosen block, without the last norm
-    last: Tokens                # after the last block and the last norm, if there is one
-    pooled: Tensor              # (B, C), what the head reads; (B, 2·C) for a distilled ViT
+    last: Tokens  # after the last block and the last norm, if there is one
+    pooled: Tensor  # (B, C), what the head reads; (B, 2·C) for a distilled ViT
 
 
 class Classifier(nn.Module):
@@ -43,13 +43,13 @@ class Classifier(nn.Module):
     The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`.
     """
 
-    family: str                     # the name of its file, one of `vitinit.models.FAMILIES`
-    head: nn.Module                 # the identity in a model without classes
-    grid: Sides           # patches down and across
+    family: str  # the name of its file, one of `vitinit.models.FAMILIES`
+    head: nn.Module  # the identity in a model without classes
+    grid: Sides  # patches down and across
     features: Callable[..., Features]
-    num_prefix_tokens = 0           # class, distillation and register tokens
-    learns_positions = False        # whether there is a position embedding that is a parameter
-    rotary = False                  # whether queries and keys are turned by their tokens' places
+    num_prefix_tokens = 0  # class, distillation and register tokens
+    learns_positions = False  # whether there is a position embedding that is a parameter
+    rotary = False  # whether queries and keys are turned by their tokens' places
     drop_path_rates: tuple[float, ...] = ()
 
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
@@ -58,20 +58,22 @@ class Classifier(nn.Module):
         """
         super().__init__()
         if num_classes < 0:
-            raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without "
-                             "a head)")
+            raise ValueError(
+                f"num_classes is {num_classes}, expected at least 0 (a model without a head)"
+            )
         for name, value in sizes.items():
             parts = value if isinstance(value, Sequence) else [value]
             if not all(part > 0 for part in parts):
-                raise ValueError(f"{name} is {value}, expected more than 0")     # also for NaN
+                raise ValueError(f"{name} is {value}, expected more than 0")  # also for NaN
             if name.startswith("depth") and sum(parts) > MOST_BLOCKS:
                 raise ValueError(f"{name} is {value}, expected at most {MOST_BLOCKS} blocks")
         self.num_classes = num_classes
 
     def tokens(self, x: Tensor) -> Tokens:
         """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""
-        return Tokens(x[:, self.num_prefix_tokens:].unflatten(1, self.grid),
-                      x[:, :self.num_prefix_tokens])
+        return Tokens(
+            x[:, self.num_prefix_tokens :].unflatten(1, self.grid), x[:, : self.num_prefix_tokens]
+        )
 
     def classify(self, features: Features) -> Tensor:
         """The logits, (B, num_classes), from the pooled features."""
@@ -79,8 +81,9 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
         """The logits, (B, num_classes), of images (B, 3, H, W); drop_path: see `Classifier`."""
-        return self.classify(self.features(images) if drop_path is None else
-                             self.features(images, drop_path))
+        return self.classify(
+            self.features(images) if drop_path is None else self.features(images, drop_path)
+        )
 
 
 def module_list(layers: Iterable[Layer]) -> Sequence[Layer]:
@@ -101,8 +104,12 @@ def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
     return [block % depth for block in blocks]
 
 
-def run_blocks(blocks: nn.Sequential | Sequence[nn.Module], x: Tensor, numbers: Sequence[int],
-               *arguments: Sequence | Tensor) -> tuple[Tensor, list[Tensor]]:
+def run_blocks(
+    blocks: nn.Sequential | Sequence[nn.Module],
+    x: Tensor,
+    numbers: Sequence[int],
+    *arguments: Sequence | Tensor,
+) -> tuple[Tensor, list[Tensor]]:
     """x after all blocks, and after each of the `numbers`; block i gets item i of each argument."""
     wanted = block_numbers(numbers, len(blocks))
     after = {}
@@ -121,7 +128,7 @@ def make_head(dim: int, num_classes: int) -> nn.Module:
 def to_pair(value: int | Sequence[int]) -> Sides:
     """(height, width); a single integer is used for both."""
     height, width = (value, value) if isinstance(value, int) else value
-    return index(height), index(width)               # raises TypeError for a fraction
+    return index(height), index(width)  # raises TypeError for a fraction
 
 
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -133,28 +140,36 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
 def hidden_width(dim: int, ratio: float, name: str) -> int:
     """An MLP's hidden width, dim · ratio rounded down. Raises ValueError, by `name`, if it is 0."""
     if dim * ratio < 1:
-        raise ValueError(f"{name} is {ratio}, which leaves an MLP of {dim} channels no hidden one; "
-                         f"expected at least 1 / {dim}")
+        raise ValueError(
+            f"{name} is {ratio}, which leaves an MLP of {dim} channels no hidden one; "
+            f"expected at least 1 / {dim}"
+        )
     return int(dim * ratio)
 
 
 def patch_grid(image_size: Sides, patch_size: Sides) -> Sides:
     """The patches down and across. Raises ValueError if they do not tile the image."""
     if any(size % patch for size, patch in zip(image_size, patch_size)):
-        raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image "
-                         f"of {image_size[0]}×{image_size[1]}; image_size must be a multiple of "
-                         "patch_size on both sides")
+        raise ValueError(
+            f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image "
+            f"of {image_size[0]}×{image_size[1]}; image_size must be a multiple of "
+            "patch_size on both sides"
+        )
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
 
 def require_image_size(images: Tensor, size: Sides) -> None:
     """Raise ValueError unless images is (B, 3, *size); compiled models contain no check."""
     if images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
-                         f"{tuple(images.shape)}")
+        raise ValueError(
+            f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
+            f"{tuple(images.shape)}"
+        )
     if images.shape[2:] != size:
-        raise ValueError(f"the model was built for images of {size[0]}×{size[1]} pixels and got "
-                         f"{images.shape[2]}×{images.shape[3]}")
+        raise ValueError(
+            f"the model was built for images of {size[0]}×{size[1]} pixels and got "
+            f"{images.shape[2]}×{images.shape[3]}"
+        )
 
 
 def patches_of(images: Tensor, patch: Sides) -> Tensor:
@@ -169,8 +184,9 @@ class PatchEmbed(nn.Module):
     grid. norm: whether a LayerNorm follows. Raises ValueError if the patches do not tile the image.
     """
 
-    def __init__(self, image_size: Pair, patch_size: Pair, embed_dim: int, *,
-                 norm: bool = False) -> None:
+    def __init__(
+        self, image_size: Pair, patch_size: Pair, embed_dim: int, *, norm: bool = False
+    ) -> None:
         super().__init__()
         self.image_size, patch = to_pair(image_size), to_pair(patch_size)
         self.grid = patch_grid(self.image_size, patch)
@@ -206,7 +222,7 @@ class SwiGlu(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.fc1(x).chunk(2, dim=-1)                       # (…, hidden) each
+        gate, value = self.fc1(x).chunk(2, dim=-1)  # (…, hidden) each
         return self.fc2(nn.functional.silu(gate) * value)
 
 
@@ -233,7 +249,7 @@ def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float,
 
 def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:
     """Draw scales, (branches, batch), of mean 1: 0 with probability `rate`, else 1 / (1 − rate)."""
-    column = np.asarray(rates)[:, None]                                  # (branches, 1)
+    column = np.asarray(rates)[:, None]  # (branches, 1)
     kept = rng.random((len(column), batch)) >= column
     return torch.from_numpy((kept / (1.0 - column)).astype(np.float32))
 
@@ -263,6 +279,6 @@ def sincos_position_embedding(grid: Sides, dim: int) -> Tensor:
     """
     if dim % 4:
         raise ValueError(f"sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")
-    cells = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1]))     # (N, 2)
+    cells = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1]))  # (N, 2)
     rows, columns = (cells[..., None] * sincos_frequencies(dim)).unbind(1)
     return torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1).float()

@@ -8,16 +8,22 @@ is small, and thrown away. The shape legend is in attention.py; n of N patches a
 tokens, such as the class token, stand before them.
 """
 
-
 import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (Sides, module_list, patches_of, run_blocks, scales_by_block,
-                     sincos_position_embedding, to_pair)
+from .layers import (
+    Sides,
+    module_list,
+    patches_of,
+    run_blocks,
+    scales_by_block,
+    sincos_position_embedding,
+    to_pair,
+)
 from .vit import VisionTransformer, VitBlock
 
-EPS = 1e-6                      # added to a patch's variance; of the paper's code
+EPS = 1e-6  # added to a patch's variance; of the paper's code
 
 
 def take(tokens: Tensor, indices: Tensor) -> Tensor:
@@ -38,37 +44,67 @@ class Decoder(nn.Module):
     layer to the decoder's width, transformer blocks, a norm, and a linear layer to pixels.
     """
 
-    def __init__(self, encoder_dim: int, pixels: int, grid: tuple[int, int], prefix: int, *,
-                 dim: int, depth: int, num_heads: int) -> None:
+    def __init__(
+        self,
+        encoder_dim: int,
+        pixels: int,
+        grid: tuple[int, int],
+        prefix: int,
+        *,
+        dim: int,
+        depth: int,
+        num_heads: int,
+    ) -> None:
         super().__init__()
         self.prefix = prefix
         self.embed = nn.Linear(encoder_dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.positions: Tensor
         positions = nn.functional.pad(sincos_position_embedding(grid, dim), (0, 0, prefix, 0))
-        self.register_buffer("positions", positions, persistent=False)   # (P + N, dim)
+        self.register_buffer("positions", positions, persistent=False)  # (P + N, dim)
         self.blocks = module_list(
-            VitBlock(Attention(dim, num_heads=num_heads), dim, mlp="gelu", mlp_ratio=4.0,
-                     layer_scale=0.0, norm_eps=1e-6) for _ in range(depth))
+            VitBlock(
+                Attention(dim, num_heads=num_heads),
+                dim,
+                mlp="gelu",
+                mlp_ratio=4.0,
+                layer_scale=0.0,
+                norm_eps=1e-6,
+            )
+            for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.pixels = nn.Linear(dim, pixels)
 
     def forward(self, encoded: Tensor, visible: Tensor, hidden: Tensor) -> Tensor:
         """(B, P + n, C), (B, n), (B, N − n) → (B, N − n, pixels of a patch)."""
-        x = self.embed(encoded)                                          # (B, P + n, dim)
-        masked = self.mask_token.to(x.dtype).expand(*hidden.shape, -1)   # (B, N − n, dim)
-        x = torch.cat([x, masked], dim=1) + self.positions[torch.cat(
-            [prefix_indices(self.prefix, visible), visible + self.prefix, hidden + self.prefix], 1)]
-        x, _ = run_blocks(self.blocks, x, ())        # no order of tokens: their places are added
-        return self.pixels(self.norm(x[:, -hidden.shape[1]:]))
+        x = self.embed(encoded)  # (B, P + n, dim)
+        masked = self.mask_token.to(x.dtype).expand(*hidden.shape, -1)  # (B, N − n, dim)
+        x = (
+            torch.cat([x, masked], dim=1)
+            + self.positions[
+                torch.cat(
+                    [
+                        prefix_indices(self.prefix, visible),
+                        visible + self.prefix,
+                        hidden + self.prefix,
+                    ],
+                    1,
+                )
+            ]
+        )
+        x, _ = run_blocks(self.blocks, x, ())  # no order of tokens: their places are added
+        return self.pixels(self.norm(x[:, -hidden.shape[1] :]))
 
 
 def visible_patches(patches: int, mask_ratio: float) -> int:
     """How many patches are visible, as in the paper's code; ValueError if none is, or all are."""
     visible = int(patches * (1.0 - mask_ratio)) if 0.0 < mask_ratio < 1.0 else 0
     if not 0 < visible < patches:
-        raise ValueError(f"mask_ratio is {mask_ratio}, which leaves none of {patches} patches "
-                         "visible, or none hidden; the paper's is .75")
+        raise ValueError(
+            f"mask_ratio is {mask_ratio}, which leaves none of {patches} patches "
+            "visible, or none hidden; the paper's is .75"
+        )
     return visible
 
 
@@ -85,22 +121,37 @@ class MaskedAutoencoder(nn.Module):
     normalise_targets: reconstruct each patch less its mean, by its standard deviation (§4.1).
     """
 
-    def __init__(self, encoder: VisionTransformer, *, mask_ratio: float = 0.75,
-                 decoder_dim: int = 512, decoder_depth: int = 8, decoder_heads: int = 16,
-                 normalise_targets: bool = True) -> None:
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        *,
+        mask_ratio: float = 0.75,
+        decoder_dim: int = 512,
+        decoder_depth: int = 8,
+        decoder_heads: int = 16,
+        normalise_targets: bool = True,
+    ) -> None:
         super().__init__()
-        if decoder_dim % 4 or decoder_dim % decoder_heads:   # by sine and cosine of two axes
-            raise ValueError(f"decoder_dim is {decoder_dim}, expected a multiple of 4, and of "
-                             f"decoder_heads = {decoder_heads}")
+        if decoder_dim % 4 or decoder_dim % decoder_heads:  # by sine and cosine of two axes
+            raise ValueError(
+                f"decoder_dim is {decoder_dim}, expected a multiple of 4, and of "
+                f"decoder_heads = {decoder_heads}"
+            )
         self.encoder, self.grid, self.prefix = encoder, encoder.grid, encoder.num_prefix_tokens
         self.drop_path_rates, self.normalise_targets = encoder.drop_path_rates, normalise_targets
         self.patches = self.grid[0] * self.grid[1]
         self.visible = visible_patches(self.patches, mask_ratio)
         projection = encoder.patch_embed.proj
         self.patch: Sides = to_pair(projection.kernel_size)
-        self.decoder = Decoder(projection.out_channels, projection.weight[0].numel(), self.grid,
-                               self.prefix, dim=decoder_dim, depth=decoder_depth,
-                               num_heads=decoder_heads)
+        self.decoder = Decoder(
+            projection.out_channels,
+            projection.weight[0].numel(),
+            self.grid,
+            self.prefix,
+            dim=decoder_dim,
+            depth=decoder_depth,
+            num_heads=decoder_heads,
+        )
 
     def targets(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) → what is to be predicted of each patch, (B, N, 3·p·q), ≥ float32."""
@@ -115,22 +166,29 @@ class MaskedAutoencoder(nn.Module):
         """The encoder's tokens of the visible patches (B, n) alone: (B, P + n, C)."""
         depth = len(self.encoder.blocks)
         tokens = torch.cat([prefix_indices(self.prefix, visible), visible + self.prefix], 1)
-        x, _ = run_blocks(self.encoder.blocks, take(self.encoder.embed(images), tokens), (),
-                          scales_by_block(drop_path, depth), [tokens] * depth)
-        return self.encoder.fc_norm(self.encoder.norm(x))                # one is the identity
+        x, _ = run_blocks(
+            self.encoder.blocks,
+            take(self.encoder.embed(images), tokens),
+            (),
+            scales_by_block(drop_path, depth),
+            [tokens] * depth,
+        )
+        return self.encoder.fc_norm(self.encoder.norm(x))  # one is the identity
 
-    def reconstruct(self, images: Tensor, visible: Tensor, drop_path: Tensor | None = None
-                    ) -> tuple[Tensor, Tensor]:
+    def reconstruct(
+        self, images: Tensor, visible: Tensor, drop_path: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The hidden patches of images of which `visible` (B, n), ascending, are seen: their
         indices (B, N − n), ascending, and what the decoder says of them, (B, N − n, 3·p·q).
         """
         seen = torch.zeros(len(visible), self.patches, dtype=torch.bool, device=visible.device)
         order = seen.scatter(1, visible, True).int().argsort(dim=1, stable=True)
-        hidden = order[:, :self.patches - visible.shape[1]]              # False sorts first
+        hidden = order[:, : self.patches - visible.shape[1]]  # False sorts first
         return hidden, self.decoder(self.encode(images, visible, drop_path), visible, hidden)
 
-    def forward(self, images: Tensor, drop_path: Tensor | None = None, *, visible: Tensor
-                ) -> Tensor:
+    def forward(
+        self, images: Tensor, drop_path: Tensor | None = None, *, visible: Tensor
+    ) -> Tensor:
         """The loss of each image, (B,): the mean squared error over all values of its hidden
         patches (§3). visible: (B, n) int64, the patches that are seen, ascending.
         """

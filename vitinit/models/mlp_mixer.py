@@ -9,8 +9,20 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, add_branch, drop_path_rates,
-                     hidden_width, make_head, module_list, run_blocks, scales_by_block)
+from .layers import (
+    Classifier,
+    Features,
+    Mlp,
+    Pair,
+    PatchEmbed,
+    add_branch,
+    drop_path_rates,
+    hidden_width,
+    make_head,
+    module_list,
+    run_blocks,
+    scales_by_block,
+)
 
 NORM_EPS = 1e-6
 
@@ -18,8 +30,9 @@ NORM_EPS = 1e-6
 class MixerBlock(nn.Module):
     """x + token_mixing(norm(x)), then x + channel_mixing(norm(x)) (§2, equation 1)."""
 
-    def __init__(self, num_tokens: int, dim: int, *, tokens_hidden: int,
-                 channels_hidden: int) -> None:
+    def __init__(
+        self, num_tokens: int, dim: int, *, tokens_hidden: int, channels_hidden: int
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=NORM_EPS)
         self.mlp_tokens = Mlp(num_tokens, tokens_hidden)
@@ -28,7 +41,7 @@ class MixerBlock(nn.Module):
 
     def token_mixing(self, x: Tensor) -> Tensor:
         """(B, N, C) → the same: the MLP acts along the tokens, alike for all channels."""
-        return self.mlp_tokens(x.mT).mT                                  # via (B, C, N)
+        return self.mlp_tokens(x.mT).mT  # via (B, C, N)
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
@@ -45,27 +58,51 @@ class MlpMixer(Classifier):
 
     family = "mlp_mixer"
 
-    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
-                 depth: int, tokens_ratio: float = 0.5, channels_ratio: float = 4.0,
-                 drop_path: float = 0.0) -> None:
-        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, tokens_ratio=tokens_ratio,
-                         channels_ratio=channels_ratio)
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        image_size: Pair,
+        patch_size: Pair,
+        embed_dim: int,
+        depth: int,
+        tokens_ratio: float = 0.5,
+        channels_ratio: float = 4.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__(
+            num_classes,
+            image_size=image_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            tokens_ratio=tokens_ratio,
+            channels_ratio=channels_ratio,
+        )
         self.drop_path_rates = drop_path_rates(drop_path, depth, first=drop_path)
         self.stem = PatchEmbed(image_size, patch_size, embed_dim)
         self.grid = self.stem.grid
         self.blocks = module_list(
-            MixerBlock(self.grid[0] * self.grid[1], embed_dim,
-                       tokens_hidden=hidden_width(embed_dim, tokens_ratio, "tokens_ratio"),
-                       channels_hidden=hidden_width(embed_dim, channels_ratio, "channels_ratio"))
-            for _ in range(depth))
+            MixerBlock(
+                self.grid[0] * self.grid[1],
+                embed_dim,
+                tokens_hidden=hidden_width(embed_dim, tokens_ratio, "tokens_ratio"),
+                channels_hidden=hidden_width(embed_dim, channels_ratio, "channels_ratio"),
+            )
+            for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.head = make_head(embed_dim, num_classes)
 
-    def features(self, images: Tensor, drop_path: Tensor | None = None, *,
-                 blocks: Sequence[int] = ()) -> Features:
+    def features(
+        self, images: Tensor, drop_path: Tensor | None = None, *, blocks: Sequence[int] = ()
+    ) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        x, after = run_blocks(self.blocks, self.stem(images), blocks,    # each (B, N, C)
-                              scales_by_block(drop_path, len(self.blocks)))
+        x, after = run_blocks(
+            self.blocks,
+            self.stem(images),
+            blocks,  # each (B, N, C)
+            scales_by_block(drop_path, len(self.blocks)),
+        )
         x = self.norm(x)
         return Features(tuple(map(self.tokens, after)), self.tokens(x), x.mean(dim=1))

@@ -24,9 +24,9 @@ def frequencies_of(kind: Frequencies, heads: int, head_dim: int, base: float) ->
     begins as "axial", the axes of head j turned by j / h of a right angle (RoPE-ViT draws these).
     """
     step = torch.arange(head_dim // 4).double() / (head_dim // 4)
-    size = torch.pi * (step + 4 / head_dim) if kind == "linear" else base ** -step       # (n,)
+    size = torch.pi * (step + 4 / head_dim) if kind == "linear" else base**-step  # (n,)
     turn = torch.arange(heads)[:, None].double() / heads * (kind == "mixed") * torch.pi / 2
-    along, across = size * turn.cos(), size * turn.sin()                           # (h, n)
+    along, across = size * turn.cos(), size * turn.sin()  # (h, n)
     return torch.cat([torch.stack([across, along], 2), torch.stack([along, -across], 2)], 1)
 
 
@@ -37,18 +37,30 @@ class Rotary(nn.Module):
     EVA-02 (arXiv 2303.11331); "centred" from −2π to 2π, as DINOv3 (arXiv 2508.10104).
     """
 
-    def __init__(self, grid: Sides, *, prefix_tokens: int, heads: int, head_dim: int,
-                 kind: Frequencies, base: float, coordinates: Coordinates) -> None:
+    def __init__(
+        self,
+        grid: Sides,
+        *,
+        prefix_tokens: int,
+        heads: int,
+        head_dim: int,
+        kind: Frequencies,
+        base: float,
+        coordinates: Coordinates,
+    ) -> None:
         super().__init__()
         if head_dim % 4 or base <= 1.0:
             raise ValueError(f"rope_base {base}, head_dim {head_dim}: expected > 1, multiple of 4")
         self.heads, omega = heads, frequencies_of(kind, heads, head_dim, base)
         self.frequencies = nn.Parameter(omega.float()) if kind == "mixed" else None
-        place = {"index": lambda i, side: i, "scaled": lambda i, side: 16 * i / side,
-                 "centred": lambda i, side: 2 * torch.pi * ((2 * i + 1) / side - 1)}[coordinates]
+        place = {
+            "index": lambda i, side: i,
+            "scaled": lambda i, side: 16 * i / side,
+            "centred": lambda i, side: 2 * torch.pi * ((2 * i + 1) / side - 1),
+        }[coordinates]
         places = torch.cartesian_prod(*(place(torch.arange(side).double(), side) for side in grid))
         places = nn.functional.pad(places, (0, 0, prefix_tokens, 0))
-        self.fixed: Tensor              # places, (N, 2), if "mixed"; else turns, (N, 1, d / 2, 2)
+        self.fixed: Tensor  # places, (N, 2), if "mixed"; else turns, (N, 1, d / 2, 2)
         fixed = places if kind == "mixed" else turns_of(places, omega[:1])
         self.register_buffer("fixed", fixed.float(), persistent=False)
 
@@ -58,26 +70,27 @@ class Rotary(nn.Module):
         turns = fixed if self.frequencies is None else turns_of(fixed, self.frequencies)
         return turns.expand(-1, self.heads, -1, -1).contiguous()
 
-    def forward(self, queries: Tensor, keys: Tensor, tokens: Tensor | None = None
-                ) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, queries: Tensor, keys: Tensor, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         turns = self.turns()
-        if tokens is not None:                       # some of them, (B, n), and so (B, n, h, …)
+        if tokens is not None:  # some of them, (B, n), and so (B, n, h, …)
             turns = turns[tokens]
         return turned(queries, turns), turned(keys, turns)
 
 
 def turns_of(places: Tensor, omega: Tensor) -> Tensor:
     """Places (N, 2), ω (h, d / 2, 2) → cosine and sine of each angle, (N, h, d / 2, 2)."""
-    angles = (places[:, None, None] * omega).sum(-1)                     # (N, h, d / 2)
+    angles = (places[:, None, None] * omega).sum(-1)  # (N, h, d / 2)
     return torch.stack([angles.cos(), angles.sin()], -1)
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:
     """(a, b) → (a cos − b sin, a sin + b cos) for each pair of x, (B, N, h, d), in ≥ float32."""
     pairs = x.unflatten(-1, (-1, 2)).to(torch.promote_types(x.dtype, turns.dtype))
-    if torch.compiler.is_compiling():                # it knows no complex numbers, and fuses these
+    if torch.compiler.is_compiling():  # it knows no complex numbers, and fuses these
         (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
         pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
-    else:                                            # one pass over memory
+    else:  # one pass over memory
         pairs = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
     return pairs.flatten(-2).to(x.dtype)

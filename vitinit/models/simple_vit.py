@@ -16,9 +16,23 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attend, attention_weights
-from .layers import (Classifier, Features, Mlp, Pair, Sides, hidden_width, make_head, module_list,
-                     patch_grid, patches_of, require_choice, require_image_size, run_blocks,
-                     sincos_position_embedding, to_pair)
+from .layers import (
+    Classifier,
+    Features,
+    Mlp,
+    Pair,
+    Sides,
+    hidden_width,
+    make_head,
+    module_list,
+    patch_grid,
+    patches_of,
+    require_choice,
+    require_image_size,
+    run_blocks,
+    sincos_position_embedding,
+    to_pair,
+)
 
 Reading = Literal["content", "mixed", "position", "free"]
 
@@ -49,15 +63,26 @@ class SimpleAttention(nn.Module):
     logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½.
     """
 
-    def __init__(self, dim: int, *, tokens: int, num_heads: int, head_dim: int, reads: Reading,
-                 alpha: float, values: bool, logit_scale: float) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        tokens: int,
+        num_heads: int,
+        head_dim: int,
+        reads: Reading,
+        alpha: float,
+        values: bool,
+        logit_scale: float,
+    ) -> None:
         super().__init__()
         inner = num_heads * head_dim
         if not values and inner != dim:
-            raise ValueError(f"without values, num_heads · head_dim = {inner} must be embed_dim = "
-                             f"{dim}")
+            raise ValueError(
+                f"without values, num_heads · head_dim = {inner} must be embed_dim = {dim}"
+            )
         self.num_heads, self.head_dim, self.reads, self.alpha = num_heads, head_dim, reads, alpha
-        self.logit_scale = logit_scale or head_dim ** -0.5
+        self.logit_scale = logit_scale or head_dim**-0.5
         if reads == "free":
             self.query = nn.Parameter(torch.zeros(num_heads, tokens, head_dim))
             self.key = nn.Parameter(torch.zeros(num_heads, tokens, head_dim))
@@ -90,10 +115,10 @@ class SimpleAttention(nn.Module):
         return attention_weights(query, key, scale=self.logit_scale)
 
     def forward(self, x: Tensor, pos_embed: Tensor) -> Tensor:
-        values = self.value(x)                                           # (B, N, h·d)
-        if self.reads in ("position", "free"):       # one matrix per head for all images
+        values = self.value(x)  # (B, N, h·d)
+        if self.reads in ("position", "free"):  # one matrix per head for all images
             values = rearrange(values, "b n (h d) -> h n (b d)", h=self.num_heads)
-            mixed = self.mixing_weights(x, pos_embed)[0] @ values        # (h, N, B·d)
+            mixed = self.mixing_weights(x, pos_embed)[0] @ values  # (h, N, B·d)
             return self.proj(rearrange(mixed, "h n (b d) -> b n (h d)", b=x.shape[0]))
         query, key = self.queries_keys(x, pos_embed)
         values = rearrange(values, "b n (h d) -> b h n d", h=self.num_heads)
@@ -132,21 +157,46 @@ class SimpleViT(Classifier):
     """
 
     family = "simple_vit"
-    pos_embed: Tensor               # P, a buffer
+    pos_embed: Tensor  # P, a buffer
 
-    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
-                 depth: int, num_heads: int, head_dim: int = 0, mlp_ratio: float = 1.0,
-                 reads: Reading = "content", alpha: float = 0.5, input_pos_embed: bool = True,
-                 values: bool = True, train_qk: bool = True, logit_scale: float = 0.0) -> None:
-        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        image_size: Pair,
+        patch_size: Pair,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        head_dim: int = 0,
+        mlp_ratio: float = 1.0,
+        reads: Reading = "content",
+        alpha: float = 0.5,
+        input_pos_embed: bool = True,
+        values: bool = True,
+        train_qk: bool = True,
+        logit_scale: float = 0.0,
+    ) -> None:
+        super().__init__(
+            num_classes,
+            image_size=image_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+        )
         require_choice("reads", reads, get_args(Reading))
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
-            raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim};"
-                             " expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite")
+            raise ValueError(
+                f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim};"
+                " expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite"
+            )
         if input_pos_embed and reads != "content":
-            raise ValueError(f'reads = "{reads}" brings the position embedding into attention; '
-                             "expected input_pos_embed = false")
+            raise ValueError(
+                f'reads = "{reads}" brings the position embedding into attention; '
+                "expected input_pos_embed = false"
+            )
         if not head_dim and embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
         self.alpha, self.input_pos_embed = alpha, input_pos_embed
@@ -154,10 +204,23 @@ class SimpleViT(Classifier):
         self.grid = patch_grid(self.image_size, patch)
         self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
         self.register_buffer("pos_embed", sincos_position_embedding(self.grid, embed_dim))  # (N, C)
-        self.blocks = module_list(SimpleBlock(embed_dim, SimpleAttention(
-            embed_dim, tokens=self.grid[0] * self.grid[1], num_heads=num_heads,
-            head_dim=head_dim or embed_dim // num_heads, reads=reads, alpha=alpha, values=values,
-            logit_scale=logit_scale), mlp_ratio=mlp_ratio) for _ in range(depth))
+        self.blocks = module_list(
+            SimpleBlock(
+                embed_dim,
+                SimpleAttention(
+                    embed_dim,
+                    tokens=self.grid[0] * self.grid[1],
+                    num_heads=num_heads,
+                    head_dim=head_dim or embed_dim // num_heads,
+                    reads=reads,
+                    alpha=alpha,
+                    values=values,
+                    logit_scale=logit_scale,
+                ),
+                mlp_ratio=mlp_ratio,
+            )
+            for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(embed_dim)
         self.head = make_head(embed_dim, num_classes)
         for name, weight in self.named_parameters():
@@ -165,7 +228,7 @@ class SimpleViT(Classifier):
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         require_image_size(images, self.image_size)
-        x = self.patch_embed(images)                                     # (B, N, C)
+        x = self.patch_embed(images)  # (B, N, C)
         if self.input_pos_embed:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
         x, after = run_blocks(self.blocks, x, blocks, [self.pos_embed] * len(self.blocks))

@@ -18,11 +18,25 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention, attend, attention_weights
-from .layers import (Classifier, Features, Mlp, Pair, PatchEmbed, Sides, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, map_tokens, module_list,
-                     scales_by_block, to_pair)
+from .layers import (
+    Classifier,
+    Features,
+    Mlp,
+    Pair,
+    PatchEmbed,
+    Sides,
+    add_branch,
+    block_numbers,
+    drop_path_rates,
+    hidden_width,
+    make_head,
+    map_tokens,
+    module_list,
+    scales_by_block,
+    to_pair,
+)
 
-MASKED = -100.0                 # added to the logits of tokens that only the shift made neighbours
+MASKED = -100.0  # added to the logits of tokens that only the shift made neighbours
 
 
 class WindowAttention(Attention):
@@ -41,9 +55,10 @@ class WindowAttention(Attention):
         height, width = window
         self.window = window
         self.relative_position_bias_table = nn.Parameter(
-            torch.zeros((2 * height - 1) * (2 * width - 1), num_heads))
-        cells = torch.cartesian_prod(torch.arange(height), torch.arange(width))   # (w², 2)
-        down, right = (cells[:, None] - cells).unbind(-1)                # query − key, (w², w²)
+            torch.zeros((2 * height - 1) * (2 * width - 1), num_heads)
+        )
+        cells = torch.cartesian_prod(torch.arange(height), torch.arange(width))  # (w², 2)
+        down, right = (cells[:, None] - cells).unbind(-1)  # query − key, (w², w²)
         index = (down + height - 1) * (2 * width - 1) + right + width - 1
         self.register_buffer("relative_position_index", index, persistent=False)
 
@@ -52,29 +67,39 @@ class WindowAttention(Attention):
 
         mask: (M, w², w²), 0 or MASKED, for the windows of a feature map in row-major order.
         """
-        bias = rearrange(self.relative_position_bias_table[self.relative_position_index],
-                         "query key h -> h query key")
-        return bias[None] if mask is None else rearrange(
-            bias + mask[:, None], "m h query key -> 1 (m h) query key")
+        bias = rearrange(
+            self.relative_position_bias_table[self.relative_position_index],
+            "query key h -> h query key",
+        )
+        return (
+            bias[None]
+            if mask is None
+            else rearrange(bias + mask[:, None], "m h query key -> 1 (m h) query key")
+        )
 
     def folded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B·M, w², C) → Q, K, V, (B, M·h, w², d), to share one bias; unmasked (B·M, h, w², d)."""
         windows = 1 if mask is None else mask.shape[0]
         # Rearranged one by one: as views of one tensor, the values would keep the queries and keys
         # in memory until the backward pass.
-        q, k, v = (rearrange(part, "(b m) h n d -> b (m h) n d", m=windows)
-                   for part in self.queries_keys_values(x))
+        q, k, v = (
+            rearrange(part, "(b m) h n d -> b (m h) n d", m=windows)
+            for part in self.queries_keys_values(x)
+        )
         return q, k, v
 
     def mixing_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The attention matrices that `forward` applies: (B·M, w², C) → (B·M, h, w², w²)."""
         q, k, _ = self.folded(x, mask)
-        return rearrange(attention_weights(q, k, self.bias(mask)),
-                         "b (m h) query key -> (b m) h query key", h=self.num_heads)
+        return rearrange(
+            attention_weights(q, k, self.bias(mask)),
+            "b (m h) query key -> (b m) h query key",
+            h=self.num_heads,
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (B·M, w², C), the windows of one image after those of another; mask: see `bias`."""
-        q, k, v = self.folded(x, mask)               # each (B, M·h, w², d), or (B·M, h, w², d)
+        q, k, v = self.folded(x, mask)  # each (B, M·h, w², d), or (B·M, h, w², d)
         x = attend(q, k, v, self.bias(mask))
         return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", h=self.num_heads))
 
@@ -84,8 +109,10 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Tensor | None:
     if not any(shift):
         return None
     regions = torch.zeros(grid)
-    parts = [[slice(0, -w), slice(-w, -s), slice(-s, None)] if s else [slice(None)]
-             for w, s in zip(window, shift)]
+    parts = [
+        [slice(0, -w), slice(-w, -s), slice(-s, None)] if s else [slice(None)]
+        for w, s in zip(window, shift)
+    ]
     for number, (rows, columns) in enumerate(product(*parts)):
         regions[rows, columns] = number
     regions = rearrange(regions, "(a h) (b w) -> (a b) (h w)", h=window[0], w=window[1])
@@ -99,8 +126,17 @@ class SwinBlock(nn.Module):
         second block, but not along a side where one spans the whole grid.
     """
 
-    def __init__(self, dim: int, *, grid: Sides, num_heads: int, window: Sides,
-                 shifted: bool, mlp_ratio: float, qkv_bias: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        grid: Sides,
+        num_heads: int,
+        window: Sides,
+        shifted: bool,
+        mlp_ratio: float,
+        qkv_bias: bool,
+    ) -> None:
         super().__init__()
         self.grid, self.window = grid, window
         down, right = (w // 2 if shifted and w < side else 0 for w, side in zip(window, grid))
@@ -118,9 +154,15 @@ class SwinBlock(nn.Module):
         if any(self.shift):
             x = x.roll((-down, -right), dims=(1, 2))
         windows = rearrange(x, "n (a h) (b w) c -> (n a b) (h w) c", h=height, w=width)
-        windows = self.attn(windows, self.mask)                          # (B·M, w², C)
-        x = rearrange(windows, "(n a b) (h w) c -> n (a h) (b w) c", h=height, w=width,
-                      a=self.grid[0] // height, b=self.grid[1] // width)
+        windows = self.attn(windows, self.mask)  # (B·M, w², C)
+        x = rearrange(
+            windows,
+            "(n a b) (h w) c -> n (a h) (b w) c",
+            h=height,
+            w=width,
+            a=self.grid[0] // height,
+            b=self.grid[1] // width,
+        )
         return x.roll((down, right), dims=(1, 2)) if any(self.shift) else x
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
@@ -146,13 +188,32 @@ class PatchMerging(nn.Module):
 class SwinStage(nn.Module):
     """The parts that `SwinTransformer.features` calls: merging, but in stage 1, and the blocks."""
 
-    def __init__(self, dim: int, *, grid: Sides, depth: int, merge: bool, num_heads: int,
-                 window: Sides, mlp_ratio: float, qkv_bias: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        grid: Sides,
+        depth: int,
+        merge: bool,
+        num_heads: int,
+        window: Sides,
+        mlp_ratio: float,
+        qkv_bias: bool,
+    ) -> None:
         super().__init__()
         self.downsample = PatchMerging(dim // 2) if merge else nn.Identity()
         self.blocks = module_list(
-            SwinBlock(dim, grid=grid, num_heads=num_heads, window=window, shifted=index % 2 == 1,
-                      mlp_ratio=mlp_ratio, qkv_bias=qkv_bias) for index in range(depth))
+            SwinBlock(
+                dim,
+                grid=grid,
+                num_heads=num_heads,
+                window=window,
+                shifted=index % 2 == 1,
+                mlp_ratio=mlp_ratio,
+                qkv_bias=qkv_bias,
+            )
+            for index in range(depth)
+        )
 
 
 class SwinTransformer(Classifier):
@@ -168,35 +229,63 @@ class SwinTransformer(Classifier):
 
     family = "swin"
 
-    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
-                 depths: tuple[int, ...], num_heads: tuple[int, ...], window_size: Pair = 7,
-                 mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0) -> None:
-        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depths=depths, num_heads=num_heads,
-                         window_size=window_size, mlp_ratio=mlp_ratio)
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        image_size: Pair,
+        patch_size: Pair,
+        embed_dim: int,
+        depths: tuple[int, ...],
+        num_heads: tuple[int, ...],
+        window_size: Pair = 7,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__(
+            num_classes,
+            image_size=image_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depths=depths,
+            num_heads=num_heads,
+            window_size=window_size,
+            mlp_ratio=mlp_ratio,
+        )
         if len(depths) != len(num_heads):
-            raise ValueError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; "
-                             "expected as many")
+            raise ValueError(
+                f"depths has {len(depths)} stages and num_heads {len(num_heads)}; expected as many"
+            )
         self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
         self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim, norm=True)
         self.grid = self.patch_embed.grid
-        self.layers = module_list(SwinStage(
-            embed_dim * 2**stage, grid=grid, depth=depths[stage], merge=stage > 0,
-            num_heads=num_heads[stage], window=window_on(grid, to_pair(window_size), stage),
-            mlp_ratio=mlp_ratio, qkv_bias=qkv_bias)
-            for stage, grid in enumerate(stage_grids(self.grid, len(depths))))
-        width = embed_dim * 2**(len(depths) - 1)
+        self.layers = module_list(
+            SwinStage(
+                embed_dim * 2**stage,
+                grid=grid,
+                depth=depths[stage],
+                merge=stage > 0,
+                num_heads=num_heads[stage],
+                window=window_on(grid, to_pair(window_size), stage),
+                mlp_ratio=mlp_ratio,
+                qkv_bias=qkv_bias,
+            )
+            for stage, grid in enumerate(stage_grids(self.grid, len(depths)))
+        )
+        width = embed_dim * 2 ** (len(depths) - 1)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))  # timm's name
 
-    def features(self, images: Tensor, drop_path: Tensor | None = None, *,
-                 blocks: Sequence[int] = ()) -> Features:
+    def features(
+        self, images: Tensor, drop_path: Tensor | None = None, *, blocks: Sequence[int] = ()
+    ) -> Features:
         """See `Classifier`; drop_path: (2·blocks, B). Blocks are counted through all stages."""
         depth, number = sum(len(stage.blocks) for stage in self.layers), 0
         wanted = block_numbers(blocks, depth)
         after = {}
         scales = scales_by_block(drop_path, depth)
-        x = self.patch_embed(images).unflatten(1, self.grid)             # (B, H, W, C)
+        x = self.patch_embed(images).unflatten(1, self.grid)  # (B, H, W, C)
         for stage in self.layers:
             x = stage.downsample(x)
             for block in stage.blocks:
@@ -205,8 +294,9 @@ class SwinTransformer(Classifier):
                     after[number] = map_tokens(x)
                 number += 1
         x = self.norm(x)
-        return Features(tuple(after[number] for number in wanted), map_tokens(x),
-                        x.mean(dim=(1, 2)))
+        return Features(
+            tuple(after[number] for number in wanted), map_tokens(x), x.mean(dim=(1, 2))
+        )
 
 
 def stage_grids(grid: Sides, stages: int) -> list[Sides]:
@@ -215,9 +305,11 @@ def stage_grids(grid: Sides, stages: int) -> list[Sides]:
     for stage in range(1, stages):
         height, width = grids[-1]
         if height % 2 or width % 2:
-            raise ValueError(f"stage {stage} has a grid of {height}×{width} tokens, which does not "
-                             "merge into 2×2; image_size must be a multiple of patch_size · "
-                             f"{2**(stages - 1)}")
+            raise ValueError(
+                f"stage {stage} has a grid of {height}×{width} tokens, which does not "
+                "merge into 2×2; image_size must be a multiple of patch_size · "
+                f"{2 ** (stages - 1)}"
+            )
         grids.append((height // 2, width // 2))
     return grids
 
@@ -226,7 +318,9 @@ def window_on(grid: Sides, window: Sequence[int], stage: int) -> Sides:
     """The window of a stage, cut to its grid; raises ValueError if it does not tile the grid."""
     height, width = (min(w, side) for w, side in zip(window, grid))
     if grid[0] % height or grid[1] % width:
-        raise ValueError(f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which "
-                         f"windows of {height}×{width} do not tile; choose window_size or "
-                         "image_size so that they do")
+        raise ValueError(
+            f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which "
+            f"windows of {height}×{width} do not tile; choose window_size or "
+            "image_size so that they do"
+        )
     return height, width

@@ -14,9 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (PREFIX_TOKENS, Classifier, Features, LayerScale, Mlp, Pair, PatchEmbed, SwiGlu,
-                     add_branch, drop_path_rates, hidden_width, make_head, module_list,
-                     require_choice, run_blocks, scales_by_block, sincos_position_embedding)
+from .layers import (
+    PREFIX_TOKENS,
+    Classifier,
+    Features,
+    LayerScale,
+    Mlp,
+    Pair,
+    PatchEmbed,
+    SwiGlu,
+    add_branch,
+    drop_path_rates,
+    hidden_width,
+    make_head,
+    module_list,
+    require_choice,
+    run_blocks,
+    scales_by_block,
+    sincos_position_embedding,
+)
 from .rotary import Coordinates, Frequencies, Rotary
 
 Positions = Literal["learned", "sincos", "rope", "learned+rope", "none"]
@@ -29,18 +45,31 @@ class VitBlock(nn.Module):
     layer_scale: the initial value of γ, by which both branches are multiplied; 0: they are not.
     """
 
-    def __init__(self, attention: Attention, dim: int, *, mlp: str, mlp_ratio: float,
-                 layer_scale: float, norm_eps: float) -> None:
+    def __init__(
+        self,
+        attention: Attention,
+        dim: int,
+        *,
+        mlp: str,
+        mlp_ratio: float,
+        layer_scale: float,
+        norm_eps: float,
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = MLPS[mlp](dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
-        self.ls1, self.ls2 = (LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
-                              for _ in range(2))
+        self.ls1, self.ls2 = (
+            LayerScale(dim, layer_scale) if layer_scale else nn.Identity() for _ in range(2)
+        )
 
-    def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None),
-                tokens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        drop_path: Sequence[Tensor | None] = (None, None),
+        tokens: Tensor | None = None,
+    ) -> Tensor:
         """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None. tokens: as
         for `Attention.queries_keys_values`.
         """
@@ -77,30 +106,57 @@ class VisionTransformer(Classifier):
     """
 
     family = "vit"
-    pos_embed: Tensor | None        # (1, N, C), a parameter or a buffer; None if "rope" is all
+    pos_embed: Tensor | None  # (1, N, C), a parameter or a buffer; None if "rope" is all
     norm: nn.Module
     fc_norm: nn.Module
 
-    def __init__(self, *, num_classes: int, image_size: Pair, patch_size: Pair, embed_dim: int,
-                 depth: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = True,
-                 drop_path: float = 0.0, pool: Literal["class", "mean"] = "class",
-                 pos_embed: Positions = "learned",
-                 rope_frequencies: Frequencies = "axial", rope_base: float = 100.0,
-                 rope_coordinates: Coordinates = "index", qk_norm: bool = False,
-                 layer_scale: float = 0.0, mlp: Literal["gelu", "swiglu"] = "gelu",
-                 distilled: bool = False, num_registers: int = 0, fc_norm: bool = False,
-                 norm_eps: float = 1e-6) -> None:
-        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
-                         mlp_ratio=mlp_ratio, norm_eps=norm_eps)
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        image_size: Pair,
+        patch_size: Pair,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        drop_path: float = 0.0,
+        pool: Literal["class", "mean"] = "class",
+        pos_embed: Positions = "learned",
+        rope_frequencies: Frequencies = "axial",
+        rope_base: float = 100.0,
+        rope_coordinates: Coordinates = "index",
+        qk_norm: bool = False,
+        layer_scale: float = 0.0,
+        mlp: Literal["gelu", "swiglu"] = "gelu",
+        distilled: bool = False,
+        num_registers: int = 0,
+        fc_norm: bool = False,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__(
+            num_classes,
+            image_size=image_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            norm_eps=norm_eps,
+        )
         for option, value, choices in (
-                ("pool", pool, ("class", "mean")), ("pos_embed", pos_embed, get_args(Positions)),
-                ("rope_frequencies", rope_frequencies, get_args(Frequencies)),
-                ("rope_coordinates", rope_coordinates, get_args(Coordinates)), ("mlp", mlp, MLPS)):
+            ("pool", pool, ("class", "mean")),
+            ("pos_embed", pos_embed, get_args(Positions)),
+            ("rope_frequencies", rope_frequencies, get_args(Frequencies)),
+            ("rope_coordinates", rope_coordinates, get_args(Coordinates)),
+            ("mlp", mlp, MLPS),
+        ):
             require_choice(option, value, tuple(choices))
         if distilled and pool != "class":
-            raise ValueError('a distillation token stands beside a class token; pool is "mean", '
-                             'expected "class"')
+            raise ValueError(
+                'a distillation token stands beside a class token; pool is "mean", expected "class"'
+            )
         if fc_norm and pool != "mean":
             raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
         if num_registers < 0:
@@ -118,21 +174,45 @@ class VisionTransformer(Classifier):
                 self.register_parameter(name, nn.Parameter(torch.zeros(1, int(count), embed_dim)))
         positions = torch.zeros(1, self.num_prefix_tokens + self.grid[0] * self.grid[1], embed_dim)
         if pos_embed == "sincos":
-            positions[0, self.num_prefix_tokens:] = sincos_position_embedding(self.grid, embed_dim)
+            positions[0, self.num_prefix_tokens :] = sincos_position_embedding(self.grid, embed_dim)
         if self.learns_positions:
             self.pos_embed = nn.Parameter(positions)
         else:
             self.register_buffer("pos_embed", None if pos_embed == "rope" else positions)
 
         def attention() -> Attention:
-            rotary = Rotary(self.grid, prefix_tokens=self.num_prefix_tokens, heads=num_heads,
-                            head_dim=embed_dim // num_heads, kind=rope_frequencies, base=rope_base,
-                            coordinates=rope_coordinates) if self.rotary else None
-            return Attention(embed_dim, num_heads=num_heads, qkv_bias=qkv_bias,
-                             qk_norm_eps=norm_eps if qk_norm else None, rotary=rotary)
-        self.blocks = module_list(VitBlock(
-            attention(), embed_dim, mlp=mlp, mlp_ratio=mlp_ratio, layer_scale=layer_scale,
-            norm_eps=norm_eps) for _ in range(depth))
+            rotary = (
+                Rotary(
+                    self.grid,
+                    prefix_tokens=self.num_prefix_tokens,
+                    heads=num_heads,
+                    head_dim=embed_dim // num_heads,
+                    kind=rope_frequencies,
+                    base=rope_base,
+                    coordinates=rope_coordinates,
+                )
+                if self.rotary
+                else None
+            )
+            return Attention(
+                embed_dim,
+                num_heads=num_heads,
+                qkv_bias=qkv_bias,
+                qk_norm_eps=norm_eps if qk_norm else None,
+                rotary=rotary,
+            )
+
+        self.blocks = module_list(
+            VitBlock(
+                attention(),
+                embed_dim,
+                mlp=mlp,
+                mlp_ratio=mlp_ratio,
+                layer_scale=layer_scale,
+                norm_eps=norm_eps,
+            )
+            for _ in range(depth)
+        )
         norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
         self.head = make_head(embed_dim, num_classes)
@@ -141,17 +221,25 @@ class VisionTransformer(Classifier):
 
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) → (B, N, C): prefix tokens and patches, plus the position embedding."""
-        x = self.patch_embed(images)                                     # (B, patches, C)
-        prefix = [getattr(self, name).expand(x.shape[0], -1, -1)         # each (B, 1, C) or more
-                  for name in PREFIX_TOKENS if hasattr(self, name)]
-        x = torch.cat([*prefix, x], dim=1)                               # (B, N, C)
+        x = self.patch_embed(images)  # (B, patches, C)
+        prefix = [
+            getattr(self, name).expand(x.shape[0], -1, -1)  # each (B, 1, C) or more
+            for name in PREFIX_TOKENS
+            if hasattr(self, name)
+        ]
+        x = torch.cat([*prefix, x], dim=1)  # (B, N, C)
         return x if self.pos_embed is None else x + self.pos_embed
 
-    def features(self, images: Tensor, drop_path: Tensor | None = None, *,
-                 blocks: Sequence[int] = ()) -> Features:
+    def features(
+        self, images: Tensor, drop_path: Tensor | None = None, *, blocks: Sequence[int] = ()
+    ) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        x, after = run_blocks(self.blocks, self.embed(images), blocks,   # each (B, N, C)
-                              scales_by_block(drop_path, len(self.blocks)))
+        x, after = run_blocks(
+            self.blocks,
+            self.embed(images),
+            blocks,  # each (B, N, C)
+            scales_by_block(drop_path, len(self.blocks)),
+        )
         x = self.norm(x)
         return Features(tuple(map(self.tokens, after)), self.tokens(x), self.pooled(x))
 
@@ -159,7 +247,7 @@ class VisionTransformer(Classifier):
         """(B, N, C) → (B, C), the class token or the patches' mean; (B, 2·C) if distilled."""
         if self.pool == "class":
             return x[:, :2].flatten(1) if self.distilled else x[:, 0]
-        return self.fc_norm(x[:, self.num_prefix_tokens:].mean(dim=1))
+        return self.fc_norm(x[:, self.num_prefix_tokens :].mean(dim=1))
 
     def classify(self, features: Features) -> Tensor:
         if self.distilled and self.num_classes:
@@ -169,11 +257,12 @@ class VisionTransformer(Classifier):
 
     def classify_apart(self, features: Features) -> Tensor:
         """The logits of both heads of a distilled model, (B, 2, num_classes)."""
-        of_class, of_distillation = features.pooled.chunk(2, dim=1)      # each (B, C)
+        of_class, of_distillation = features.pooled.chunk(2, dim=1)  # each (B, C)
         return torch.stack([self.head(of_class), self.head_dist(of_distillation)], dim=1)
 
-    def forward(self, images: Tensor, drop_path: Tensor | None = None, *,
-                apart: bool = False) -> Tensor:
+    def forward(
+        self, images: Tensor, drop_path: Tensor | None = None, *, apart: bool = False
+    ) -> Tensor:
         """See `Classifier`; with `apart` the logits of both heads, (B, 2, num_classes)."""
         features = self.features(images, drop_path)
         return self.classify_apart(features) if apart else self.classify(features)

@@ -39,10 +39,17 @@ def compare(args: argparse.Namespace) -> int:
     out = args.out
     if args.replay is not None:
         from .shared.replay import replay  # here, as a comparison trains nothing
+
         folder = out or Path("runs", f"replay-{args.replay}")
-        text, holds = replay(read_runs(args.runs), args.replay, data_dir=args.data_dir,
-                             sets=args.set, epochs=args.epochs, folder=folder,
-                             trust_teacher=args.trust_teacher)
+        text, holds = replay(
+            read_runs(args.runs),
+            args.replay,
+            data_dir=args.data_dir,
+            sets=args.set,
+            epochs=args.epochs,
+            folder=folder,
+            trust_teacher=args.trust_teacher,
+        )
         print(f"\n{text}", end="")
         return 0 if holds else 1
     for name in ("comparison.md", "curves.png") if out and out.exists() else ():
@@ -51,8 +58,12 @@ def compare(args: argparse.Namespace) -> int:
     if args.pack is not None:
         finished, unfinished = finished_runs(runs)
         write_archive(finished, args.pack)
-        print(*unfinished, f"wrote {args.pack}: {counted(len(finished), 'run')}, "
-              f"{args.pack.stat().st_size:,} bytes", sep="\n")
+        print(
+            *unfinished,
+            f"wrote {args.pack}: {counted(len(finished), 'run')}, "
+            f"{args.pack.stat().st_size:,} bytes",
+            sep="\n",
+        )
         return 0
     groups, text = compare_runs(runs)
     print(text, end="", flush=True)
@@ -66,19 +77,41 @@ def compare(args: argparse.Namespace) -> int:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
-                        help="folder of a run, archive of runs, or archive/pattern")
-    parser.add_argument("--out", type=Output(), metavar="FOLDER",
-                        help="write the comparison and its curves into this folder, too")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, archive of runs, or archive/pattern",
+    )
+    parser.add_argument(
+        "--out",
+        type=Output(),
+        metavar="FOLDER",
+        help="write the comparison and its curves into this folder, too",
+    )
     to = parser.add_mutually_exclusive_group()
-    to.add_argument("--pack", type=Output(SUFFIX, grows=True), metavar="FILE.tar.xz",
-                    help="write the finished runs into this archive, without comparing them")
+    to.add_argument(
+        "--pack",
+        type=Output(SUFFIX, grows=True),
+        metavar="FILE.tar.xz",
+        help="write the finished runs into this archive, without comparing them",
+    )
     to.add_argument("--replay", metavar="NAME", help="train this one of the runs again")
     parser.add_argument("--data-dir", help="with --replay: data.root, the folder of its data set")
-    parser.add_argument("--set", action="append", default=[], metavar="data.KEY=VALUE",
-                        help="with --replay: how its images are stored, such as data.name=cifar10")
-    parser.add_argument("--epochs", type=integer(1), default=0,
-                        help="with --replay: so many epochs from the start, and not all")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="data.KEY=VALUE",
+        help="with --replay: how its images are stored, such as data.name=cifar10",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=integer(1),
+        default=0,
+        help="with --replay: so many epochs from the start, and not all",
+    )
     add_trust(parser)
     args = parser.parse_args(arguments)
     if args.out and args.pack:
@@ -86,8 +119,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if args.replay is None and (args.data_dir or args.epochs or args.set or args.trust_teacher):
         parser.error("--data-dir, --set, --epochs and --trust-teacher are for --replay NAME")
     if others := [text for text in args.set if text.partition("=")[0] not in PLACES]:
-        parser.error(f"--set {others[0]}: a replay has all from the record but where its images "
-                     f"are: {', '.join(PLACES)}")
+        parser.error(
+            f"--set {others[0]}: a replay has all from the record but where its images "
+            f"are: {', '.join(PLACES)}"
+        )
     return args
 
 

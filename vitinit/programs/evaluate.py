@@ -43,9 +43,18 @@ from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.results import Finding, print_results
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
-EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
-                   "data.workers", "data.on_device_gib", "engine.amp", "engine.compile",
-                   "engine.channels_last", "engine.tf32")
+EVALUATION_KEYS = (
+    "eval.crop_pct",
+    "eval.interpolation",
+    "eval.batch_size",
+    "eval.cache_gib",
+    "data.workers",
+    "data.on_device_gib",
+    "engine.amp",
+    "engine.compile",
+    "engine.channels_last",
+    "engine.tf32",
+)
 
 
 def named_set(text: str) -> EvaluatedSet:
@@ -62,19 +71,34 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
     """Parse the command line; RecipeError for options that contradict each other."""
     parser = Parser(prog=name, description=__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="+", help="run folders and checkpoint files")
-    parser.add_argument("--data", type=named_set, nargs="+", action="extend", metavar="NAME=DIR",
-                        help=f"data sets: {', '.join([*DATA_SETS, *EVAL_SETS])}")
-    parser.add_argument("--train-images", action="store_true",
-                        help="evaluate on the images that each was trained on; with --data, too")
+    parser.add_argument(
+        "--data",
+        type=named_set,
+        nargs="+",
+        action="extend",
+        metavar="NAME=DIR",
+        help=f"data sets: {', '.join([*DATA_SETS, *EVAL_SETS])}",
+    )
+    parser.add_argument(
+        "--train-images",
+        action="store_true",
+        help="evaluate on the images that each was trained on; with --data, too",
+    )
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     add_options(parser, EVALUATION_KEYS)
-    parser.add_argument("--json", type=Output(".json", ".jsonl", prints=True), metavar="FILE",
-                        help="write the results as JSON to this file; -: to the terminal")
+    parser.add_argument(
+        "--json",
+        type=Output(".json", ".jsonl", prints=True),
+        metavar="FILE",
+        help="write the results as JSON to this file; -: to the terminal",
+    )
     parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
     args = parser.parse_args(arguments)
     if args.data and args.data_dir is not None and not args.train_images:
-        raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
-                          "which --data replaces; expected one of the two")
+        raise RecipeError(
+            f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
+            "which --data replaces; expected one of the two"
+        )
     return args
 
 
@@ -100,15 +124,19 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
     """
     count, labels, classes = saved.recipe.data.num_classes, source.classes, saved.classes
     if not count:
-        raise DataError(f"{saved.name}: learned to reconstruct images, and has no classes to "
-                        "evaluate; init.checkpoint starts a classifier from it")
+        raise DataError(
+            f"{saved.name}: learned to reconstruct images, and has no classes to "
+            "evaluate; init.checkpoint starts a classifier from it"
+        )
     named = saved.state.get("classes") is not None or classes and all(map(is_wnid, classes))
-    if not named and all(map(is_wnid, labels)):      # config.json may call them by words
+    if not named and all(map(is_wnid, labels)):  # config.json may call them by words
         classes = unnamed_classes(count) or classes
     if classes is None and len(labels) != count:
-        raise DataError(f"{eval_set}: {len(labels)} classes found, and {saved.name} is a model of "
-                        f"{count} whose names it does not hold; expected the set that it was "
-                        "trained on")
+        raise DataError(
+            f"{eval_set}: {len(labels)} classes found, and {saved.name} is a model of "
+            f"{count} whose names it does not hold; expected the set that it was "
+            "trained on"
+        )
     if classes is None or list(classes) == list(labels):
         return None
     try:
@@ -117,9 +145,12 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
         raise DataError(f"{eval_set}: {error}; the model is {saved.name}") from None
 
 
-def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[EvaluatedSet, int]],
-                         processes: Processes, stop: StopRequest
-                         ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
+def evaluate_checkpoints(
+    checkpoints: Sequence[Saved],
+    pairs: Sequence[tuple[EvaluatedSet, int]],
+    processes: Processes,
+    stop: StopRequest,
+) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
     """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
     was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
     """
@@ -128,31 +159,55 @@ def evaluate_checkpoints(checkpoints: Sequence[Saved], pairs: Sequence[tuple[Eva
     with processes.together():
         for eval_set, number in pairs:
             require_same_images(eval_set, sources[eval_set], checkpoints[number].path.parent)
-        columns = {(eval_set, number): columns_of(checkpoints[number], eval_set, sources[eval_set])
-                   for eval_set, number in pairs}
+        columns = {
+            (eval_set, number): columns_of(checkpoints[number], eval_set, sources[eval_set])
+            for eval_set, number in pairs
+        }
     models = [models_of(saved, processes) for saved in checkpoints]
     for eval_set, source in sources.items():
-        made: dict[tuple, EvaluationBatches] = {}    # how batches are made → them, decoded once
+        made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
             pair = eval_set, number
             if pair in columns:
                 batches, engine = batches_of(source, saved, made, processes), saved.recipe.engine
                 set_precision(engine.tf32)
-                with (ProgressBar(f"validate {eval_set.name}", len(batches), items=batches,
-                                  shown=processes.is_main,
-                                  scale=batches.batch_size * processes.world_size) as bar,
-                      memory_for("eval.batch_size", batches.batch_size)):
-                    on_device = [model.to(processes.device).to(memory_format=batches.prepare.format)
-                                 for model in models[number].values()]
-                    results = evaluate(on_device, bar, amp=engine.amp, stop=stop,
-                                       num_classes=len(source.classes), processes=processes,
-                                       columns=columns[pair])
+                with (
+                    ProgressBar(
+                        f"validate {eval_set.name}",
+                        len(batches),
+                        items=batches,
+                        shown=processes.is_main,
+                        scale=batches.batch_size * processes.world_size,
+                    ) as bar,
+                    memory_for("eval.batch_size", batches.batch_size),
+                ):
+                    on_device = [
+                        model.to(processes.device).to(memory_format=batches.prepare.format)
+                        for model in models[number].values()
+                    ]
+                    results = evaluate(
+                        on_device,
+                        bar,
+                        amp=engine.amp,
+                        stop=stop,
+                        num_classes=len(source.classes),
+                        processes=processes,
+                        columns=columns[pair],
+                    )
                 for model in on_device:
-                    model.cpu()                      # or the memory of many would add up
-                yield pair, Finding(
-                    saved.name, saved.recipe.name, eval_set, saved.size,
-                    saved.recipe.data.num_classes, list(source.classes),
-                    dict(zip(models[number], results)))
+                    model.cpu()  # or the memory of many would add up
+                yield (
+                    pair,
+                    Finding(
+                        saved.name,
+                        saved.recipe.name,
+                        eval_set,
+                        saved.size,
+                        saved.recipe.data.num_classes,
+                        list(source.classes),
+                        dict(zip(models[number], results)),
+                    ),
+                )
 
 
 def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
@@ -166,45 +221,72 @@ def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
     return {name: compiled(model) for name, model in models.items()}
 
 
-def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches],
-               processes: Processes) -> EvaluationBatches:
+def batches_of(
+    source: Source, saved: Saved, made: dict[tuple, EvaluationBatches], processes: Processes
+) -> EvaluationBatches:
     """The images of a data set as a checkpoint's model takes them. Checkpoints whose views are made
     alike share the batches in `made`, so that images that are kept are decoded once.
     """
     recipe = saved.recipe
-    batches = evaluation_batches(recipe, source, saved.size, processes.device, rank=processes.rank,
-                                 world_size=processes.world_size)
-    views = (saved.size, recipe.eval.crop_pct, recipe.eval.interpolation,
-             recipe.data.apply_exif_orientation, recipe.eval.batch_size)
-    shared = made.setdefault(views, batches)         # perhaps those of an earlier checkpoint
-    shared.prepare = batches.prepare                 # by this one's mean and std
+    batches = evaluation_batches(
+        recipe,
+        source,
+        saved.size,
+        processes.device,
+        rank=processes.rank,
+        world_size=processes.world_size,
+    )
+    views = (
+        saved.size,
+        recipe.eval.crop_pct,
+        recipe.eval.interpolation,
+        recipe.data.apply_exif_orientation,
+        recipe.eval.batch_size,
+    )
+    shared = made.setdefault(views, batches)  # perhaps those of an earlier checkpoint
+    shared.prepare = batches.prepare  # by this one's mean and std
     return shared
 
 
 def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
     """Run the program with these arguments; messages begin with `name`. Return the exit status."""
+
     def program() -> None:
         args = parse_arguments(arguments, name)
         with StopRequest() as stop, distributed.joined() as processes:
             with processes.together():
                 checkpoints = [
-                    open_saved(path, recipe=args.recipe, changes=overrides(sets=args.set),
-                               changeable=EVALUATION_KEYS, image_size=args.image_size)
-                    for path in args.checkpoint]
+                    open_saved(
+                        path,
+                        recipe=args.recipe,
+                        changes=overrides(sets=args.set),
+                        changeable=EVALUATION_KEYS,
+                        image_size=args.image_size,
+                    )
+                    for path in args.checkpoint
+                ]
             if args.data_dir is not None:
-                checkpoints = [saved._replace(recipe=saved.recipe.with_data(root=args.data_dir))
-                               for saved in checkpoints]
+                checkpoints = [
+                    saved._replace(recipe=saved.recipe.with_data(root=args.data_dir))
+                    for saved in checkpoints
+                ]
             pairs = []
             for number, saved in enumerate(checkpoints):
                 asked = [trained_set(saved.recipe)] * args.train_images + (args.data or [])
-                pairs += [(eval_set, number) for eval_set in dict.fromkeys(
-                    asked or [own_set(saved.recipe.data)])]
+                pairs += [
+                    (eval_set, number)
+                    for eval_set in dict.fromkeys(asked or [own_set(saved.recipe.data)])
+                ]
             findings = {}
             try:
                 for pair, finding in evaluate_checkpoints(checkpoints, pairs, processes, stop):
                     findings[pair] = finding
-            finally:                                 # what is measured is not lost by the next set
+            finally:  # what is measured is not lost by the next set
                 if processes.is_main and findings:
-                    print_results([findings[pair] for pair in pairs if pair in findings],
-                                  per_class=args.per_class, json_file=args.json)
+                    print_results(
+                        [findings[pair] for pair in pairs if pair in findings],
+                        per_class=args.per_class,
+                        json_file=args.json,
+                    )
+
     return run_program(name, program)

@@ -36,8 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..base.files import (CheckpointError, read_bytes, require_replaceable, write_text_atomically,
-                          written_atomically)
+from ..base.files import (
+    CheckpointError,
+    read_bytes,
+    require_replaceable,
+    write_text_atomically,
+    written_atomically,
+)
 from ..data.augment import normalise
 from ..interop.weights.libraries import counterpart
 from ..interop.weights.names import Names, foreign_names, native_tensors
@@ -52,18 +57,24 @@ from ..runs.trained import VIEW_KEYS, Trained, load
 from .shared.command_line import Output, Parser, add_run, run_arguments, run_program
 from .shared.records import without_folders, without_paths
 
-NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
-NEAR_IN_HALF = 0.02             # the same, with weights in half precision
+NEAR = 1e-4  # largest difference of logits, relative to the largest logit
+NEAR_IN_HALF = 0.02  # the same, with weights in half precision
 
 
 def metadata(trained: Trained) -> dict[str, Any]:
     """Everything that is needed beside the weights to use the model, as plain values."""
     recipe = trained.recipe.with_data(image_size=trained.image_size)
-    return {"made_by": f"vitinit {__version__}", "classes": list(trained.classes),
-            "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
-            "std": list(recipe.data.std), "crop_pct": recipe.eval.crop_pct,
-            "interpolation": recipe.eval.interpolation, "model": recipe.model.name,
-            "recipe": for_others(recipe).as_toml()}
+    return {
+        "made_by": f"vitinit {__version__}",
+        "classes": list(trained.classes),
+        "image_size": list(trained.image_size),
+        "mean": list(recipe.data.mean),
+        "std": list(recipe.data.std),
+        "crop_pct": recipe.eval.crop_pct,
+        "interpolation": recipe.eval.interpolation,
+        "model": recipe.model.name,
+        "recipe": for_others(recipe).as_toml(),
+    }
 
 
 def for_others(recipe: Recipe) -> Recipe:
@@ -75,8 +86,12 @@ def taken_by(library: str, trained: Trained) -> tuple[str, dict[str, Any], Names
     """`counterpart` of the model in a library; RecipeError if there is none."""
     recipe = trained.recipe
     with building(f"recipe {recipe.name}", "model"):
-        return counterpart(library, MODELS[recipe.model.name][0], image_size=trained.image_size,
-                           **recipe.model.options)
+        return counterpart(
+            library,
+            MODELS[recipe.model.name][0],
+            image_size=trained.image_size,
+            **recipe.model.options,
+        )
 
 
 def export_weights(trained: Trained, out: Path, library: str | None) -> str:
@@ -85,16 +100,21 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     None: under timm's, or ours if it has no such model; the file says which takes them, or null.
     """
     notes = metadata(trained) | {"timm": None}
-    names: Names = {}                                # ours
+    names: Names = {}  # ours
     arguments: dict[str, Any] = {}
     with suppress(RecipeError) if library is None else nullcontext():
         name, arguments, names = taken_by(library or "timm", trained)
-        notes[library or "timm"] = {"class": name, "arguments": arguments | {
-            "num_classes": len(trained.classes)}}
+        notes[library or "timm"] = {
+            "class": name,
+            "arguments": arguments | {"num_classes": len(trained.classes)},
+        }
     tensors = with_biases(trained.model.state_dict(), arguments)
-    if library == "torchvision":                     # its Swin's files hold these, which are fixed
-        tensors |= {name: index.flatten() for name, index in trained.model.named_buffers()
-                    if name.endswith("relative_position_index")}
+    if library == "torchvision":  # its Swin's files hold these, which are fixed
+        tensors |= {
+            name: index.flatten()
+            for name, index in trained.model.named_buffers()
+            if name.endswith("relative_position_index")
+        }
     return write_weights(trained, foreign_names(tensors, names), notes, out)
 
 
@@ -104,36 +124,62 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     name, notes = full_name.rpartition(".")[2], metadata(trained)
     if library == "transformers":
         prefix, classes = f"{arguments['model_type']}.", trained.classes
-        files = {"config.json": arguments | {
-                     "architectures": [name], "id2label": dict(enumerate(classes)),
-                     "label2id": {label: index for index, label in enumerate(classes)}},
-                 "preprocessor_config.json": preprocessor_config(trained.recipe,
-                                                                 trained.image_size)}
+        files = {
+            "config.json": arguments
+            | {
+                "architectures": [name],
+                "id2label": dict(enumerate(classes)),
+                "label2id": {label: index for index, label in enumerate(classes)},
+            },
+            "preprocessor_config.json": preprocessor_config(trained.recipe, trained.image_size),
+        }
     else:
-        prefix, files = "", {"config.json": {
-            "architecture": name, "num_classes": len(trained.classes),
-            "label_names": trained.classes, "model_args": arguments, "pretrained_cfg": {
-                "input_size": [3, *trained.image_size], "fixed_input_size": "img_size" in arguments,
-                "classifier": [layer for layer, module in trained.model.named_modules()
-                               if layer.startswith("head") and isinstance(module, nn.Linear)],
-                **{key: notes[key] for key in ("mean", "std", "crop_pct", "interpolation")}}}}
+        prefix, files = (
+            "",
+            {
+                "config.json": {
+                    "architecture": name,
+                    "num_classes": len(trained.classes),
+                    "label_names": trained.classes,
+                    "model_args": arguments,
+                    "pretrained_cfg": {
+                        "input_size": [3, *trained.image_size],
+                        "fixed_input_size": "img_size" in arguments,
+                        "classifier": [
+                            layer
+                            for layer, module in trained.model.named_modules()
+                            if layer.startswith("head") and isinstance(module, nn.Linear)
+                        ],
+                        **{key: notes[key] for key in ("mean", "std", "crop_pct", "interpolation")},
+                    },
+                }
+            },
+        )
     with new_folder(out):
         for file, table in files.items():
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
         tensors = with_biases(trained.model.state_dict(), arguments)
-        return write_weights(trained, foreign_names(tensors, names, prefix),
-                             {"format": "pt"} | notes, out / "model.safetensors")
+        return write_weights(
+            trained,
+            foreign_names(tensors, names, prefix),
+            {"format": "pt"} | notes,
+            out / "model.safetensors",
+        )
 
 
 def with_biases(tensors: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The weights, with zeros as biases of Q, K and V where only the library's model has them."""
-    zeros = {name.replace("weight", "bias"): value.new_zeros(len(value))
-             for name, value in tensors.items() if name.endswith("qkv.weight")}
+    zeros = {
+        name.replace("weight", "bias"): value.new_zeros(len(value))
+        for name, value in tensors.items()
+        if name.endswith("qkv.weight")
+    }
     return zeros | tensors if arguments.get("qkv_bias") else tensors
 
 
-def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str, Any], out: Path
-                  ) -> str:
+def write_weights(
+    trained: Trained, tensors: dict[str, Tensor], notes: dict[str, Any], out: Path
+) -> str:
     """Write a file of safetensors with these notes, as texts; return what was checked.
 
     Raises CheckpointError, and writes none, if it would hold other weights than the model's.
@@ -141,15 +187,21 @@ def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str,
     try:
         from safetensors.torch import load, save
     except ImportError:
-        raise CheckpointError(f"{out}: writing it needs the extra 'safetensors': pip install "
-                              "'vitinit[safetensors]'") from None
-    content = save({name: value.contiguous() for name, value in tensors.items()}, metadata={
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in notes.items()})
+        raise CheckpointError(
+            f"{out}: writing it needs the extra 'safetensors': pip install 'vitinit[safetensors]'"
+        ) from None
+    content = save(
+        {name: value.contiguous() for name, value in tensors.items()},
+        metadata={
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in notes.items()
+        },
+    )
     read = native_tensors(load(content), trained.recipe.model.options)
     weights = trained.model.state_dict()
-    if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
-                                                for name, value in weights.items()):
+    if read.keys() != weights.keys() or not all(
+        torch.equal(read[name], value) for name, value in weights.items()
+    ):
         raise CheckpointError(f"{out}: would hold other weights than the model's")
     with written_atomically(out) as file:
         file.write(content)
@@ -177,16 +229,18 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     data, views = trained.recipe.data, noise(trained)
     model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
     images = views if inside else as_input(views, trained.recipe)
-    example = images[:2].clone()                     # which the program keeps
-    program = torch.export.export(model, (example,), strict=False, dynamic_shapes={
-        "images": {0: torch.export.Dim("batch")}})
+    example = images[:2].clone()  # which the program keeps
+    program = torch.export.export(
+        model, (example,), strict=False, dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
+    )
     for node in [*program.graph.nodes]:
-        node.meta.pop("stack_trace", None)           # it has the path of the code
+        node.meta.pop("stack_trace", None)  # it has the path of the code
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            program.graph.erase_node(node)           # it would refuse the dtypes of autocast
+            program.graph.erase_node(node)  # it would refuse the dtypes of autocast
     archive = io.BytesIO()
-    torch.export.save(program, archive,
-                      extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
+    torch.export.save(
+        program, archive, extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)}
+    )
     archive.seek(0)
     run = torch.export.load(archive).module()
     checked = require_same_logits(run, model, images, NEAR, f"{out}: the exported program's")
@@ -205,26 +259,37 @@ def export_run(trained: Trained, out: Path) -> str:
     stored = read_checkpoint_file(trained.path, mmap=True)
     source = RunFolder(trained.path.parent)
     of_run = "recipe" in stored
-    recipe = for_others(from_dict(stored["recipe"], str(trained.path)) if of_run else
-                        trained.recipe)
-    state: dict[str, Any] = {name: stored[name] for name in ("grid", "step", "progress")
-                             if name in stored}
+    recipe = for_others(
+        from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
+    )
+    state: dict[str, Any] = {
+        name: stored[name] for name in ("grid", "step", "progress") if name in stored
+    }
     invented = tuple(map(str, range(len(trained.classes)))) == trained.classes
-    state |= {"model": {name: value.half() if value.is_floating_point() else value
-                        for name, value in trained.model.state_dict().items()},
-              "ema": None, "classes": stored.get("classes") if invented else list(trained.classes),
-              "recipe": recipe.as_dict()}
+    state |= {
+        "model": {
+            name: value.half() if value.is_floating_point() else value
+            for name, value in trained.model.state_dict().items()
+        },
+        "ema": None,
+        "classes": stored.get("classes") if invented else list(trained.classes),
+        "recipe": recipe.as_dict(),
+    }
     with new_folder(out):
         folder = RunFolder(out)
-        if of_run and source.starts():               # a damaged run.json is an error of one line
+        if of_run and source.starts():  # a damaged run.json is an error of one line
             write_text_atomically(without_paths(read_bytes(source.info)).decode(), folder.info)
         if of_run and source.metrics.path.exists():
             write_text_atomically(read_bytes(source.metrics.path).decode(), folder.metrics.path)
         write_text_atomically(recipe.as_toml(), folder.recipe)
         save_atomically(state, folder.last)
-        return require_same_logits(load(out).model, trained.model,
-                                   as_input(noise(trained), trained.recipe), NEAR_IN_HALF,
-                                   f"{out}: with weights in half precision,")
+        return require_same_logits(
+            load(out).model,
+            trained.model,
+            as_input(noise(trained), trained.recipe),
+            NEAR_IN_HALF,
+            f"{out}: with weights in half precision,",
+        )
 
 
 @contextmanager
@@ -238,42 +303,69 @@ def new_folder(out: Path) -> Iterator[None]:
         raise
 
 
-def require_same_logits(export: nn.Module, model: nn.Module, images: Tensor, near: float,
-                        whose: str) -> str:
+def require_same_logits(
+    export: nn.Module, model: nn.Module, images: Tensor, near: float, whose: str
+) -> str:
     """How far two models' logits are apart, in words; an error if over `near` of the largest."""
     logits = model(images)
     far, largest = (export(images) - logits).abs().max().item(), logits.abs().max().item()
     if not far <= near * max(largest, 1.0):
-        raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up "
-                              f"to {largest:.1f}; nothing was written")
-    return (f"read back and run on {len(images)} images: largest difference {far:.1e}, of logits "
-            f"up to {largest:.1f}")
+        raise CheckpointError(
+            f"{whose} logits are up to {far:.1e} from the model's, which are up "
+            f"to {largest:.1f}; nothing was written"
+        )
+    return (
+        f"read back and run on {len(images)} images: largest difference {far:.1e}, of logits "
+        f"up to {largest:.1f}"
+    )
 
 
 def noise(trained: Trained) -> Tensor:
     """Images on which an export is compared with the model: (7, 3, H, W) uint8."""
-    return torch.randint(256, (7, 3, *trained.image_size), dtype=torch.uint8,
-                         generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        256,
+        (7, 3, *trained.image_size),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit export", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
-    parser.add_argument("--names", choices=("timm", "torchvision", "transformers"),
-                        help="the library that is to load the weights (--to safetensors)")
-    parser.add_argument("--out", type=Output(), required=True, metavar="FILE",
-                        help="file to write, or a new folder (see above)")
-    parser.add_argument("--normalise", action="store_true",
-                        help="the program takes uint8 images and normalises them (--to torch)")
+    parser.add_argument(
+        "--names",
+        choices=("timm", "torchvision", "transformers"),
+        help="the library that is to load the weights (--to safetensors)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Output(),
+        required=True,
+        metavar="FILE",
+        help="file to write, or a new folder (see above)",
+    )
+    parser.add_argument(
+        "--normalise",
+        action="store_true",
+        help="the program takes uint8 images and normalises them (--to torch)",
+    )
     args = parser.parse_args(arguments)
-    for flag, given, fits in (("--normalise", args.normalise, ("torch",)),
-                              ("--names", args.names, ("safetensors",)),
-                              ("--image-size", args.image_size, ("safetensors", "torch"))):
+    for flag, given, fits in (
+        ("--normalise", args.normalise, ("torch",)),
+        ("--names", args.names, ("safetensors",)),
+        ("--image-size", args.image_size, ("safetensors", "torch")),
+    ):
         if given and args.to not in fits:
             parser.error(f"{flag} does not go with --to {args.to}")
-    args.folder = args.to == "run" or args.names == "transformers" or (
-        args.to != "torch" and args.names != "torchvision" and args.out.suffix != ".safetensors")
+    args.folder = (
+        args.to == "run"
+        or args.names == "transformers"
+        or (
+            args.to != "torch" and args.names != "torchvision" and args.out.suffix != ".safetensors"
+        )
+    )
     if args.folder and (args.out.exists() or not args.out.parent.is_dir()):
         parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
     if not args.folder:
@@ -294,8 +386,10 @@ def export(args: argparse.Namespace) -> None:
         checked = export_weights(trained, out, args.names)
     (height, width), kind = trained.image_size, "uint8" if args.normalise else "normalised"
     written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
-    print(f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
-          f"{height}, {width}) {kind} → logits (B, {len(trained.classes)})\nchecked {checked}")
+    print(
+        f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
+        f"{height}, {width}) {kind} → logits (B, {len(trained.classes)})\nchecked {checked}"
+    )
 
 
 def main(arguments: list[str], name: str = "vitinit export") -> int:

@@ -38,19 +38,19 @@ from ..train.device import this_device
 from .shared.command_line import Output, Parser, add_run, integer, run_arguments, run_program
 from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save
 
-SHEET = 60                      # most images on a contact sheet, evenly chosen if there are more
-UNKNOWN = "0.35"                # a grey, where the true class is not known
-COLUMNS = 10                    # tiles per row, at most
-SIDE = 1.25                     # width and height of an image in inches
-LONGEST = 22                    # characters shown of a class or file name, at most
-STRONG = 4.0                    # the scale of attention ends, at least, in multiples of uniform
+SHEET = 60  # most images on a contact sheet, evenly chosen if there are more
+UNKNOWN = "0.35"  # a grey, where the true class is not known
+COLUMNS = 10  # tiles per row, at most
+SIDE = 1.25  # width and height of an image in inches
+LONGEST = 22  # characters shown of a class or file name, at most
+STRONG = 4.0  # the scale of attention ends, at least, in multiples of uniform
 
 
 class Guess(NamedTuple):
     path: str
-    truth: str | None           # the name of its folder, if that is a class
-    ranked: list[tuple[str, float]]     # the likeliest classes and their probabilities
-    problem: str = ""           # why it could not be read; `ranked` is then empty
+    truth: str | None  # the name of its folder, if that is a class
+    ranked: list[tuple[str, float]]  # the likeliest classes and their probabilities
+    problem: str = ""  # why it could not be read; `ranked` is then empty
 
     @property
     def right(self) -> bool | None:
@@ -58,15 +58,19 @@ class Guess(NamedTuple):
         return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
 
     def as_json(self) -> str:
-        facts = {"image": self.path, "truth": self.truth, "problem": self.problem,
-                 "classes": [{"class": name, "probability": share} for name, share in self.ranked]}
+        facts = {
+            "image": self.path,
+            "truth": self.truth,
+            "problem": self.problem,
+            "classes": [{"class": name, "probability": share} for name, share in self.ranked],
+        }
         return json.dumps({key: value for key, value in facts.items() if value})
 
 
 class Tile(NamedTuple):
     guess: Guess
-    view: Tensor                # (3, H, W) uint8, the image as the model sees it
-    heat: Tensor | None         # (rows, columns), the attention on each patch; None: not shown
+    view: Tensor  # (3, H, W) uint8, the image as the model sees it
+    heat: Tensor | None  # (rows, columns), the attention on each patch; None: not shown
 
 
 def images_of(arguments: Sequence[str]) -> list[str]:
@@ -85,24 +89,30 @@ def images_of(arguments: Sequence[str]) -> list[str]:
     return paths
 
 
-def classify(trained: Trained, paths: Sequence[str], *, top: int
-             ) -> Iterator[tuple[Guess, Tensor | None]]:
+def classify(
+    trained: Trained, paths: Sequence[str], *, top: int
+) -> Iterator[tuple[Guess, Tensor | None]]:
     """Yield for each file, in order, its prediction and the view it was made from.
 
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
     """
+
     def view_of(path: str) -> tuple[Tensor | None, str]:
         try:
             return trained.view(path), ""
         except DataError as error:
             return None, str(error)
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for start in range(0, len(paths), BATCH):
-            chunk = paths[start:start + BATCH]
-            views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
+            chunk = paths[start : start + BATCH]
+            views = list(pool.map(view_of, chunk))  # decoding does not hold Python's lock
             readable = [view for view, _ in views if view is not None]
-            ranked = iter(trained.ranked(trained.probabilities(trained.inputs(
-                torch.stack(readable))), top) if readable else ())
+            ranked = iter(
+                trained.ranked(trained.probabilities(trained.inputs(torch.stack(readable))), top)
+                if readable
+                else ()
+            )
             for path, (view, problem) in zip(chunk, views):
                 folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
                 truth = folder if folder in trained.classes else None
@@ -113,16 +123,24 @@ def share_right(guesses: Sequence[Guess]) -> str:
     """How many guesses were right, and how many files could not be read; "" for neither."""
     judged = [guess.right for guess in guesses if guess.right is not None]
     broken = sum(bool(guess.problem) for guess in guesses)
-    parts = [f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
-             f"({100 * sum(judged) / len(judged):.2f} %)"] if judged else []
+    parts = (
+        [
+            f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
+            f"({100 * sum(judged) / len(judged):.2f} %)"
+        ]
+        if judged
+        else []
+    )
     parts += [f"{broken:,} of {len(guesses):,} could not be read"] if broken else []
     return "; ".join(parts)
 
 
 def require_attention(trained: Trained) -> None:
     if trained.model.family not in ("vit", "simple_vit", "swin"):
-        raise FigureError(f"--attention: a {type(trained.model).__name__} has no attention; "
-                          "expected a ViT, a SimpleViT or a Swin")
+        raise FigureError(
+            f"--attention: a {type(trained.model).__name__} has no attention; "
+            "expected a ViT, a SimpleViT or a Swin"
+        )
 
 
 @torch.no_grad()
@@ -153,13 +171,17 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     plt = pyplot()
     heats = [tile.heat * tile.heat.numel() for tile in tiles if tile.heat is not None]
     every = torch.cat([heat.flatten() for heat in heats] or [torch.zeros(1)])
-    top = max(STRONG, every.quantile(0.99).item())   # one bright patch does not darken all others
-    columns, stacked = min(COLUMNS, len(tiles)), 2 if heats else 1       # images of a tile
+    top = max(STRONG, every.quantile(0.99).item())  # one bright patch does not darken all others
+    columns, stacked = min(COLUMNS, len(tiles)), 2 if heats else 1  # images of a tile
     rows = math.ceil(len(tiles) / columns)
-    beside = 1.2 if heats else 0.5                   # inches: the heading, and a colour bar
+    beside = 1.2 if heats else 0.5  # inches: the heading, and a colour bar
     figure, axes = plt.subplots(
-        stacked * rows, columns, squeeze=False, layout="constrained",
-        figsize=(SIDE * columns + 0.3, (stacked * SIDE + 0.47) * rows + beside))
+        stacked * rows,
+        columns,
+        squeeze=False,
+        layout="constrained",
+        figsize=(SIDE * columns + 0.3, (stacked * SIDE + 0.47) * rows + beside),
+    )
     for axis in axes.flat:
         axis.set_axis_off()
     for number, tile in enumerate(tiles):
@@ -174,14 +196,20 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
             words += f"\nis {in_brief(truth, LONGEST)}"
         colour = {None: UNKNOWN, True: BLUE, False: VERMILION}[tile.guess.right]
         below = dict(transform=lower.transAxes, ha="center", va="top")
-        file = "/".join(Path(tile.guess.path).absolute().parts[-2:])           # with its folder
-        file = file if len(file) <= LONGEST else "…" + file[1 - LONGEST:]
+        file = "/".join(Path(tile.guess.path).absolute().parts[-2:])  # with its folder
+        file = file if len(file) <= LONGEST else "…" + file[1 - LONGEST :]
         lower.text(0.5, -0.03, file, fontsize=6, color=UNKNOWN, **below)
         lower.text(0.5, -0.13, words, fontsize=7, color=colour, **below)
     if heats:
-        bar = figure.colorbar(layer, ax=list(axes.flat), location="bottom", aspect=40, pad=0.01,
-                              shrink=min(1.0, 4 / columns),
-                              extend="max" if every.max() > top else "neither")
+        bar = figure.colorbar(
+            layer,
+            ax=list(axes.flat),
+            location="bottom",
+            aspect=40,
+            pad=0.01,
+            shrink=min(1.0, 4 / columns),
+            extend="max" if every.max() > top else "neither",
+        )
         bar.set_label("attention on a patch,\n1: the same on all", fontsize=8)
         bar.ax.tick_params(labelsize=7)
     save(figure, out, heading)
@@ -192,8 +220,12 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
     tiles = []
-    with ProgressBar("predict", len(paths), items=classify(trained, paths, top=args.top),
-                     shown=sys.stderr.isatty()) as bar:
+    with ProgressBar(
+        "predict",
+        len(paths),
+        items=classify(trained, paths, top=args.top),
+        shown=sys.stderr.isatty(),
+    ) as bar:
         for guess, view in bar:
             if view is None:
                 say(f"vitinit predict: {guess.problem}", sys.stderr)
@@ -209,12 +241,20 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     deliver("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
     if args.csv is not None:
         with written_atomically(args.csv) as file:
-            file.write(as_list(((guess.path, *guess.ranked[0]) for guess in guesses
-                                if guess.ranked), args.csv.parent))
+            file.write(
+                as_list(
+                    ((guess.path, *guess.ranked[0]) for guess in guesses if guess.ranked),
+                    args.csv.parent,
+                )
+            )
         print(f"wrote {args.csv}")
     if args.sheet is not None:
-        draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
-                   f"{len(paths):,} images{last_line and ': '}{last_line}")
+        draw_sheet(
+            args.sheet,
+            tiles,
+            heading=f"{trained.path.parent.name}, {len(tiles)} of "
+            f"{len(paths):,} images{last_line and ': '}{last_line}",
+        )
         print(f"wrote {args.sheet}")
     return int(any(guess.problem for guess in guesses))
 
@@ -224,14 +264,27 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
-    parser.add_argument("--json", type=Output(".json", ".jsonl", prints=True), metavar="FILE",
-                        help="write one JSON object per image and line; -: to the terminal")
-    parser.add_argument("--csv", type=Output(".csv"), metavar="FILE.csv",
-                        help="write the likeliest class of each image, as a list")
-    parser.add_argument("--sheet", type=Output(".png"), metavar="FILE.png",
-                        help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
-    parser.add_argument("--attention", action="store_true",
-                        help="add to the sheet what the model attends to")
+    parser.add_argument(
+        "--json",
+        type=Output(".json", ".jsonl", prints=True),
+        metavar="FILE",
+        help="write one JSON object per image and line; -: to the terminal",
+    )
+    parser.add_argument(
+        "--csv",
+        type=Output(".csv"),
+        metavar="FILE.csv",
+        help="write the likeliest class of each image, as a list",
+    )
+    parser.add_argument(
+        "--sheet",
+        type=Output(".png"),
+        metavar="FILE.png",
+        help=f"draw a contact sheet of at most {SHEET} images, evenly chosen",
+    )
+    parser.add_argument(
+        "--attention", action="store_true", help="add to the sheet what the model attends to"
+    )
     args = parser.parse_args(arguments)
     if args.attention and args.sheet is None:
         parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
@@ -242,15 +295,16 @@ def main(arguments: list[str], name: str = "vitinit predict") -> int:
     def program() -> int:
         args = parse_arguments(arguments)
         if args.sheet is not None:
-            pyplot()                                 # which may be missing: before all images
+            pyplot()  # which may be missing: before all images
         trained = load(**run_arguments(args), device=this_device())
         trained.require_classifier()
         if args.attention:
             require_attention(trained)
         paths = images_of(args.images)
         for out in filter(None, (args.sheet, args.json, args.csv)):
-            require_no_input(out, paths)             # links may lead to it
+            require_no_input(out, paths)  # links may lead to it
         if caution := dark_in_16_bits(paths[:BATCH]):
             say(f"vitinit predict: warning {caution}", sys.stderr)
         return predict(trained, paths, args)
+
     return run_program(name, program)

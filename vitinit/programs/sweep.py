@@ -44,21 +44,25 @@ from .shared.command_line import Parser, add_log, add_set, add_trust, integer, r
 from .shared.records import read_run, read_runs
 from .shared.results import compare_runs
 
-TRAIN = ["-m", "vitinit", "train"]     # the words that start a run
-LOOK_EVERY = 0.2                # seconds between two looks at the runs and at signals
+TRAIN = ["-m", "vitinit", "train"]  # the words that start a run
+LOOK_EVERY = 0.2  # seconds between two looks at the runs and at signals
 # By default torchrun kills processes 30 s after a signal, perhaps too soon for a checkpoint.
 PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 # Modules are those of this package and of Python's own path, and none of the current folder.
-SAFE_PATH = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(
-    [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
+SAFE_PATH = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONPATH": os.pathsep.join(
+        [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
+}
 
 
 class PlannedRun(NamedTuple):
     folder: Path
-    arguments: list[str]        # of the training program
-    state: str                  # how much of it is done already, in words
-    epochs: int                 # in all
-    amp: str                    # engine.amp of its recipe
+    arguments: list[str]  # of the training program
+    state: str  # how much of it is done already, in words
+    epochs: int  # in all
+    amp: str  # engine.amp of its recipe
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -87,22 +91,35 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .toml file")
     parser.add_argument("--init", help="names separated by commas; default: the recipe's own")
     parser.add_argument("--seeds", required=True, type=parse_seeds, help="such as 0-4 or 0,2,5")
-    parser.add_argument("--variant", action="append", nargs="+", metavar=("NAME", "KEY=VALUE"),
-                        help="a name and overrides as for --set; may be repeated")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        nargs="+",
+        metavar=("NAME", "KEY=VALUE"),
+        help="a name and overrides as for --set; may be repeated",
+    )
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
     parser.add_argument("--out-dir", type=Path, default="runs", help="folder of the runs' folders")
     parser.add_argument("--nproc", type=integer(1, 2**15), default=1, help="processes per run")
     parser.add_argument("--jobs", type=integer(1), default=1, help="runs side by side")
-    parser.add_argument("--threads", type=integer(1, 2**15),
-                        help="CPU threads per process; by default divided among the jobs")
-    parser.add_argument("--only", default="1/1", type=parse_part, metavar="K/N",
-                        help="the K-th of N parts of the plan")
+    parser.add_argument(
+        "--threads",
+        type=integer(1, 2**15),
+        help="CPU threads per process; by default divided among the jobs",
+    )
+    parser.add_argument(
+        "--only",
+        default="1/1",
+        type=parse_part,
+        metavar="K/N",
+        help="the K-th of N parts of the plan",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     add_set(parser, "override any key of the recipe in every run; may be repeated")
     add_log(parser)
     add_trust(parser)
     args = parser.parse_args(arguments)
-    Watchers(args.log)                               # or an error, before any run
+    Watchers(args.log)  # or an error, before any run
     return args
 
 
@@ -110,15 +127,22 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
     """Plan all runs: the first seed for all inits and variants, then the next seed."""
     for name, *sets in args.variant or []:
         if not re.fullmatch(r"[\w.-]+", name):
-            raise RecipeError(f"--variant {' '.join([name, *sets])}: expected a name of letters, "
-                              "digits, '_', '-' and '.' first, then section.key=value")
-    runs = [plan_run(args, init, seed, name, [*args.set, *sets]) for seed in args.seeds
-            for init in (args.init.split(",") if args.init else [None])
-            for name, *sets in args.variant or [[""]]]
+            raise RecipeError(
+                f"--variant {' '.join([name, *sets])}: expected a name of letters, "
+                "digits, '_', '-' and '.' first, then section.key=value"
+            )
+    runs = [
+        plan_run(args, init, seed, name, [*args.set, *sets])
+        for seed in args.seeds
+        for init in (args.init.split(",") if args.init else [None])
+        for name, *sets in args.variant or [[""]]
+    ]
     folder, count = Counter(run.folder for run in runs).most_common(1)[0]
     if count > 1:
-        raise RecipeError(f"{count} runs would share the folder {folder}; expected another seed, "
-                          "init or name of a variant for each")
+        raise RecipeError(
+            f"{count} runs would share the folder {folder}; expected another seed, "
+            "init or name of a variant for each"
+        )
     # Runs that are compared have one precision: that of those that have begun, which keep theirs.
     automatic = [run for run in runs if run.amp == "auto"]
     amp = begun_amp(run.folder for run in automatic)
@@ -128,19 +152,34 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
     return runs
 
 
-def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str,
-             sets: Sequence[str]) -> PlannedRun:
+def plan_run(
+    args: argparse.Namespace, init: str | None, seed: int, variant: str, sets: Sequence[str]
+) -> PlannedRun:
     """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
     init: None for the recipe's own. variant: a name, or "".
     """
-    recipe = load_recipe(args.recipe, overrides(init=init, seed=seed, data_dir=args.data_dir,
-                                                sets=sets))
-    folder = args.out_dir / "-".join(filter(None, (recipe.name, recipe.init.name, variant,
-                                                   f"s{recipe.run.seed}")))
-    arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),
-                 "--resume", "auto"]
-    given = [("--init", init), ("--data-dir", args.data_dir), *(("--set", text) for text in sets),
-             *(("--log", name) for name in args.log)]
+    recipe = load_recipe(
+        args.recipe, overrides(init=init, seed=seed, data_dir=args.data_dir, sets=sets)
+    )
+    folder = args.out_dir / "-".join(
+        filter(None, (recipe.name, recipe.init.name, variant, f"s{recipe.run.seed}"))
+    )
+    arguments = [
+        "--recipe",
+        args.recipe,
+        "--seed",
+        str(seed),
+        "--out-dir",
+        str(folder),
+        "--resume",
+        "auto",
+    ]
+    given = [
+        ("--init", init),
+        ("--data-dir", args.data_dir),
+        *(("--set", text) for text in sets),
+        *(("--log", name) for name in args.log),
+    ]
     arguments += [word for pair in given if pair[1] is not None for word in pair]
     if args.trust_teacher:
         arguments.append("--trust-teacher")
@@ -149,7 +188,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
         require_same_recipe(folder, read_run(folder).keys, recipe.keys)
         done = run.load_last(glance=True)["progress"]["epochs"]
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
-    elif task_in(run, recipe) == DONE:    # its checkpoints may be deleted
+    elif task_in(run, recipe) == DONE:  # its checkpoints may be deleted
         state = "done"
     return PlannedRun(folder, arguments, state, epochs, recipe.engine.amp)
 
@@ -166,25 +205,32 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     if nproc > 1 and jobs * nproc > len(gpus):
-        raise RecipeError(f"--jobs {jobs} runs of --nproc {nproc} processes need {jobs * nproc} "
-                          f"GPUs, and {len(gpus)} are visible")
-    places = [[gpus[(job * nproc + number) % len(gpus)] for number in range(nproc)]
-              for job in range(jobs)]
+        raise RecipeError(
+            f"--jobs {jobs} runs of --nproc {nproc} processes need {jobs * nproc} "
+            f"GPUs, and {len(gpus)} are visible"
+        )
+    places = [
+        [gpus[(job * nproc + number) % len(gpus)] for number in range(nproc)] for job in range(jobs)
+    ]
     return [share | {"CUDA_VISIBLE_DEVICES": ",".join(place)} for place in places]
 
 
-def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
-          ) -> subprocess.Popen:
+def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None) -> subprocess.Popen:
     """Start a run, which prints to the file `log`, or to the terminal if that is None."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     command = [sys.executable, *(torchrun if nproc > 1 else []), *TRAIN, *run.arguments]
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.unlink(missing_ok=True)                  # perhaps a link
+        log.unlink(missing_ok=True)  # perhaps a link
     with open(log, "wb") if log else nullcontext() as output:
         # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
-        return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True,
-                                env=PATIENCE | os.environ | SAFE_PATH | share)
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=PATIENCE | os.environ | SAFE_PATH | share,
+        )
 
 
 def last_line(log: Path | None, beginning: str) -> str:
@@ -198,20 +244,21 @@ class Job(NamedTuple):
 
     run: PlannedRun
     process: subprocess.Popen
-    share: dict[str, str]       # its part of the machine, as environment variables
-    log: Path | None            # what it prints to; None: the terminal
-    bar: ProgressBar            # of its epochs, below that of all runs
+    share: dict[str, str]  # its part of the machine, as environment variables
+    log: Path | None  # what it prints to; None: the terminal
+    bar: ProgressBar  # of its epochs, below that of all runs
 
     def advance(self) -> None:
         """Show how many epochs are done."""
         if not self.bar.disable:
-            with suppress(FileError):                # a line that is being written
+            with suppress(FileError):  # a line that is being written
                 self.bar.n = len(RunFolder(self.run.folder).metrics.rows())
             self.bar.refresh()
 
 
-def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, str]]
-            ) -> tuple[dict[Path, str], int]:
+def do_runs(
+    runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, str]]
+) -> tuple[dict[Path, str], int]:
     """Do the runs, as many at a time as there are `shares`; a signal is passed on to all. Returns
     folder → error of each run that failed by itself, and the signal that stopped all, or 0.
     """
@@ -219,22 +266,34 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
     jobs: list[Job] = []
     failures: dict[Path, str] = {}
 
-    def pass_on(number: int) -> None:                # every version of torchrun handles these two
+    def pass_on(number: int) -> None:  # every version of torchrun handles these two
         for job in jobs:
             job.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    with (StopRequest(second=lambda: pass_on(signal.SIGINT)) as stop,
-          ProgressBar("sweep", len(runs), unit="runs", shown=several) as bar):
+    with (
+        StopRequest(second=lambda: pass_on(signal.SIGINT)) as stop,
+        ProgressBar("sweep", len(runs), unit="runs", shown=several) as bar,
+    ):
         try:
             while jobs or waiting and not stop.number:
                 while waiting and free and not stop.number:
                     run, share = waiting.pop(0), free.pop(0)
-                    log = (run.folder.parent / "logs" / f"{run.folder.name}.log" if several else
-                           None)
+                    log = run.folder.parent / "logs" / f"{run.folder.name}.log" if several else None
                     say(f"\nrun     {run.folder}, {len(waiting)} to follow")
-                    jobs.append(Job(run, start(run, nproc, share, log), share, log, ProgressBar(
-                        run.folder.name, run.epochs, unit="epochs",
-                        shown=several and bar.terminal)))
+                    jobs.append(
+                        Job(
+                            run,
+                            start(run, nproc, share, log),
+                            share,
+                            log,
+                            ProgressBar(
+                                run.folder.name,
+                                run.epochs,
+                                unit="epochs",
+                                shown=several and bar.terminal,
+                            ),
+                        )
+                    )
                 if stop.number and not passed_on:
                     pass_on(stop.number)
                     passed_on = True
@@ -247,7 +306,7 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
                         free.append(job.share)
                         bar.update()
         finally:
-            for job in jobs:                         # after an error of this program's own
+            for job in jobs:  # after an error of this program's own
                 job.process.terminate()
     return failures, stop.number
 
@@ -261,15 +320,18 @@ def finish(job: Job, failures: dict[Path, str], *, stopped: bool) -> None:
     if job.process.returncode and not stopped:
         place = f", see {log}" if log else ""
         failures[job.run.folder] = last_line(log, "vitinit train: ") or (
-            f"ended with status {job.process.returncode}{place}")
+            f"ended with status {job.process.returncode}{place}"
+        )
 
 
 def sweep(args: argparse.Namespace) -> int:
     """Print the plan, do its runs, compare them; return the exit status."""
     shares = share_machine(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)[args.only]
-    say(f"plan    {counted(len(runs), 'run')}, {sum(run.state == 'done' for run in runs)} of them "
-        "done" + (f"; {args.jobs} at a time, the first with {shares[0]}" if args.jobs > 1 else ""))
+    say(
+        f"plan    {counted(len(runs), 'run')}, {sum(run.state == 'done' for run in runs)} of them "
+        "done" + (f"; {args.jobs} at a time, the first with {shares[0]}" if args.jobs > 1 else "")
+    )
     for run in runs:
         say(f"        {run.folder}: {run.state}")
     if args.dry_run:

@@ -8,19 +8,35 @@ from typing import Any
 from ..train.optim import NO_TEACHER
 
 # Recipes of version 12 may leave these out: sections as a whole, and keys that came later.
-SECTIONS_LEFT_OUT: dict[str, dict[str, Any]] = {
-    "distill": NO_TEACHER, "task": {"name": "classify"}}
-KEYS_LEFT_OUT: dict[str, Any] = {"init.checkpoint_head": "keep", "optim.train": "all",
-                                 "schedule.cosine_after_warmup": False}
-MEANT_IN_RECIPES = {f"{title}.{key}": value for title, body in SECTIONS_LEFT_OUT.items()
-                    for key, value in body.items()}
+SECTIONS_LEFT_OUT: dict[str, dict[str, Any]] = {"distill": NO_TEACHER, "task": {"name": "classify"}}
+KEYS_LEFT_OUT: dict[str, Any] = {
+    "init.checkpoint_head": "keep",
+    "optim.train": "all",
+    "schedule.cosine_after_warmup": False,
+}
+MEANT_IN_RECIPES = {
+    f"{title}.{key}": value
+    for title, body in SECTIONS_LEFT_OUT.items()
+    for key, value in body.items()
+}
 # Records lack these, too, which came after the first of them were made, or went after them.
-MEANT = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
-         "init.options.constant_variance": 0.95, "init.options.patch_init": "base",
-         "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
-         "model.options.norm_eps": 1e-6, "model.options.rope_frequencies": "axial",
-         "model.options.rope_base": 100.0, "model.options.rope_coordinates": "index",
-         "model.options.qk_norm": False, "model.options.layer_scale": 0.0,
-         "model.options.mlp": "gelu", "data.apply_exif_orientation": True,
-         "init.checkpoint_fit": "exact", "optim.name": "adamw",
-         **MEANT_IN_RECIPES, **KEYS_LEFT_OUT}
+MEANT = {
+    "init.options.constant_share": 0.0,
+    "init.options.calibrated": False,
+    "init.options.constant_variance": 0.95,
+    "init.options.patch_init": "base",
+    "model.options.norm_place": "after",
+    "model.options.channel_residual": "mlp",
+    "model.options.norm_eps": 1e-6,
+    "model.options.rope_frequencies": "axial",
+    "model.options.rope_base": 100.0,
+    "model.options.rope_coordinates": "index",
+    "model.options.qk_norm": False,
+    "model.options.layer_scale": 0.0,
+    "model.options.mlp": "gelu",
+    "data.apply_exif_orientation": True,
+    "init.checkpoint_fit": "exact",
+    "optim.name": "adamw",
+    **MEANT_IN_RECIPES,
+    **KEYS_LEFT_OUT,
+}

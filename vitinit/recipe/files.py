@@ -28,7 +28,7 @@ from .sections import SECTIONS, VERSION, Recipe, contradictions
 PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
-NO_OPTIONS = ("num_classes", "image_size", *GIVEN)   # keyword arguments of models and inits
+NO_OPTIONS = ("num_classes", "image_size", *GIVEN)  # keyword arguments of models and inits
 
 
 class RecipeError(OneLineError):
@@ -38,33 +38,51 @@ class RecipeError(OneLineError):
 class Override(NamedTuple):
     """One change to a recipe from the command line."""
 
-    key: str                    # section.key
+    key: str  # section.key
     value: Any
-    text: str                   # what the user wrote, quoted by error messages
+    text: str  # what the user wrote, quoted by error messages
 
 
 def parse_override(text: str) -> Override:
     """Parse `section.key=value`, of --set: TOML, or else a string. Raises RecipeError."""
     key, equals, written = map(str.strip, text.partition("="))
     if not equals or "." not in key:
-        raise RecipeError(f"--set {text}: expected section.key=value, for example "
-                          "--set schedule.epochs=10")
+        raise RecipeError(
+            f"--set {text}: expected section.key=value, for example --set schedule.epochs=10"
+        )
     try:
         return Override(key, parse_toml(f"value = {written}".encode())["value"], f"--set {text}")
-    except ValueError:                               # not TOML
+    except ValueError:  # not TOML
         return Override(key, written, f"--set {text}")
 
 
-def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
-              sets: Sequence[str] | Mapping[str, Any] = ()) -> list[Override]:
+def overrides(
+    *,
+    init: str | None = None,
+    seed: int | None = None,
+    data_dir: str | None = None,
+    sets: Sequence[str] | Mapping[str, Any] = (),
+) -> list[Override]:
     """The changes by these flags, in order; sets: of --set, or a table of "section.key" → value."""
     sets = [sets] if isinstance(sets, str) else sets
-    flags = (("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
-             ("run.seed", "--seed", seed))
-    named = ((Override(key, plain(value), f"{key}={value!r}") for key, value in sets.items())
-             if isinstance(sets, Mapping) else map(parse_override, sets))
-    return [*(Override(key, plain(value), f"{flag} {value}") for key, flag, value in flags
-              if value is not None), *named]
+    flags = (
+        ("data.root", "--data-dir", data_dir),
+        ("init.name", "--init", init),
+        ("run.seed", "--seed", seed),
+    )
+    named = (
+        (Override(key, plain(value), f"{key}={value!r}") for key, value in sets.items())
+        if isinstance(sets, Mapping)
+        else map(parse_override, sets)
+    )
+    return [
+        *(
+            Override(key, plain(value), f"{flag} {value}")
+            for key, flag, value in flags
+            if value is not None
+        ),
+        *named,
+    ]
 
 
 def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()) -> Recipe:
@@ -76,13 +94,16 @@ def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
     path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
     if not path.exists():
-        hint = "" if path == Path(name) else nearest(
-            str(name), [file.stem for file in RECIPES.glob("*.toml")])
+        hint = (
+            ""
+            if path == Path(name)
+            else nearest(str(name), [file.stem for file in RECIPES.glob("*.toml")])
+        )
         raise RecipeError(f"recipe {name}: no such file{hint}")
     text = read_bytes(path)
     try:
         table = parse_toml(text)
-    except ValueError as error:                      # neither TOML nor UTF-8
+    except ValueError as error:  # neither TOML nor UTF-8
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     # A person need not write the version.
     return _recipe({"version": VERSION} | table, path.stem, Origin(str(path), changes))
@@ -95,28 +116,37 @@ def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override]
     here, and are not checked. source: how error messages call the table. Raises RecipeError.
     """
     sections = plain(table)
-    return _recipe(sections, str(sections.pop("name", "")), Origin(source, changes),
-                   checks_init=False)
+    return _recipe(
+        sections, str(sections.pop("name", "")), Origin(source, changes), checks_init=False
+    )
 
 
 class Origin(NamedTuple):
     """Where the values of a recipe are from: what error messages blame."""
 
-    source: str                 # the file, or words for it
-    changes: Sequence[Override]     # by the command line
+    source: str  # the file, or words for it
+    changes: Sequence[Override]  # by the command line
 
     def of(self, *keys: str) -> str:
         """Where one of these keys, or a table that contains it, was written last."""
-        return next((change.text for key in keys for change in reversed(self.changes)
-                     if f"{key}.".startswith(f"{change.key}.")), self.source)
+        return next(
+            (
+                change.text
+                for key in keys
+                for change in reversed(self.changes)
+                if f"{key}.".startswith(f"{change.key}.")
+            ),
+            self.source,
+        )
 
     def refuse(self, problem: object, *keys: str) -> NoReturn:
         """Raise RecipeError; keys: whose values are the problem, that of most weight first."""
         raise RecipeError(f"{self.of(*keys)}: {problem}") from None
 
 
-def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
-            checks_init: bool = True) -> Recipe:
+def _recipe(
+    tables: dict[str, Any], name: str, origin: Origin, *, checks_init: bool = True
+) -> Recipe:
     """The recipe of a table of sections, with the origin's changes; see `load_recipe`."""
     tables = _completed(tables, origin)
     init_before = tables["init"].get("name")
@@ -132,44 +162,57 @@ def _recipe(tables: dict[str, Any], name: str, origin: Origin, *,
             table = table[parent]
         table[last] = change.value
 
-    sections = {title: _checked(tables[title], title, origin,
-                                typing.get_type_hints(section, include_extras=True))
-                for title, section in SECTIONS.items()}
+    sections = {
+        title: _checked(
+            tables[title], title, origin, typing.get_type_hints(section, include_extras=True)
+        )
+        for title, section in SECTIONS.items()
+    }
     model, init = sections["model"], sections["init"]
     family, sizes = MODELS[model["name"]]
-    model["options"] = _options("model", model["name"], model_class(family).__init__,
-                                sizes | model["options"], origin)
+    model["options"] = _options(
+        "model", model["name"], model_class(family).__init__, sizes | model["options"], origin
+    )
     task = sections["task"]
     if task["name"] not in TASKS:
-        origin.refuse(f"there is no task '{task['name']}'{nearest(task['name'], TASKS)}",
-                      "task.name")
-    task["options"] = _options("task", task["name"], find(TASKS[task["name"]]).takes,
-                               task["options"], origin)
+        origin.refuse(
+            f"there is no task '{task['name']}'{nearest(task['name'], TASKS)}", "task.name"
+        )
+    task["options"] = _options(
+        "task", task["name"], find(TASKS[task["name"]]).takes, task["options"], origin
+    )
     if checks_init:
         try:
             function = init_function(init["name"], stated_family(model["name"], model["options"]))
         except ValueError as error:
             origin.refuse(error, "init.name")
-        if init["name"] != init_before:              # of the file's options it keeps what it has
-            init["options"] = {key: value for key, value in init["options"].items()
-                               if key in signature(function).parameters
-                               or origin.of(f"init.options.{key}") != origin.source}
+        if init["name"] != init_before:  # of the file's options it keeps what it has
+            init["options"] = {
+                key: value
+                for key, value in init["options"].items()
+                if key in signature(function).parameters
+                or origin.of(f"init.options.{key}") != origin.source
+            }
         init["options"] = _options("init", init["name"], function, init["options"], origin)
 
-    recipe = Recipe(name=name, **{title: section(**sections[title])
-                                  for title, section in SECTIONS.items()})
+    recipe = Recipe(
+        name=name, **{title: section(**sections[title]) for title, section in SECTIONS.items()}
+    )
     for keys, expected in contradictions(recipe):
         first, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
-        origin.refuse(f"{first}{' with ' * bool(others)}{', '.join(others)}; expected {expected}",
-                      *keys)
+        origin.refuse(
+            f"{first}{' with ' * bool(others)}{', '.join(others)}; expected {expected}", *keys
+        )
     return recipe
 
 
 def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     """The tables of all sections, with those that a file may leave out."""
     if (version := tables.pop("version", None)) != VERSION:
-        origin.refuse(f"a recipe of version {show(version)}, and this code reads {VERSION}; "
-                      "commit bb39c50 reads those of versions 1 to 11")
+        origin.refuse(
+            f"a recipe of version {show(version)}, and this code reads {VERSION}; "
+            "commit bb39c50 reads those of versions 1 to 11"
+        )
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
             origin.refuse(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
@@ -185,21 +228,35 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     return tables
 
 
-def _options(title: str, name: str, function: Callable[..., Any], options: Mapping[str, Any],
-             origin: Origin) -> ReadOnly:
+def _options(
+    title: str, name: str, function: Callable[..., Any], options: Mapping[str, Any], origin: Origin
+) -> ReadOnly:
     """The options of the model, init or task `name`: keyword-only parameters of `function`."""
     hints = typing.get_type_hints(function, include_extras=True)
-    parameters = [parameter for parameter in signature(function).parameters.values()
-                  if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS]
+    parameters = [
+        parameter
+        for parameter in signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS
+    ]
     kinds = {parameter.name: hints[parameter.name] for parameter in parameters}
-    defaults = {parameter.name: parameter.default for parameter in parameters
-                if parameter.default is not parameter.empty}
-    return ReadOnly(plain(_checked(options, f"{title}.options", origin, kinds, defaults,
-                                   f" of {name}")))
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
+    return ReadOnly(
+        plain(_checked(options, f"{title}.options", origin, kinds, defaults, f" of {name}"))
+    )
 
 
-def _checked(body: Mapping[str, Any], title: str, origin: Origin, kinds: Mapping[str, Any],
-             defaults: Mapping[str, Any] = ReadOnly(), of: str = "") -> dict[str, Any]:
+def _checked(
+    body: Mapping[str, Any],
+    title: str,
+    origin: Origin,
+    kinds: Mapping[str, Any],
+    defaults: Mapping[str, Any] = ReadOnly(),
+    of: str = "",
+) -> dict[str, Any]:
     """The values of a table after the defaults; title, of: for errors, such as " of impulse"."""
     values = dict(defaults)
     for key, value in body.items():
@@ -212,8 +269,9 @@ def _checked(body: Mapping[str, Any], title: str, origin: Origin, kinds: Mapping
             origin.refuse(f"{place} is {error}", place)
     for key, kind in kinds.items():
         if key not in values:
-            origin.refuse(f"[{title}]{of} lacks the key '{key}' ({accepted_values(kind)})",
-                          f"{title}.{key}")
+            origin.refuse(
+                f"[{title}]{of} lacks the key '{key}' ({accepted_values(kind)})", f"{title}.{key}"
+            )
     return values
 
 
@@ -228,10 +286,12 @@ def building(source: str, section: str) -> Iterator[None]:
         yield
     except OneLineError:
         raise
-    except (ValueError, RuntimeError, MemoryError) as error:     # torch.OutOfMemoryError: Runtime
+    except (ValueError, RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError: Runtime
         if ran_out_of_memory(error):
-            raise RecipeError(f"{source}: [{section}] takes more memory than there is "
-                              f"({in_brief(error)}); expected smaller values") from error
+            raise RecipeError(
+                f"{source}: [{section}] takes more memory than there is "
+                f"({in_brief(error)}); expected smaller values"
+            ) from error
         if not isinstance(error, ValueError):
             raise
         raise RecipeError(f"{source}: {error}") from error

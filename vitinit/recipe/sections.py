@@ -9,8 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 from ..base.table import find
-from ..base.values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction,
-                           NonNegative, Proportion, Size, flat, plain, to_toml)
+from ..base.values import (
+    LARGEST,
+    TINIEST,
+    AtLeastOne,
+    BelowOne,
+    Bounds,
+    Count,
+    Fraction,
+    NonNegative,
+    Proportion,
+    Size,
+    flat,
+    plain,
+    to_toml,
+)
 from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
@@ -18,32 +31,32 @@ from ..models import MODELS
 from ..tasks import TASKS, Task
 from ..train.optim import Distill, Optim, Schedule
 
-VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one
+VERSION = 12  # of the keys; a change of keys, or of an option's default, adds one
 Seed = Annotated[int, Bounds(minimum=0, below=2**63)]
 Deviation = Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
 
 
 @dataclass(frozen=True)
 class RunSection:
-    seed: Seed                                      # keys every random draw of the run
+    seed: Seed  # keys every random draw of the run
 
 
 @dataclass(frozen=True)
 class DataSection:
     name: Annotated[str, Literal[tuple(DATA_SETS)]]
-    root: str                                       # folder of the data set; "" for `shapes`
-    num_classes: Count                              # 0: as many as the data set has
-    subset: Fraction                                # share of each class that is trained on
-    images_per_class: Count                         # number of images instead; 0: no limit
+    root: str  # folder of the data set; "" for `shapes`
+    num_classes: Count  # 0: as many as the data set has
+    subset: Fraction  # share of each class that is trained on
+    images_per_class: Count  # number of images instead; 0: no limit
     # Decides which images those are; "run": run.seed does, and the held-out images are those of 0.
     subset_seed: Seed | Literal["run"]
-    held_out_per_class: Count                       # training images to validate on; 0: test set
-    image_size: Size                                # (height, width) that the model takes
-    mean: tuple[Proportion, Proportion, Proportion]         # per channel, in [0, 1]
+    held_out_per_class: Count  # training images to validate on; 0: test set
+    image_size: Size  # (height, width) that the model takes
+    mean: tuple[Proportion, Proportion, Proportion]  # per channel, in [0, 1]
     std: tuple[Deviation, Deviation, Deviation]
-    apply_exif_orientation: bool                    # turn photographs upright; false: as stored
-    workers: Count                                  # loader processes per training process
-    on_device_gib: NonNegative                      # sets up to this size are stored on the device
+    apply_exif_orientation: bool  # turn photographs upright; false: as stored
+    workers: Count  # loader processes per training process
+    on_device_gib: NonNegative  # sets up to this size are stored on the device
 
 
 @dataclass(frozen=True)
@@ -51,9 +64,9 @@ class EvalSection:
     # Resize to image_size / crop_pct, then crop.
     crop_pct: Annotated[float, Bounds(minimum=0.1, maximum=1.0)]
     interpolation: Literal["bilinear", "bicubic"]
-    batch_size: AtLeastOne                          # images per process and forward pass
-    cache_gib: NonNegative                          # of views decoded once, per process; 0: none
-    every_epochs: AtLeastOne                        # the last epoch is always evaluated
+    batch_size: AtLeastOne  # images per process and forward pass
+    cache_gib: NonNegative  # of views decoded once, per process; 0: none
+    every_epochs: AtLeastOne  # the last epoch is always evaluated
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class ModelSection:
     """The model, by its name in `vitinit.models.MODELS`."""
 
     name: Annotated[str, Literal[tuple(MODELS)]]
-    options: Mapping[str, Any]                      # keyword arguments of that model
+    options: Mapping[str, Any]  # keyword arguments of that model
 
 
 @dataclass(frozen=True)
@@ -69,11 +82,11 @@ class InitSection:
     """The initialisation, by its name in `vitinit.init.INITS`, and a checkpoint to start from."""
 
     name: str
-    checkpoint: str                                 # weights to start from; "": none
-    checkpoint_weights: Literal["model", "ema"]     # which weights in the checkpoint
+    checkpoint: str  # weights to start from; "": none
+    checkpoint_weights: Literal["model", "ema"]  # which weights in the checkpoint
     # match: its classifier's rows by class name; keep: all rows, if as many as classes; drop: none.
     checkpoint_head: Literal["match", "keep", "drop"]
-    options: Mapping[str, Any]                      # keyword arguments of that init
+    options: Mapping[str, Any]  # keyword arguments of that init
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ class TaskSection:
     """What is learned, by its name in `vitinit.tasks.TASKS`."""
 
     name: str
-    options: Mapping[str, Any]                      # keyword arguments of what the task takes
+    options: Mapping[str, Any]  # keyword arguments of what the task takes
 
     @property
     def kind(self) -> type[Task]:
@@ -90,37 +103,37 @@ class TaskSection:
 
 
 @dataclass(frozen=True)
-class EmaSection:                # the exponential moving average of the weights
-    decay: BelowOne                                 # 0: no moving average is kept
-    warmup: bool                                    # decay min(decay, 1 - (1 + update)^(-2/3))
+class EmaSection:  # the exponential moving average of the weights
+    decay: BelowOne  # 0: no moving average is kept
+    warmup: bool  # decay min(decay, 1 - (1 + update)^(-2/3))
 
 
 @dataclass(frozen=True)
 class EngineSection:
-    amp: Literal["auto", "off", "bf16", "fp16"]     # autocast; auto: what is fastest at the start
-    compile: bool                                   # torch.compile
-    channels_last: bool                             # memory format of images and convolutions
-    tf32: bool                                      # TensorFloat-32 matrix products on CUDA
+    amp: Literal["auto", "off", "bf16", "fp16"]  # autocast; auto: what is fastest at the start
+    compile: bool  # torch.compile
+    channels_last: bool  # memory format of images and convolutions
+    tf32: bool  # TensorFloat-32 matrix products on CUDA
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    every_epochs: AtLeastOne                        # between two last.pt; also at the end
-    every_steps: Count                              # also within an epoch; 0: never
-    keep_epochs: tuple[Count, ...]                  # for good; 0: as initialised
+    every_epochs: AtLeastOne  # between two last.pt; also at the end
+    every_steps: Count  # also within an epoch; 0: never
+    keep_epochs: tuple[Count, ...]  # for good; 0: as initialised
     best_by: Literal["val_top1", "val_loss", "ema_top1"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    name: str                                       # the file's stem, not a key
+    name: str  # the file's stem, not a key
     run: RunSection
     data: DataSection
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
-    distill: Distill                                # may be left out: no teacher
-    task: TaskSection                               # may be left out: classify
+    distill: Distill  # may be left out: no teacher
+    task: TaskSection  # may be left out: classify
     eval: EvalSection
     model: ModelSection
     init: InitSection
@@ -156,16 +169,23 @@ class Recipe:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """"section.key" → value, and "model.options.key" → value, in the order of the file."""
+        """ "section.key" → value, and "model.options.key" → value, in the order of the file."""
         return flat({title: plain(getattr(self, title)) for title in SECTIONS})
 
 
-SECTIONS = typing.get_type_hints(Recipe)             # title → dataclass, in the order of the file
+SECTIONS = typing.get_type_hints(Recipe)  # title → dataclass, in the order of the file
 del SECTIONS["name"]
 
 # Keys that describe the machine and not the experiment: they may change when a run is resumed.
-MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.cache_gib",
-                "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
+MACHINE_KEYS = (
+    "data.workers",
+    "data.on_device_gib",
+    "eval.batch_size",
+    "eval.cache_gib",
+    "optim.max_batch_per_process",
+    "engine.compile",
+    "checkpoint.every_steps",
+)
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
@@ -178,30 +198,60 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
         if low > high:
             yield [f"augment.{key}"], "the smaller value first"
     for wrong, keys, expected in [
-            (recipe.rand_augment.layers and not recipe.rand_augment.operations,
-             "rand_augment.operations rand_augment.layers", "some, or 0 layers"),
-            (data.images_per_class and data.subset < 1.0, "data.images_per_class data.subset",
-             "0, or a subset of 1.0"),
-            (not data.root and data.name != "shapes", "data.root data.name",
-             "a folder, given by --data-dir"),
-            (schedule.warmup_epochs > schedule.epochs, "schedule.warmup_epochs schedule.epochs",
-             "no more than these"),
-            (schedule.warmup_epochs and schedule.shape == "one_cycle",
-             "schedule.warmup_epochs schedule.shape", "0, as it has a warm-up of its own"),
-            (schedule.cosine_after_warmup and schedule.shape == "one_cycle",
-             "schedule.cosine_after_warmup schedule.shape", "false, as it has no cosine"),
-            (schedule.warmup_lr > peak, f"schedule.warmup_lr {of_peak}", no_more),
-            (schedule.min_lr > peak, f"schedule.min_lr {of_peak}", no_more),
-            (recipe.distill.weights and not recipe.distill.teacher,
-             "distill.weights distill.teacher", "none, as there is no teacher"),
-            (recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"),
-             "optim.train model.name", "all, as the BatchNorm below would go on changing"),
-            (ema.warmup and not ema.decay, "ema.warmup ema.decay", f"false, as {no_average}"),
-            (recipe.checkpoint.best_by == "ema_top1" and not ema.decay,
-             "checkpoint.best_by ema.decay", f"another one, as {no_average}"),
-            (max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
-             "checkpoint.keep_epochs schedule.epochs schedule.cooldown_epochs",
-             "none after the last epoch")]:
+        (
+            recipe.rand_augment.layers and not recipe.rand_augment.operations,
+            "rand_augment.operations rand_augment.layers",
+            "some, or 0 layers",
+        ),
+        (
+            data.images_per_class and data.subset < 1.0,
+            "data.images_per_class data.subset",
+            "0, or a subset of 1.0",
+        ),
+        (
+            not data.root and data.name != "shapes",
+            "data.root data.name",
+            "a folder, given by --data-dir",
+        ),
+        (
+            schedule.warmup_epochs > schedule.epochs,
+            "schedule.warmup_epochs schedule.epochs",
+            "no more than these",
+        ),
+        (
+            schedule.warmup_epochs and schedule.shape == "one_cycle",
+            "schedule.warmup_epochs schedule.shape",
+            "0, as it has a warm-up of its own",
+        ),
+        (
+            schedule.cosine_after_warmup and schedule.shape == "one_cycle",
+            "schedule.cosine_after_warmup schedule.shape",
+            "false, as it has no cosine",
+        ),
+        (schedule.warmup_lr > peak, f"schedule.warmup_lr {of_peak}", no_more),
+        (schedule.min_lr > peak, f"schedule.min_lr {of_peak}", no_more),
+        (
+            recipe.distill.weights and not recipe.distill.teacher,
+            "distill.weights distill.teacher",
+            "none, as there is no teacher",
+        ),
+        (
+            recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"),
+            "optim.train model.name",
+            "all, as the BatchNorm below would go on changing",
+        ),
+        (ema.warmup and not ema.decay, "ema.warmup ema.decay", f"false, as {no_average}"),
+        (
+            recipe.checkpoint.best_by == "ema_top1" and not ema.decay,
+            "checkpoint.best_by ema.decay",
+            f"another one, as {no_average}",
+        ),
+        (
+            max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
+            "checkpoint.keep_epochs schedule.epochs schedule.cooldown_epochs",
+            "none after the last epoch",
+        ),
+    ]:
         if wrong:
             yield keys.split(), expected
     for of_task, expected in recipe.task.kind.contradictions(recipe):

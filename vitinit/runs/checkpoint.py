@@ -11,15 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.files import (CheckpointError, Damaged, FileError, NoCheckpoint, nested_deeply,
-                          parse_json, read_bytes)
+from ..base.files import (
+    CheckpointError,
+    Damaged,
+    FileError,
+    NoCheckpoint,
+    nested_deeply,
+    parse_json,
+    read_bytes,
+)
 from ..base.messages import in_brief, warn, without_warnings
 from ..base.values import Size, convert
 from ..train.state import fault
 
 # The weights in a folder that transformers or timm wrote.
-FOREIGN_WEIGHTS = tuple(f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin")
-                        for index in ("", ".index.json"))    # in one file, or in shards
+FOREIGN_WEIGHTS = tuple(
+    f"{name}{index}"
+    for name in ("model.safetensors", "pytorch_model.bin")
+    for index in ("", ".index.json")
+)  # in one file, or in shards
 # Where programs keep a model's state dict, and that of its moving average.
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")
 AVERAGES = ("ema", "model_ema", "state_dict_ema")
@@ -28,11 +38,21 @@ PREFIX = re.compile(r"(model|backbone|net|encoder|module|_orig_mod)\.")
 CLASSIFIER = re.compile(r"(head|heads|head_dist|fc|(cls_|distillation_)?classifier)\.")
 # What other programs write beside weights: settings, paths, numpy's numbers. An `Unread` is made in
 # its place, so that none of their code runs; numpy's, for one, trusts the bytes that it reads.
-BESIDE = ("argparse.Namespace", "numpy.dtype", "numpy.ndarray",
-          *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core")
-            for name in ("scalar", "_reconstruct")),
-          *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local")
-            for kind in ("Posix", "Windows", "PurePosix", "PureWindows")))
+BESIDE = (
+    "argparse.Namespace",
+    "numpy.dtype",
+    "numpy.ndarray",
+    *(
+        f"numpy.{core}.multiarray.{name}"
+        for core in ("core", "_core")
+        for name in ("scalar", "_reconstruct")
+    ),
+    *(
+        f"{module}.{kind}Path"
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
+    ),
+)
 
 
 def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
@@ -45,39 +65,45 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
     mmap: leave the tensors on disk until they are used. verify: check the file's checksums first,
     which reads the whole file: torch.save stores them, and torch.load does not check them.
     """
-    if path.exists() and not path.is_file():         # a pipe may wait for ever
+    if path.exists() and not path.is_file():  # a pipe may wait for ever
         raise CheckpointError(f"{path}: is a folder, a pipe or a device; expected a file")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
+
             return load_file(path)
         if path.name.endswith(".index.json"):
             return _load_shards(path, mmap=mmap, verify=verify)
-        archive = zipfile.is_zipfile(path)           # not so for torch < 1.6: it cannot be mapped
+        archive = zipfile.is_zipfile(path)  # not so for torch < 1.6: it cannot be mapped
         if archive:
             with zipfile.ZipFile(path) as zipped:
                 sizes = [part.file_size for part in zipped.infolist()]
-                if sum(sizes) > path.stat().st_size:         # compressed, which torch's never are
+                if sum(sizes) > path.stat().st_size:  # compressed, which torch's never are
                     raise Damaged(f"{path}: holds {sum(sizes):,} bytes in a file of fewer")
                 if verify and (broken := zipped.testzip()):
-                    raise Damaged(f"{path}: damaged after it was written, the checksum of {broken} "
-                                  "in it is wrong")
+                    raise Damaged(
+                        f"{path}: damaged after it was written, the checksum of {broken} "
+                        "in it is wrong"
+                    )
         # Of a file that is refused, an error says more than warnings.
-        with without_warnings(), torch.serialization.safe_globals(
-                [(Unread, name) for name in BESIDE]):
+        with (
+            without_warnings(),
+            torch.serialization.safe_globals([(Unread, name) for name in BESIDE]),
+        ):
             # torch maps no file whose name is not UTF-8.
             mapped = mmap and archive and not re.search("[\ud800-\udfff]", str(path))
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except ImportError:
-        raise CheckpointError(f"{path}: reading it needs the extra 'safetensors': "
-                              "pip install 'vitinit[safetensors]'") from None
+        raise CheckpointError(
+            f"{path}: reading it needs the extra 'safetensors': pip install 'vitinit[safetensors]'"
+        ) from None
     except FileNotFoundError:
         raise NoCheckpoint(f"{path}: no such checkpoint") from None
     except FileError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except Exception as error:                       # zip, pickle and torch errors of many kinds
+    except Exception as error:  # zip, pickle and torch errors of many kinds
         raise Damaged(f"{path}: not a readable checkpoint ({_reason(error)})") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}: holds a {type(state).__name__}, expected a dictionary")
@@ -86,8 +112,9 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
     return state
 
 
-def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
-                    ) -> tuple[dict[str, Any], Path]:
+def read_checkpoint(
+    path: Path, *, mmap: bool = False, verify: bool = True
+) -> tuple[dict[str, Any], Path]:
     """The contents of a checkpoint, as `read_checkpoint_file` reads them, and their file.
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
@@ -100,8 +127,10 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
         if not any(file.exists() for file in files):
             files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
         if not files:
-            raise NoCheckpoint(f"{path}: holds no checkpoint; expected last.pt or one of "
-                               f"{', '.join(FOREIGN_WEIGHTS)}")
+            raise NoCheckpoint(
+                f"{path}: holds no checkpoint; expected last.pt or one of "
+                f"{', '.join(FOREIGN_WEIGHTS)}"
+            )
     for file in files:
         try:
             state = read_checkpoint_file(file, mmap=mmap, verify=verify)
@@ -119,12 +148,13 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
 
 def require_plain(state: dict[str, Any], file: Path) -> None:
     """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
-    if isinstance(state.get("recipe"), dict):        # a checkpoint of ours
-        try:                                         # the same limits as of a text
+    if isinstance(state.get("recipe"), dict):  # a checkpoint of ours
+        try:  # the same limits as of a text
             state["recipe"] = parse_json(json.dumps(state["recipe"]).encode())
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{file}: its 'recipe' is no table of plain values "
-                                  f"({in_brief(error)})") from None
+            raise CheckpointError(
+                f"{file}: its 'recipe' is no table of plain values ({in_brief(error)})"
+            ) from None
     for key, kind, form in (("classes", tuple[str, ...], list), ("grid", Size, tuple)):
         if state.get(key) is not None:
             try:
@@ -171,16 +201,23 @@ def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model") ->
 
     Without CONTAINERS it is taken for a bare state dict. Raises CheckpointError if there is none.
     """
-    part = state if name == "model" else next(
-        (state[key] for key in AVERAGES if isinstance(state.get(key), Mapping)), {})
-    for _ in CONTAINERS:                             # one may contain another
+    part = (
+        state
+        if name == "model"
+        else next((state[key] for key in AVERAGES if isinstance(state.get(key), Mapping)), {})
+    )
+    for _ in CONTAINERS:  # one may contain another
         part = next((part[key] for key in CONTAINERS if isinstance(part.get(key), Mapping)), part)
-    tensors = {key: value for key, value in part.items()
-               if not str(key).endswith("n_averaged")}       # torch's AveragedModel counts there
-    if not tensors or not all(isinstance(key, str) and isinstance(value, Tensor)
-                              for key, value in tensors.items()):
-        raise CheckpointError(f"{path}: no model in it; expected a state dict under the key "
-                              f"'{name}'" + (", or a bare one" if name == "model" else ""))
+    tensors = {
+        key: value for key, value in part.items() if not str(key).endswith("n_averaged")
+    }  # torch's AveragedModel counts there
+    if not tensors or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
+    ):
+        raise CheckpointError(
+            f"{path}: no model in it; expected a state dict under the key "
+            f"'{name}'" + (", or a bare one" if name == "model" else "")
+        )
     return tensors
 
 
@@ -189,8 +226,10 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
     tensors = stored_tensors(state, path, name)
     for key, value in tensors.items():
         if problem := fault(key, value):
-            raise CheckpointError(f"{path}: {name} '{key}' is {problem}; expected a dense tensor "
-                                  "of finite floating-point numbers of 16 to 64 bits")
+            raise CheckpointError(
+                f"{path}: {name} '{key}' is {problem}; expected a dense tensor "
+                "of finite floating-point numbers of 16 to 64 bits"
+            )
     return dict(zip(without_prefix(tensors)[1], tensors.values()))
 
 
@@ -204,7 +243,10 @@ def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
         others = [name for name in names if not CLASSIFIER.match(name)]
         match = PREFIX.match(others[0]) if others else None
         shorter = [name.removeprefix(match[0]) for name in names] if match else []
-        if not match or not all(name.startswith(match[0]) for name in others) or (
-                len({*shorter}) < len(names)):
+        if (
+            not match
+            or not all(name.startswith(match[0]) for name in others)
+            or (len({*shorter}) < len(names))
+        ):
             return prefix, names
         prefix, names = prefix + match[0], shorter

@@ -30,15 +30,21 @@ def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]
     """The whole training set of a recipe, and the part of it that is trained on, perhaps drawn by
     the recipe's run.seed. Raises DataError if it cannot be opened, or has a single class.
     """
-    whole = oriented(open_split(data.name, data.root, "train", data.num_classes),
-                     data.apply_exif_orientation)
+    whole = oriented(
+        open_split(data.name, data.root, "train", data.num_classes), data.apply_exif_orientation
+    )
     if len(whole.classes) < 2 and data.name != "images":
-        raise DataError(f"{data.root}: one class found, '{whole.classes[0]}'; expected two at "
-                        "least")
-    return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
-                                  held_out=data.held_out_per_class,
-                                  seed=run_seed if data.subset_seed == "run" else data.subset_seed,
-                                  held_out_seed=held_out_seed(data))
+        raise DataError(
+            f"{data.root}: one class found, '{whole.classes[0]}'; expected two at least"
+        )
+    return whole, stratified_part(
+        whole,
+        share=data.subset,
+        images_per_class=data.images_per_class,
+        held_out=data.held_out_per_class,
+        seed=run_seed if data.subset_seed == "run" else data.subset_seed,
+        held_out_seed=held_out_seed(data),
+    )
 
 
 def held_out_seed(data: DataSection) -> int:
@@ -54,12 +60,12 @@ def open_held_out(data: DataSection, whole: Source) -> Source:
 class EvaluatedSet(NamedTuple):
     """What one result of an evaluation is about: a data set, or a part of a run's training set."""
 
-    name: str                   # of a data set; or "train" or "held_out"
-    root: str                   # its folder; "" for `shapes`
-    data: DataSection | None = None     # of the recipe whose training images they are
-    run_seed: int = 0                   # of that recipe, where it decides which images they are
-    whole: bool = False                 # all of an image folder or list, if it has no splits
-    classes: int = 0                    # so many in place of the set's own number; 0: that
+    name: str  # of a data set; or "train" or "held_out"
+    root: str  # its folder; "" for `shapes`
+    data: DataSection | None = None  # of the recipe whose training images they are
+    run_seed: int = 0  # of that recipe, where it decides which images they are
+    whole: bool = False  # all of an image folder or list, if it has no splits
+    classes: int = 0  # so many in place of the set's own number; 0: that
 
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name
@@ -68,23 +74,31 @@ class EvaluatedSet(NamedTuple):
         """Open the images; DataError as by `open_split`, and if a class has too few images."""
         if self.data is None:
             number = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
-            return open_split(self.name, self.root, "whole" if self.whole else "val",
-                              (self.classes or number) if number else 0)
+            return open_split(
+                self.name,
+                self.root,
+                "whole" if self.whole else "val",
+                (self.classes or number) if number else 0,
+            )
         whole, trained_on = open_training_set(self.data, self.run_seed)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)
 
 
 def own_set(data: DataSection) -> EvaluatedSet:
     """What a recipe, with this data section, validates on."""
-    return (EvaluatedSet("held_out", data.root, data) if data.held_out_per_class else
-            EvaluatedSet(data.name, data.root, classes=data.num_classes))
+    return (
+        EvaluatedSet("held_out", data.root, data)
+        if data.held_out_per_class
+        else EvaluatedSet(data.name, data.root, classes=data.num_classes)
+    )
 
 
 def trained_set(recipe: Recipe) -> EvaluatedSet:
     """The images that a recipe trains on."""
     data = recipe.data
-    return EvaluatedSet("train", data.root, data,
-                        recipe.run.seed if data.subset_seed == "run" else 0)
+    return EvaluatedSet(
+        "train", data.root, data, recipe.run.seed if data.subset_seed == "run" else 0
+    )
 
 
 def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
@@ -96,9 +110,11 @@ def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
     held_out = part.name == "held_out"
     began = part.data and image_digests(RunFolder(run).data_of(0))[1 if held_out else 0]
     if began and fingerprint(source, part.root) != began:
-        raise DataError(f"{part}: files have changed since the run in {run} began: these are not "
-                        f"the images that it {'held out' if held_out else 'was trained on'}; "
-                        f"expected the same files{', or others by --data NAME=DIR' * held_out}")
+        raise DataError(
+            f"{part}: files have changed since the run in {run} began: these are not "
+            f"the images that it {'held out' if held_out else 'was trained on'}; "
+            f"expected the same files{', or others by --data NAME=DIR' * held_out}"
+        )
 
 
 def masks_of(recipe: Recipe) -> Masks | None:
@@ -111,23 +127,44 @@ def masks_of(recipe: Recipe) -> Masks | None:
         return Masks(patches, task_of(recipe).visible(patches))
 
 
-def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,
-                       *, rank: int = 0, world_size: int = 1) -> EvaluationBatches:
+def evaluation_batches(
+    recipe: Recipe,
+    source: Source,
+    size: tuple[int, int],
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> EvaluationBatches:
     """A data set's images as the recipe evaluates its model on them, at this size: every
     `world_size`-th of them, from number `rank` on.
     """
     data, how = recipe.data, recipe.eval
-    views = EvalViews(oriented(source, data.apply_exif_orientation), rank=rank,
-                      world_size=world_size, size=size, crop_pct=how.crop_pct,
-                      interpolation=how.interpolation, masks=masks_of(recipe))
-    prepare = ToDevice(device, mean=data.mean, std=data.std,
-                       channels_last=recipe.engine.channels_last)
-    return EvaluationBatches(views, prepare, batch_size=how.batch_size, workers=data.workers,
-                             on_device_gib=data.on_device_gib, cache_gib=how.cache_gib)
+    views = EvalViews(
+        oriented(source, data.apply_exif_orientation),
+        rank=rank,
+        world_size=world_size,
+        size=size,
+        crop_pct=how.crop_pct,
+        interpolation=how.interpolation,
+        masks=masks_of(recipe),
+    )
+    prepare = ToDevice(
+        device, mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last
+    )
+    return EvaluationBatches(
+        views,
+        prepare,
+        batch_size=how.batch_size,
+        workers=data.workers,
+        on_device_gib=data.on_device_gib,
+        cache_gib=how.cache_gib,
+    )
 
 
-def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool,
-              strided: bool = False) -> Data:
+def open_data(
+    recipe: Recipe, processes: Processes, *, dry_run: bool, strided: bool = False
+) -> Data:
     """Open the data sets and make this process's batches. dry_run: neither download nor decode.
     strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs.
     """
@@ -139,26 +176,57 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool,
     with processes.together():
         whole_set, train_set = open_training_set(data, recipe.run.seed)
         classes = len(whole_set.classes)
-        val_set = (open_held_out(data, whole_set) if data.held_out_per_class else
-                   open_split(data.name, data.root, "val", classes))
+        val_set = (
+            open_held_out(data, whole_set)
+            if data.held_out_per_class
+            else open_split(data.name, data.root, "val", classes)
+        )
         with building(f"recipe {recipe.name}", "optim"):
             plan = plan_batches(
-                optim.global_batch, optim.max_batch_per_process, processes.world_size,
+                optim.global_batch,
+                optim.max_batch_per_process,
+                processes.world_size,
                 group=recipe.mix.group if recipe.mix.mixes else 1,
-                strided=strided or recipe.model.name.startswith("convmixer"))
-            sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
-                                   repeats=augment.repeats)
-    augmentation = Augmentation(recipe.run.seed, data.image_size, augment, recipe.rand_augment,
-                                recipe.mix, masks_of(recipe))
-    prepare = TrainToDevice(processes.device, augmentation, mean=data.mean, std=data.std,
-                            channels_last=recipe.engine.channels_last, num_classes=classes)
-    with (ProgressBar("decode", len(train_set), shown=processes.is_main) as bar,
-          processes.together()):
-        train_batches = TrainingBatches(train_set, sampler, prepare, workers=data.workers,
-                                        budget_gib=0.0 if dry_run else data.on_device_gib,
-                                        advance=bar.update)
-    val_batches = evaluation_batches(recipe, val_set, data.image_size, processes.device,
-                                     rank=processes.rank, world_size=processes.world_size)
+                strided=strided or recipe.model.name.startswith("convmixer"),
+            )
+            sampler = TrainSampler(
+                len(train_set),
+                plan,
+                rank=processes.rank,
+                seed=recipe.run.seed,
+                repeats=augment.repeats,
+            )
+    augmentation = Augmentation(
+        recipe.run.seed, data.image_size, augment, recipe.rand_augment, recipe.mix, masks_of(recipe)
+    )
+    prepare = TrainToDevice(
+        processes.device,
+        augmentation,
+        mean=data.mean,
+        std=data.std,
+        channels_last=recipe.engine.channels_last,
+        num_classes=classes,
+    )
+    with (
+        ProgressBar("decode", len(train_set), shown=processes.is_main) as bar,
+        processes.together(),
+    ):
+        train_batches = TrainingBatches(
+            train_set,
+            sampler,
+            prepare,
+            workers=data.workers,
+            budget_gib=0.0 if dry_run else data.on_device_gib,
+            advance=bar.update,
+        )
+    val_batches = evaluation_batches(
+        recipe,
+        val_set,
+        data.image_size,
+        processes.device,
+        rank=processes.rank,
+        world_size=processes.world_size,
+    )
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 
@@ -166,8 +234,9 @@ def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None 
     """An image (3, H, W) uint8, resized and centre-cropped as the recipe's evaluation does, to
     `size` (height, width), or to the recipe's image size.
     """
-    return resize_and_centre_crop(image, size or recipe.data.image_size, recipe.eval.crop_pct,
-                                  recipe.eval.interpolation)
+    return resize_and_centre_crop(
+        image, size or recipe.data.image_size, recipe.eval.crop_pct, recipe.eval.interpolation
+    )
 
 
 def as_input(views: Tensor, recipe: Recipe) -> Tensor:
@@ -180,32 +249,49 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     fewer. Which ones is keyed by the run's seed.
     """
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
-    return as_input(torch.stack([source.image(int(index), partial(evaluation_view, recipe=recipe))
-                                 for index in order[:count]]), recipe)
+    return as_input(
+        torch.stack(
+            [
+                source.image(int(index), partial(evaluation_view, recipe=recipe))
+                for index in order[:count]
+            ]
+        ),
+        recipe,
+    )
 
 
 def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
     """Decode each image of the run once, print a line for each that cannot be, and count these.
     Threads do so, data.workers per process, since decoders do not hold Python's lock.
     """
+
     def problem(image: tuple[Source, int]) -> str:
         try:
             image[0].image(image[1])
         except DataError as error:
             return str(error)
         return ""
-    images = [(source, index) for source in (data.train_set, data.val_set)
-              for index in range(processes.rank, len(source), processes.world_size)]
+
+    images = [
+        (source, index)
+        for source in (data.train_set, data.val_set)
+        for index in range(processes.rank, len(source), processes.world_size)
+    ]
     broken = 0
-    with (ProgressBar("read", len(images), shown=processes.is_main) as bar,
-          ThreadPoolExecutor(recipe.data.workers or 1) as pool):
-        for start in range(0, len(images), 1_024):   # all at once, they would take gigabytes
-            for line in pool.map(problem, images[start:start + 1_024]):
+    with (
+        ProgressBar("read", len(images), shown=processes.is_main) as bar,
+        ThreadPoolExecutor(recipe.data.workers or 1) as pool,
+    ):
+        for start in range(0, len(images), 1_024):  # all at once, they would take gigabytes
+            for line in pool.map(problem, images[start : start + 1_024]):
                 bar.update()
                 if line:
                     say(line)
                     broken += 1
     total, broken = processes.sum(torch.tensor([len(images), broken])).tolist()
-    processes.say(f"images  {broken:,} of {total:,} cannot be read; nothing was written" if broken
-                  else f"images  all {total:,} can be read")
+    processes.say(
+        f"images  {broken:,} of {total:,} cannot be read; nothing was written"
+        if broken
+        else f"images  all {total:,} can be read"
+    )
     return broken

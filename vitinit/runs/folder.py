@@ -27,8 +27,18 @@ from typing import Any
 
 import torch
 
-from ..base.files import (RESULTS, RUN_FILES, CheckpointError, in_one_line, parse_json, parse_toml,
-                          read_bytes, sync_folder, write_text_atomically, written_atomically)
+from ..base.files import (
+    RESULTS,
+    RUN_FILES,
+    CheckpointError,
+    in_one_line,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    sync_folder,
+    write_text_atomically,
+    written_atomically,
+)
 from ..base.messages import in_brief, warn
 from ..base.values import accepted_values, convert, flat
 from ..data.sources import SIZES
@@ -37,17 +47,31 @@ from ..recipe.files import PACKAGE
 from ..train.state import progress_of
 from .checkpoint import read_checkpoint
 
-LONGEST_LINES = 2**28           # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
+LONGEST_LINES = 2**28  # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
 # What run.json says of a start, and of its data, that is read again; all else is only shown.
-OF_START: dict[str, Any] = {"command": tuple[str, ...], "git_commit": str,
-                            "arguments": Mapping[str, Any], "data": Mapping[str, Any]}
-OF_DATA: dict[str, Any] = {"root": str, "files and labels": str, "training images": int,
-                           "strided pairs": bool}
+OF_START: dict[str, Any] = {
+    "command": tuple[str, ...],
+    "git_commit": str,
+    "arguments": Mapping[str, Any],
+    "data": Mapping[str, Any],
+}
+OF_DATA: dict[str, Any] = {
+    "root": str,
+    "files and labels": str,
+    "training images": int,
+    "strided pairs": bool,
+}
 
 
 # Keys that all records of runs have, of any version, and programs read.
-REQUIRED = {"run.seed": int, "schedule.epochs": int, "schedule.cooldown_epochs": int,
-            "init.name": str, "init.checkpoint": str, "model.name": str}
+REQUIRED = {
+    "run.seed": int,
+    "schedule.epochs": int,
+    "schedule.cooldown_epochs": int,
+    "init.name": str,
+    "init.checkpoint": str,
+    "model.name": str,
+}
 
 
 def parse_keys(text: bytes, source: Path) -> dict[str, Any]:
@@ -58,9 +82,10 @@ def parse_keys(text: bytes, source: Path) -> dict[str, Any]:
         keys = MEANT_IN_RECIPES | flat(parse_toml(text))
         for key, kind in REQUIRED.items():
             if type(keys.get(key)) is not kind:
-                raise ValueError(f"{key} is {in_brief(repr(keys.get(key)))}, expected "
-                                 f"{accepted_values(kind)}")
-    except ValueError as error:                      # neither TOML nor UTF-8, or no recipe
+                raise ValueError(
+                    f"{key} is {in_brief(repr(keys.get(key)))}, expected {accepted_values(kind)}"
+                )
+    except ValueError as error:  # neither TOML nor UTF-8, or no recipe
         raise CheckpointError(f"{source}: not what a run writes: {in_brief(error)}") from None
     keys.pop("version", None)
     return keys
@@ -84,10 +109,15 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
             row = None
         if number == len(lines) and not isinstance(row, dict):
             break
-        if not isinstance(row, dict) or not all(map(_is_number, row.values())) or not (
-                type(row.get(key)) is int and row[key] > before):
-            raise CheckpointError(f"{source}: line {number} is no JSON object with its {key}, that "
-                                  "increases, and numbers; mend the file or move it away")
+        if (
+            not isinstance(row, dict)
+            or not all(map(_is_number, row.values()))
+            or not (type(row.get(key)) is int and row[key] > before)
+        ):
+            raise CheckpointError(
+                f"{source}: line {number} is no JSON object with its {key}, that "
+                "increases, and numbers; mend the file or move it away"
+            )
         before = row[key]
         rows.append(row)
     return rows
@@ -107,8 +137,9 @@ def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
                 for key in kinds.keys() & table.keys():
                     convert(table[key], kinds[key])
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{source}: not what a run writes ({in_brief(error)}); mend the file "
-                              "or move it away") from None
+        raise CheckpointError(
+            f"{source}: not what a run writes ({in_brief(error)}); mend the file or move it away"
+        ) from None
     return starts
 
 
@@ -133,8 +164,9 @@ class Lines:
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per line; [] if there is no file."""
-        return parse_lines(read_bytes(self.path, default=b"", limit=LONGEST_LINES), self.path,
-                           self.key)
+        return parse_lines(
+            read_bytes(self.path, default=b"", limit=LONGEST_LINES), self.path, self.key
+        )
 
     def cut_back(self, last: int) -> int:
         """Remove the lines whose number under `key` is above `last`; return how many are left."""
@@ -160,8 +192,8 @@ class RunFolder:
         self.images = path / "images.txt"
         self.metrics = Lines(path / "metrics.jsonl", "epoch")
         self.steps = Lines(path / "steps.jsonl", "step")
-        self.read_from = self.last                   # the file that `load_last` has read
-        self.step: int | None = None                 # of the checkpoint read or written last
+        self.read_from = self.last  # the file that `load_last` has read
+        self.step: int | None = None  # of the checkpoint read or written last
 
     def kept(self, epoch: int) -> Path:
         """The path of the weights after `epoch` epochs, for the epochs that the recipe keeps."""
@@ -172,20 +204,28 @@ class RunFolder:
 
     def results(self) -> list[str]:
         """The names of the files that training has left, but for empty ones."""
-        return [path.name for pattern in RESULTS for path in sorted(self.path.glob(pattern))
-                if path.stat().st_size]
+        return [
+            path.name
+            for pattern in RESULTS
+            for path in sorted(self.path.glob(pattern))
+            if path.stat().st_size
+        ]
 
     def require_unused(self, *, starts_again: bool = False) -> None:
         """Raise CheckpointError if the folder already has files that a run writes. starts_again: it
         may have the texts of a start that ended before its first checkpoint, but no results.
         """
-        before = () if starts_again and self.recipe.exists() else (
-            self.recipe, self.info, self.images, self.start)
+        before = (
+            ()
+            if starts_again and self.recipe.exists()
+            else (self.recipe, self.info, self.images, self.start)
+        )
         if names := self.results() + [path.name for path in before if path.exists()]:
             raise CheckpointError(
                 f"{self.path}: already holds a run ({', '.join(names)}); --resume auto goes on "
                 "with it and overwrites no results; a new one, in another --out-dir, starts from "
-                f"its weights with --set init.checkpoint={self.path}")
+                f"its weights with --set init.checkpoint={self.path}"
+            )
 
     def keys(self) -> dict[str, Any]:
         """The keys of recipe.toml, see `parse_keys`."""
@@ -209,8 +249,10 @@ class RunFolder:
         state, self.read_from = read_checkpoint(self.path, mmap=glance, verify=not glance)
         for part in ("model", "optimizer", "progress", "recipe"):
             if not isinstance(state.get(part), Mapping):
-                raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
-                                      f"resumed; expected a dictionary '{part}' in it")
+                raise CheckpointError(
+                    f"{self.read_from}: not a training checkpoint, it cannot be "
+                    f"resumed; expected a dictionary '{part}' in it"
+                )
         self.step = progress_of(state["progress"], self.read_from).step
         return state
 
@@ -219,19 +261,34 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             sync_folder(self.path.parent)
 
-    def record_start(self, recipe: str, arguments: Mapping[str, Any], command: list[str] | None, *,
-                     processes: int, device: str, data: Mapping[str, Any]) -> None:
+    def record_start(
+        self,
+        recipe: str,
+        arguments: Mapping[str, Any],
+        command: list[str] | None,
+        *,
+        processes: int,
+        device: str,
+        data: Mapping[str, Any],
+    ) -> None:
         """Append to run.json how the run was started or resumed this time.
 
         recipe: its name. arguments: what was asked for. command: None if it was started in Python.
         data: what the run trains on: the absolute path of its folder as "root", and whatever else
             `require_same_data` is to compare on resume.
         """
-        start = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "recipe": recipe,
-                 "arguments": dict(arguments), **({"command": command} if command else {}),
-                 "git_commit": git_commit(PACKAGE), "python": platform.python_version(),
-                 "torch": torch.__version__, "processes": processes, "device": device,
-                 "data": dict(data)}
+        start = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "recipe": recipe,
+            "arguments": dict(arguments),
+            **({"command": command} if command else {}),
+            "git_commit": git_commit(PACKAGE),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "processes": processes,
+            "device": device,
+            "data": dict(data),
+        }
         write_text_atomically(json.dumps([*self.starts(), start], indent=2) + "\n", self.info)
 
     def forget_sizes(self) -> None:
@@ -258,14 +315,18 @@ class RunFolder:
         metrics.jsonl has lost.
         """
         with in_one_line(self.path):
-            for pattern in RUN_FILES:                # of this version, and of earlier ones
-                for cut_short in [*self.path.glob(f"{pattern}.partial"),
-                                  *self.path.glob(f"{pattern}.*.partial")]:
+            for pattern in RUN_FILES:  # of this version, and of earlier ones
+                for cut_short in [
+                    *self.path.glob(f"{pattern}.partial"),
+                    *self.path.glob(f"{pattern}.*.partial"),
+                ]:
                     cut_short.unlink()
         rows = self.metrics.cut_back(epochs)
         if rows < epochs:
-            warn(f"{self.metrics.path}: has {rows} of the {epochs} epochs that the checkpoint "
-                 "counts as done; the others are lost")
+            warn(
+                f"{self.metrics.path}: has {rows} of the {epochs} epochs that the checkpoint "
+                "counts as done; the others are lost"
+            )
         self.steps.cut_back(steps)
 
 
@@ -279,11 +340,13 @@ def git_commit(folder: Path) -> str:
     """The commit of the code in a folder, "+changes" if a tracked file of the repository differs;
     "unknown" where git does not track it, as a virtual environment in somebody's repository.
     """
-    run = partial(subprocess.run, check=True, text=True, capture_output=True, timeout=10,
-                  cwd=folder)
+    run = partial(
+        subprocess.run, check=True, text=True, capture_output=True, timeout=10, cwd=folder
+    )
     try:
         run(["git", "ls-files", "--error-unmatch", "."])
-        return run(["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
-                   ).stdout.strip()
+        return run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"

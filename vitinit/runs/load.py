@@ -25,18 +25,18 @@ from .transfer import load_exactly, start_from
 
 # Who knows the names of tensors, and the files beside them, of other projects.
 READERS = {"tensors": ".interop.weights.readers:Reader"}
-BOXED = RECIPES / "trained"                          # models that come with the package, by name
-ADDRESS = "https://dl.fbaipublicfiles.com/deit/"    # as DeiT's README has it
+BOXED = RECIPES / "trained"  # models that come with the package, by name
+ADDRESS = "https://dl.fbaipublicfiles.com/deit/"  # as DeiT's README has it
 
 
 class Saved(NamedTuple):
     """An opened checkpoint, whose tensors are still on disk, and what is known about it."""
 
-    path: Path                  # of the checkpoint file
-    state: dict[str, Any]       # the checkpoint's contents, without optimiser and loss scaling
+    path: Path  # of the checkpoint file
+    state: dict[str, Any]  # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
-    size: tuple[int, int]       # (height, width) of the images that the model is to take
-    reader: Any                 # of its tensors, and of another project's files beside it
+    size: tuple[int, int]  # (height, width) of the images that the model is to take
+    reader: Any  # of its tensors, and of another project's files beside it
 
     @property
     def name(self) -> str:
@@ -94,8 +94,10 @@ class Saved(NamedTuple):
                 tensors = without_decoder(tensors)
             tensors = self.reader.native(tensors, self.recipe.model.options)
         if self.classes and rows_of(tensors) not in (0, len(self.classes)):
-            raise CheckpointError(f"{self.path}: names {len(self.classes)} classes, and its "
-                                  f"classifier has {rows_of(tensors)} rows")
+            raise CheckpointError(
+                f"{self.path}: names {len(self.classes)} classes, and its "
+                f"classifier has {rows_of(tensors)} rows"
+            )
         return tensors
 
     def assumptions(self, weights: str = "model", *, files: bool = True) -> str:
@@ -111,14 +113,23 @@ def without_decoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of a run that reconstructed images the encoder's tensors, which are those of a ViT."""
     if not any(name.startswith("decoder.") for name in tensors):
         return tensors
-    return {name.removeprefix("encoder."): value for name, value in tensors.items()
-            if name.startswith("encoder.")}
+    return {
+        name.removeprefix("encoder."): value
+        for name, value in tensors.items()
+        if name.startswith("encoder.")
+    }
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> int:
     """How many rows the classifier has; 0 if there is none."""
-    return next((value.shape[0] for name, value in tensors.items()
-                 if name in ("head.weight", "head.fc.weight") and value.ndim), 0)
+    return next(
+        (
+            value.shape[0]
+            for name, value in tensors.items()
+            if name in ("head.weight", "head.fc.weight") and value.ndim
+        ),
+        0,
+    )
 
 
 def open_file(path: Path) -> tuple[Path, dict[str, Any], Any]:
@@ -131,8 +142,14 @@ def open_file(path: Path) -> tuple[Path, dict[str, Any], Any]:
     return path, state, find(READERS["tensors"])(path, state)
 
 
-def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),
-               changeable: Sequence[str] = (), image_size: Any = None) -> Saved:
+def open_saved(
+    path: Path,
+    *,
+    recipe: str | None = None,
+    changes: Sequence[Override] = (),
+    changeable: Sequence[str] = (),
+    image_size: Any = None,
+) -> Saved:
     """Open a checkpoint, a run folder, or a model of recipes/trained (see `read_checkpoint`).
 
     Args:
@@ -147,28 +164,42 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     description = reader.config
     if "recipe" in state:
         if recipe is not None:
-            raise RecipeError(f"{path}: brings its own recipe; the recipe {recipe} that was given "
-                              "is for checkpoints that hold none")
+            raise RecipeError(
+                f"{path}: brings its own recipe; the recipe {recipe} that was given "
+                "is for checkpoints that hold none"
+            )
         for change in changes:
             if change.key not in changeable:
-                raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which "
-                                  "only how to evaluate can change"
-                                  f"{nearest(change.key, changeable)}")
+                raise RecipeError(
+                    f"{change.text}: the checkpoint brings its own recipe, of which "
+                    "only how to evaluate can change"
+                    f"{nearest(change.key, changeable)}"
+                )
         resolved = from_dict(state["recipe"], str(path), changes)
-        where = RunFolder(path.parent).data_of(-1)   # a relative path was relative to elsewhere
+        where = RunFolder(path.parent).data_of(-1)  # a relative path was relative to elsewhere
         resolved = resolved.with_data(root=str(where.get("root", resolved.data.root)))
     else:
         recipe = recipe or (description and description.recipe)
         if not recipe:
-            raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
-                              "of (recipe=… in Python)")
-        stated = [Override(key, value, str(description.file))
-                  for key, value in description.values.items()] if description else []
+            raise RecipeError(
+                f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
+                "of (recipe=… in Python)"
+            )
+        stated = (
+            [
+                Override(key, value, str(description.file))
+                for key, value in description.values.items()
+            ]
+            if description
+            else []
+        )
         resolved = load_recipe(recipe, [*stated, *changes])
     if not resolved.data.num_classes and resolved.task.kind.learns_classes:
-        raise RecipeError(f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
-                          "training takes from the data; expected the checkpoint's number")
-    if resolved.engine.amp == "auto":                # which a run's recipe never states
+        raise RecipeError(
+            f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
+            "training takes from the data; expected the checkpoint's number"
+        )
+    if resolved.engine.amp == "auto":  # which a run's recipe never states
         resolved = resolved.with_amp(fastest_amp(this_device()))
     try:
         size = convert(resolved.data.image_size if image_size is None else image_size, Size)
@@ -188,7 +219,8 @@ PUBLISHED = {
     "deit_tiny": Weights("deit_tiny_patch16_224-a1311bcf.pth", "vit_tiny"),
     "deit_small": Weights("deit_small_patch16_224-cd65a155.pth", "vit_small"),
     "deit_base": Weights("deit_base_patch16_224-b5f2ef4d.pth", "vit_base"),
-    "deit_base_384": Weights("deit_base_patch16_384-8de9b5d1.pth", "vit_base")}
+    "deit_base_384": Weights("deit_base_patch16_384-8de9b5d1.pth", "vit_base"),
+}
 
 
 def published(name: str) -> Weights | None:
@@ -213,12 +245,14 @@ def fetch(weights: Weights) -> None:
     say(f"fetch   {address} → {file}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with raising_signals():                      # or the part that is there would stay
+        with raising_signals():  # or the part that is there would stay
             torch.hub.download_url_to_file(address, str(file), hash_prefix=digest, progress=False)
     except (OSError, RuntimeError, ValueError, HTTPException) as error:
         reason = in_brief(getattr(error, "reason", error))
-        raise CheckpointError(f"{address}: cannot be fetched ({reason}); put the file at {file}, "
-                              "or name its path by --set init.checkpoint=…") from None
+        raise CheckpointError(
+            f"{address}: cannot be fetched ({reason}); put the file at {file}, "
+            "or name its path by --set init.checkpoint=…"
+        ) from None
 
 
 def by_name(path: Path) -> Path:
@@ -229,7 +263,9 @@ def by_name(path: Path) -> Path:
         return path
     if weights := published(path.name):
         if not (file := kept_file(weights)).exists():
-            raise NoCheckpoint(f"{path}: expected its weights at {file}, where training with "
-                               f"init.checkpoint={path} puts them")
+            raise NoCheckpoint(
+                f"{path}: expected its weights at {file}, where training with "
+                f"init.checkpoint={path} puts them"
+            )
         return file
     return BOXED / path if (BOXED / path).is_dir() else path

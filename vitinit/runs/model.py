@@ -20,8 +20,12 @@ from ..train.state import TrainState
 def build(recipe: Recipe, source: str = "") -> Classifier:
     """The recipe's model, as its constructor draws it; RecipeError begins with `source`, if any."""
     with building(source or f"recipe {recipe.name}", "model"):
-        return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                           image_size=recipe.data.image_size, **recipe.model.options)
+        return build_model(
+            recipe.model.name,
+            num_classes=recipe.data.num_classes,
+            image_size=recipe.data.image_size,
+            **recipe.model.options,
+        )
 
 
 def without_data(recipe: Recipe) -> Recipe:
@@ -41,8 +45,9 @@ def trained_model(task: Task, classifier: Classifier, recipe: Recipe) -> nn.Modu
         return task.model(classifier)
 
 
-def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
-                ) -> tuple[nn.Module, list[nn.Module]]:
+def wrap_models(
+    state: TrainState, recipe: Recipe, processes: Processes
+) -> tuple[nn.Module, list[nn.Module]]:
     """The state's model as it is called to train it, and those to evaluate, which share its
     weights: it and, if there is one, its moving average.
     """
@@ -50,7 +55,7 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     if processes.world_size > 1:
         forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
         # Only BatchNorm's statistics change; before evaluation `Processes.share` sends them.
-        forward.broadcast_buffers = False            # an argument that torch 2.14 deprecates
+        forward.broadcast_buffers = False  # an argument that torch 2.14 deprecates
     if recipe.engine.compile:
         forward, measured = compiled(forward), [*map(compiled, measured)]
     return forward, measured

@@ -28,37 +28,39 @@ from ..train.distributed import Processes
 from ..train.loop import AMP_DTYPES
 from .folder import RunFolder
 
-NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
+NEW, GO_ON, DONE = range(3)  # what to do in a folder; all processes do the largest
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
 # among the data's facts says.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
-OPEN = {"data.num_classes": 0, "engine.amp": "auto"}     # left open: a run goes on with its own
-TAKEN = dict[tuple[int, Path], "RunLock"]()      # a record lock does not stop its own process
-AMPS = [*AMP_DTYPES]            # all processes take the main one's index in it; the others' are 0
+OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
+TAKEN = dict[tuple[int, Path], "RunLock"]()  # a record lock does not stop its own process
+AMPS = [*AMP_DTYPES]  # all processes take the main one's index in it; the others' are 0
 
 
 class Request(NamedTuple):
     """Which run is asked for, by a command line or in Python."""
 
-    recipe: str | os.PathLike | None    # name or path; not needed with the folder of a run
+    recipe: str | os.PathLike | None  # name or path; not needed with the folder of a run
     changes: Sequence[Override]  # of the recipe's keys, in the order in which they apply
-    out_dir: Path | None        # None: runs/<recipe>-<init>-s<seed>
-    resume: str | os.PathLike | None    # None: a new run; "auto": that in out_dir; or a folder
+    out_dir: Path | None  # None: runs/<recipe>-<init>-s<seed>
+    resume: str | os.PathLike | None  # None: a new run; "auto": that in out_dir; or a folder
 
     def as_dict(self) -> dict[str, Any]:
         """The request as run.json states it; what was not given is left out."""
-        return {key: str(value) for key, value in self._asdict().items()
-                if key != "changes" and value is not None} | {
-                    "changes": {change.key: plain(change.value) for change in self.changes}}
+        return {
+            key: str(value)
+            for key, value in self._asdict().items()
+            if key != "changes" and value is not None
+        } | {"changes": {change.key: plain(change.value) for change in self.changes}}
 
 
 class Choice(NamedTuple):
     """The run to train."""
 
     recipe: Recipe
-    saved: dict[str, Any] | None    # the checkpoint to go on from; None for a new run
-    written_root: str           # data.root as it was written, which checkpoints keep
-    strided: bool = False       # which pairs share a micro-batch, see `data.sampler.BatchPlan`
+    saved: dict[str, Any] | None  # the checkpoint to go on from; None for a new run
+    written_root: str  # data.root as it was written, which checkpoints keep
+    strided: bool = False  # which pairs share a micro-batch, see `data.sampler.BatchPlan`
 
 
 class RunLock(ExitStack):
@@ -70,7 +72,7 @@ class RunLock(ExitStack):
     file, even through another handle; therefore the file is opened only here, and only once.
     """
 
-    taken: tuple[Path, int] | None = None            # the folder, and the handle of run.lock
+    taken: tuple[Path, int] | None = None  # the folder, and the handle of run.lock
 
     def keep(self) -> None:
         """Take the lock again if run.lock was deleted; CheckpointError if another run has since
@@ -81,8 +83,10 @@ class RunLock(ExitStack):
             with suppress(OSError):
                 if os.path.samestat(os.fstat(handle), os.stat(folder / "run.lock")):
                     return
-                raise CheckpointError(f"{folder}: run.lock was deleted, and another run has begun "
-                                      "here; this one writes nothing more")
+                raise CheckpointError(
+                    f"{folder}: run.lock was deleted, and another run has begun "
+                    "here; this one writes nothing more"
+                )
             self.taken = None
             self.take(folder)
 
@@ -91,12 +95,15 @@ class RunLock(ExitStack):
         If the file system has no locks, a warning says so and the folder stays unlocked.
         """
         import fcntl  # which Windows has not
+
         if self.taken is not None:
             return
         require_no_links(folder)
         if TAKEN.setdefault(here := (os.getpid(), folder.resolve()), self) is not self:
-            raise CheckpointError(f"{folder}: another run of this process is writing here; wait "
-                                  "until it ends, or choose another out_dir")
+            raise CheckpointError(
+                f"{folder}: another run of this process is writing here; wait "
+                "until it ends, or choose another out_dir"
+            )
         self.callback(TAKEN.pop, here, None)
         with in_one_line(folder):
             handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -106,19 +113,24 @@ class RunLock(ExitStack):
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
-                raise CheckpointError(f"{folder}: another run is writing here ({holder}); wait "
-                                      "until it ends, or end it, or choose another --out-dir"
-                                      ) from None
+                raise CheckpointError(
+                    f"{folder}: another run is writing here ({holder}); wait "
+                    "until it ends, or end it, or choose another --out-dir"
+                ) from None
             warn(f"{folder}: this file system has no locks, so nothing keeps a second run out")
         self.taken = folder, handle
-        with suppress(OSError):                      # the disk is full; the lock holds nevertheless
+        with suppress(OSError):  # the disk is full; the lock holds nevertheless
             os.ftruncate(handle, 0)
-            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}, since "
-                             f"{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
+            os.write(
+                handle,
+                f"process {os.getpid()} on {socket.gethostname()}, since "
+                f"{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode(),
+            )
 
 
-def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run: bool = False
-               ) -> tuple[RunFolder, Choice | None]:
+def choose_run(
+    request: Request, processes: Processes, lock: RunLock, *, dry_run: bool = False
+) -> tuple[RunFolder, Choice | None]:
     """The folder of the run to train, and the run; None if it is finished already. A dry run is a
     new one, and looks at no folder. Raises the same OneLineError on all processes.
     """
@@ -126,8 +138,10 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
     with processes.together():
         if request.resume in (None, "auto"):
             recipe = load_recipe(request.recipe, request.changes)
-            folder = RunFolder(request.out_dir or Path("runs") /
-                               f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
+            folder = RunFolder(
+                request.out_dir
+                or Path("runs") / f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}"
+            )
         elif os.fspath(request.resume):
             folder = RunFolder(Path(request.resume))
         else:
@@ -137,8 +151,11 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
             if request.resume is None:
                 folder.require_unused()
             else:
-                if folder.results() or folder.holds_checkpoint() or (
-                        request.resume == "auto" and folder.path.is_dir()):
+                if (
+                    folder.results()
+                    or folder.holds_checkpoint()
+                    or (request.resume == "auto" and folder.path.is_dir())
+                ):
                     lock.take(folder.path)
                 task = task_in(folder, recipe)
         if processes.is_main and task == NEW and recipe is not None and recipe.engine.amp == "auto":
@@ -155,8 +172,11 @@ def choose_run(request: Request, processes: Processes, lock: RunLock, *, dry_run
 
 def begun_amp(folders: Iterable[Path]) -> str | None:
     """engine.amp of the first run that has begun in one of these folders; None if none has."""
-    begun = (RunFolder(folder).keys().get("engine.amp") for folder in folders
-             if (folder / "recipe.toml").exists())
+    begun = (
+        RunFolder(folder).keys().get("engine.amp")
+        for folder in folders
+        if (folder / "recipe.toml").exists()
+    )
     return next((amp for amp in begun if amp in AMPS), None)
 
 
@@ -168,10 +188,12 @@ def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
     """
     results = folder.results()
     if folder.holds_checkpoint() or recipe is None and not folder.path.is_dir():
-        return GO_ON                                 # without the folder, reading it says so
+        return GO_ON  # without the folder, reading it says so
     if not results and recipe is None:
-        raise CheckpointError(f"{folder.path}: holds no checkpoint to go on from yet; the command "
-                              "that started it, with --resume auto, starts it again")
+        raise CheckpointError(
+            f"{folder.path}: holds no checkpoint to go on from yet; the command "
+            "that started it, with --resume auto, starts it again"
+        )
     if not results and not folder.recipe.exists():
         return NEW
     began, done = folder.keys(), len(folder.metrics.rows())
@@ -181,9 +203,11 @@ def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
         return NEW
     epochs = began["schedule.epochs"] + began["schedule.cooldown_epochs"]
     if done != epochs:
-        raise CheckpointError(f"{folder.path}: holds {', '.join(results)} of {done} of "
-                              f"{epochs} epochs but no last.pt to go on from; start anew in "
-                              "another --out-dir, or move this folder away")
+        raise CheckpointError(
+            f"{folder.path}: holds {', '.join(results)} of {done} of "
+            f"{epochs} epochs but no last.pt to go on from; start anew in "
+            "another --out-dir, or move this folder away"
+        )
     return DONE
 
 
@@ -194,17 +218,20 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     RecipeError if that is another one, and CheckpointError if a file of the run cannot be read.
     """
     if request.out_dir is not None and request.out_dir.resolve() != folder.path.resolve():
-        raise RecipeError(f"--out-dir {request.out_dir} differs from --resume {folder.path}; a run "
-                          "goes on in its own folder")
+        raise RecipeError(
+            f"--out-dir {request.out_dir} differs from --resume {folder.path}; a run "
+            "goes on in its own folder"
+        )
     for lines in (folder.metrics, folder.steps):
-        lines.rows()                                 # a damaged file is an error now, not later
+        lines.rows()  # a damaged file is an error now, not later
     state = folder.load_last()
     source = str(folder.read_from)
     stored = from_dict(state["recipe"], source)
     if recipe is None:
         if request.recipe is not None and Path(request.recipe).stem != stored.name:
-            raise RecipeError(f"--recipe {request.recipe} differs from the run's recipe "
-                              f"{stored.name}")
+            raise RecipeError(
+                f"--recipe {request.recipe} differs from the run's recipe {stored.name}"
+            )
         recipe = from_dict(stored.as_dict(), source, request.changes)
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     recipe = recipe.with_amp(stored.engine.amp)
@@ -223,12 +250,14 @@ def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) ->
     """
     for key in dict.fromkeys([*now, *began]):
         if began.get(key) != now.get(key):
-            before, after = (to_toml(facts[key]) if key in facts else "nothing"
-                             for facts in (began, now))
+            before, after = (
+                to_toml(facts[key]) if key in facts else "nothing" for facts in (began, now)
+            )
             raise RecipeError(
                 f"{run}: holds another run, with {key} = {before} and not {after}; a run goes on "
                 "as it began, and a new one, in another --out-dir, starts from its weights with "
-                f"--set init.checkpoint={run}")
+                f"--set init.checkpoint={run}"
+            )
 
 
 def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
@@ -236,12 +265,18 @@ def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str,
     run: its folder. A model's or init's name comes before its options.
     """
     asked = {**asked, **{key: began.get(key) for key in OPEN if asked[key] == OPEN[key]}}
-    require_same(run, *({key: value for key, value in keys.items() if key not in MAY_CHANGE}
-                        for keys in (began, asked)))
+    require_same(
+        run,
+        *(
+            {key: value for key, value in keys.items() if key not in MAY_CHANGE}
+            for keys in (began, asked)
+        ),
+    )
 
 
-def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str],
-                      now: Mapping[str, Any]) -> None:
+def require_same_data(
+    folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str], now: Mapping[str, Any]
+) -> None:
     """Raise RecipeError if a run would go on with other images, or another teacher. What it has not
     recorded is not compared.
 
@@ -250,7 +285,8 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
     named = saved.get("classes") or classes
     began |= {f"class {number}": name for number, name in enumerate(named)}
-    began |= {SIZES: folder.data_of(-1).get(SIZES, now.get(SIZES))}      # mended images have others
+    began |= {SIZES: folder.data_of(-1).get(SIZES, now.get(SIZES))}  # mended images have others
     now = {f"class {number}": name for number, name in enumerate(classes)} | {
-        key: value for key, value in now.items() if key != "root"}
+        key: value for key, value in now.items() if key != "root"
+    }
     require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)

@@ -26,11 +26,23 @@ from .transfer import start_from
 from .watching import Watchers
 
 # Keys of a recipe that no tensor shows: of the model's function, and of how images are prepared.
-FUNCTION = tuple(f"model.options.{key}" for key in (
-    "num_heads", "norm_eps", "activation", "alpha", "reads", "input_pos_embed", "logit_scale",
-    "rope_frequencies", "rope_base", "rope_coordinates"))
+FUNCTION = tuple(
+    f"model.options.{key}"
+    for key in (
+        "num_heads",
+        "norm_eps",
+        "activation",
+        "alpha",
+        "reads",
+        "input_pos_embed",
+        "logit_scale",
+        "rope_frequencies",
+        "rope_base",
+        "rope_coordinates",
+    )
+)
 PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
-INIT_IMAGES = 512               # training images that an init may read
+INIT_IMAGES = 512  # training images that an init may read
 
 
 def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torch.Generator:
@@ -40,18 +52,27 @@ def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torc
     """
     init = recipe.init
     with building(f"recipe {recipe.name}", "init"):
-        images = (training_views(recipe, source, INIT_IMAGES)
-                  if source is not None and not init.checkpoint    # which replaces what they show
-                  and reads_images(init.name, family_of(model)) else None)
+        images = (
+            training_views(recipe, source, INIT_IMAGES)
+            if source is not None
+            and not init.checkpoint  # which replaces what they show
+            and reads_images(init.name, family_of(model))
+            else None
+        )
         generator = torch.Generator().manual_seed(recipe.run.seed)
         init_weights(model, init.name, **init.options, images=images, generator=generator)
     return generator
 
 
-def initial_state(recipe: Recipe, processes: Processes, task: Task | None = None,
-                  train_set: Source | None = None, saved: dict[str, Any] | None = None,
-                  path: Path = Path(), watchers: Watchers | None = None
-                  ) -> tuple[TrainState, list[str]]:
+def initial_state(
+    recipe: Recipe,
+    processes: Processes,
+    task: Task | None = None,
+    train_set: Source | None = None,
+    saved: dict[str, Any] | None = None,
+    path: Path = Path(),
+    watchers: Watchers | None = None,
+) -> tuple[TrainState, list[str]]:
     """The state that training starts from, and lines for the terminal about it.
 
     In a new run the weights are those of the init, or of the checkpoint that the recipe names. All
@@ -72,8 +93,11 @@ def initial_state(recipe: Recipe, processes: Processes, task: Task | None = None
                 notes = fine_tune(classifier, recipe, task)
             elif processes.is_main and watchers is not None:
                 notes = watchers.tell("initialised", classifier, recipe, train_set)
-    model.to(processes.device).to(memory_format=(
-        torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
+    model.to(processes.device).to(
+        memory_format=(
+            torch.channels_last if recipe.engine.channels_last else torch.contiguous_format
+        )
+    )
     if saved is None:
         processes.share(model)
     if recipe.optim.train == "head":
@@ -95,29 +119,34 @@ def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:
     """
     weights = published(recipe.init.checkpoint)
     if weights and weights.model != recipe.model.name:
-        raise CheckpointError(f"init.checkpoint = {recipe.init.checkpoint}, of a {weights.model}, "
-                              f"with model.name = {recipe.model.name}; expected --set "
-                              f"model.name={weights.model}")
+        raise CheckpointError(
+            f"init.checkpoint = {recipe.init.checkpoint}, of a {weights.model}, "
+            f"with model.name = {recipe.model.name}; expected --set "
+            f"model.name={weights.model}"
+        )
     path, state, reader = open_file(Path(recipe.init.checkpoint))
     saved, description = Saved(path, state, recipe, recipe.data.image_size, reader), reader.config
     stated = description.values if description else state.get("recipe", {})
     warnings = differences(stated, recipe, description.file if description else path)
     kind, grid = recipe.init.checkpoint_weights, state.get("grid")
     if description and "data.image_size" in stated:  # in patches as large as the model's
-        grid = tuple(side * count // pixels for side, count, pixels in zip(
-            stated["data.image_size"], model.grid, saved.size))
+        grid = tuple(
+            side * count // pixels
+            for side, count, pixels in zip(stated["data.image_size"], model.grid, saved.size)
+        )
     tensors = saved.tensors(kind)
     classes = task.classes or [*map(str, range(model.num_classes))]
     rows, words = _classifier_rows(saved, tensors, classes)
     transfer = start_from(model, tensors, path, grid, rows)
     notes = [f"start   {recipe.init.checkpoint}: {transfer}", task.head_note or f"head    {words}"]
-    if not saved.brings_recipe:                      # all is assumed from the run's
+    if not saved.brings_recipe:  # all is assumed from the run's
         notes.append(f"note    {saved.assumptions(kind, files=False)}")
     return notes + warnings
 
 
-def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Sequence[str]
-                     ) -> tuple[list[int | None], str]:
+def _classifier_rows(
+    saved: Saved, tensors: Mapping[str, Tensor], classes: Sequence[str]
+) -> tuple[list[int | None], str]:
     """For each class of a run the row of the classifiers that it starts from, or None for the
     init's; and in words. saved: with the run's recipe.
     """
@@ -134,8 +163,10 @@ def _classifier_rows(saved: Saved, tensors: Mapping[str, Tensor], classes: Seque
     elif count != wanted:
         why = f"the checkpoint's has {count} rows, and {wanted} are expected"
     elif choice == "match" and saved.recipe.data.name != "imagenet":
-        why = ("not all classes have names; if they are the same, init.checkpoint_head=keep takes "
-               f"its {count} rows")
+        why = (
+            "not all classes have names; if they are the same, init.checkpoint_head=keep takes "
+            f"its {count} rows"
+        )
     else:
         return [*range(count)], f"all {count} rows, taken for the same classes"
     return [None] * wanted, f"as drawn: {why}"
@@ -151,16 +182,27 @@ def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list
     # Positions may be replaced in fine-tuning, but no tensor shows if queries and keys are turned.
     turned = {"rope" in str(keys[place]) for keys in (stated, recipe.keys) if place in keys}
     compared = (*FUNCTION, *([place] if len(turned) > 1 else []), *PREPARATION)
-    equal = {key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}" for key in compared
-             if isinstance(stated.get(key), (int, float, str, list))
-             and recipe.keys.get(key, stated[key]) != stated[key]}
+    equal = {
+        key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}"
+        for key in compared
+        if isinstance(stated.get(key), (int, float, str, list))
+        and recipe.keys.get(key, stated[key]) != stated[key]
+    }
     for key in (*FUNCTION, place):
         if key in equal:
-            raise CheckpointError(f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
-                                  f"recipe {recipe.keys[key]}, and no tensor would show it; "
-                                  f"expected {equal[key]}")
+            raise CheckpointError(
+                f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
+                f"recipe {recipe.keys[key]}, and no tensor would show it; "
+                f"expected {equal[key]}"
+            )
     way = stated.get("eval.interpolation")
     if "eval.interpolation" in equal and way not in ("bilinear", "bicubic"):
         equal["eval.interpolation"] = f"(eval.interpolation has no {way})"
-    return [f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
-            f"{' '.join(equal.values())}"] if equal else []
+    return (
+        [
+            f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
+            f"{' '.join(equal.values())}"
+        ]
+        if equal
+        else []
+    )

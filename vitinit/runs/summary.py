@@ -19,14 +19,25 @@ from ..train.device import describe_device, fastest_amp
 from ..train.distributed import Processes
 from ..train.state import TrainState
 
-REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
-FEW_UPDATES = 1_000             # steps; fewer than that from scratch give a warning
-SMALL_GRID = 6                  # patches along a side; fewer than that give a warning
-WIDTH = 80                      # characters of a line on the terminal
-MOST_LINES, MOST_CAUTIONS = 8, 6        # there; all of them are in the run's folder
+REHEARSED_IMAGES = 8  # of a dry run's forward pass, which a CPU has to do in seconds
+FEW_UPDATES = 1_000  # steps; fewer than that from scratch give a warning
+SMALL_GRID = 6  # patches along a side; fewer than that give a warning
+WIDTH = 80  # characters of a line on the terminal
+MOST_LINES, MOST_CAUTIONS = 8, 6  # there; all of them are in the run's folder
 # How the lines begin that are shown there; the last ones give way to others.
-AT_A_GLANCE = ("recipe", "data", "mass", "start", "head", "teacher", "steps", "run", "model",
-               "init", "batch")
+AT_A_GLANCE = (
+    "recipe",
+    "data",
+    "mass",
+    "start",
+    "head",
+    "teacher",
+    "steps",
+    "run",
+    "model",
+    "init",
+    "batch",
+)
 
 
 def faster_amp(amp: str, device: torch.device) -> list[str]:
@@ -39,21 +50,29 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
     return []
 
 
-def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
-            optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], processes: Processes
-            ) -> list[str]:
+def summary(
+    recipe: Recipe,
+    data: Data,
+    model: nn.Module,
+    notes: Sequence[str],
+    optimizer: torch.optim.Optimizer,
+    lr_at: Callable[[int], float],
+    processes: Processes,
+) -> list[str]:
     """Describe the run in lines. notes: on the first weights. lr_at: step → learning rate."""
     schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
     steps_per_epoch, epochs = data.train_batches.steps_per_epoch, schedule.total_epochs
     part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
     height, width = recipe.data.image_size
-    weights = {True: 0, False: 0}                    # trained by Muon, by AdamW
+    weights = {True: 0, False: 0}  # trained by Muon, by AdamW
     for group in optimizer.param_groups:
         weights[group["muon"]] += sum(p.numel() for p in group["params"])
     trained_by = f"AdamW for {weights[False]:,}{'' if weights[True] else ' weights'}"
     if weights[True]:
-        trained_by = (f"Muon (factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}) for "
-                      f"{weights[True]:,} weights, {trained_by}")
+        trained_by = (
+            f"Muon (factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}) for "
+            f"{weights[True]:,} weights, {trained_by}"
+        )
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
     # run.json keeps the plural, or new runs would differ from older ones in a comparison.
@@ -73,7 +92,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
         f"mixup {mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, "
         f"label smoothing {mix.label_smoothing:g}",
         f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} weights, "
-        f"{to_toml(dict([*recipe.model.options.items()][::-1]))}",         # first without default
+        f"{to_toml(dict([*recipe.model.options.items()][::-1]))}",  # first without default
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}",
         *notes,
         f"batch   {optim.global_batch:,} = {counted(processes.world_size, 'process')} × "
@@ -85,7 +104,8 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: Sequence[str],
         f"{optim.peak_lr:g}",
         f"optim   {trained_by}",
         f"lr      peak {optim.peak_lr:g}; first step {lr_at(0):g}, last step "
-        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"]
+        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}",
+    ]
 
 
 def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
@@ -96,10 +116,13 @@ def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
     shown = [line for line in lines if line.startswith(tuple(there[:MOST_LINES]))]
     warnings = [line for line in lines if line.startswith(("note", "warning"))]
     if hidden := len(warnings[MOST_CAUTIONS:]):
-        warnings[MOST_CAUTIONS - 1:] = [f"warning and {hidden + 1} more, {elsewhere}"]
+        warnings[MOST_CAUTIONS - 1 :] = [f"warning and {hidden + 1} more, {elsewhere}"]
     *others, run = shown
-    return [*(line if len(line) <= WIDTH else f"{line[:WIDTH - 1]}…" for line in others),
-            one_line(run, WIDTH), *warnings]
+    return [
+        *(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in others),
+        one_line(run, WIDTH),
+        *warnings,
+    ]
 
 
 def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.device) -> list[str]:
@@ -108,21 +131,37 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
     """
     steps = data.train_batches.steps_per_epoch
     updates = recipe.schedule.total_epochs * steps
-    lines = list(dict.fromkeys(line for source in (data.whole_set, data.val_set)
-                               for line in source.left_out.splitlines()))
-    lines += data.plan.cautions(repeats=recipe.augment.repeats,
-                                max_batch_per_process=recipe.optim.max_batch_per_process)
+    lines = list(
+        dict.fromkeys(
+            line
+            for source in (data.whole_set, data.val_set)
+            for line in source.left_out.splitlines()
+        )
+    )
+    lines += data.plan.cautions(
+        repeats=recipe.augment.repeats, max_batch_per_process=recipe.optim.max_batch_per_process
+    )
     # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
-        lines.append(f"{counted(updates, 'update')} in all: from scratch, such a model needs "
-                     f"thousands; --set schedule.epochs={math.ceil(FEW_UPDATES / steps)} makes "
-                     f"{FEW_UPDATES:,}")
+        lines.append(
+            f"{counted(updates, 'update')} in all: from scratch, such a model needs "
+            f"thousands; --set schedule.epochs={math.ceil(FEW_UPDATES / steps)} makes "
+            f"{FEW_UPDATES:,}"
+        )
     if min(grid) < SMALL_GRID:
         sides = recipe.data.image_size
-        patch = max((size for size in range(1, min(sides) // SMALL_GRID + 1)
-                     if all(side % size == 0 for side in sides)), default=1)
-        lines.append(f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
-                     f"model.options.patch_size={patch} makes more")
+        patch = max(
+            (
+                size
+                for size in range(1, min(sides) // SMALL_GRID + 1)
+                if all(side % size == 0 for side in sides)
+            ),
+            default=1,
+        )
+        lines.append(
+            f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
+            f"model.options.patch_size={patch} makes more"
+        )
     if isinstance(data.train_set, ImageFiles):
         lines += filter(None, [dark_in_16_bits(data.train_set.some_paths())])
     return lines + faster_amp(recipe.engine.amp, device)
@@ -131,10 +170,15 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, task: Task) -> str:
     """What a dry run says of a forward pass, and of what the task costs beside it."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-        views = data.val_batches if len(data.val_set) else [
-            micro_batch.prepare() for micro_batch in next(data.train_batches.steps(0))[1][:1]]
+        views = (
+            data.val_batches
+            if len(data.val_set)
+            else [micro_batch.prepare() for micro_batch in next(data.train_batches.steps(0))[1][:1]]
+        )
         images, targets = (part[:REHEARSED_IMAGES] for part in next(iter(views)))
         name, output = task.rehearsed(state.model.eval(), images, targets)
         cost = task.cost(images)
-    return (f"{cost}dry run: images {tuple(images.shape)} → {name} {tuple(output.shape)}; nothing "
-            "was written; --read-images decodes all images, and lists those that cannot be read")
+    return (
+        f"{cost}dry run: images {tuple(images.shape)} → {name} {tuple(output.shape)}; nothing "
+        "was written; --read-images decodes all images, and lists those that cannot be read"
+    )

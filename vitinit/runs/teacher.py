@@ -36,8 +36,8 @@ class Opened(NamedTuple):
     """A model that was opened, before it is compared with the student."""
 
     teacher: Teacher
-    classes: Sequence[str] | None       # of its logits; None: unknown
-    outputs: int                        # number of its logits
+    classes: Sequence[str] | None  # of its logits; None: unknown
+    outputs: int  # number of its logits
 
 
 class SomeLogits(nn.Module):
@@ -52,8 +52,9 @@ class SomeLogits(nn.Module):
         return self.model(images)[:, self.columns]
 
 
-def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *,
-                 trusted: bool = False) -> Teacher:
+def open_teacher(
+    recipe: Recipe, classes: Sequence[str], device: torch.device, *, trusted: bool = False
+) -> Teacher:
     """The recipe's teacher, frozen, on the device. Raises a OneLineError if the teacher cannot be
     opened, or does not know these classes.
 
@@ -67,9 +68,11 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *
         if weights:
             raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
         if not trusted:
-            raise TeacherError(f"distill.teacher {name}: is a program of torch.export, whose file "
-                               "can execute any code; if you trust where it is from, train with "
-                               "--trust-teacher (trust_teacher=True of vitinit.Run)")
+            raise TeacherError(
+                f"distill.teacher {name}: is a program of torch.export, whose file "
+                "can execute any code; if you trust where it is from, train with "
+                "--trust-teacher (trust_teacher=True of vitinit.Run)"
+            )
         opened = program(Path(name), recipe, device)
     else:
         if weights not in ("", "model", "ema"):
@@ -77,8 +80,11 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *
         trained = load(name, weights=cast(Weights, weights or "model"))
         trained.require_classifier()
         data = trained.recipe.data
-        opened = Opened(Teacher(trained.model, data.mean, data.std, trained.image_size),
-                        trained.classes, len(trained.classes))
+        opened = Opened(
+            Teacher(trained.model, data.mean, data.std, trained.image_size),
+            trained.classes,
+            len(trained.classes),
+        )
     model, (columns, order) = opened.teacher.model, columns_for(name, opened, classes)
     digest = weights_digest(model.state_dict())
     if columns != list(range(opened.outputs)):
@@ -86,18 +92,27 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *
     model.requires_grad_(False).to(device)
     if recipe.engine.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    return replace(opened.teacher, model=model, digest=digest,
-                   name=f"{name}, {opened.outputs} classes {order}")
+    return replace(
+        opened.teacher, model=model, digest=digest, name=f"{name}, {opened.outputs} classes {order}"
+    )
 
 
-def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device, *,
-                       trusted: bool = False) -> Distillation:
+def learn_from_teacher(
+    recipe: Recipe, classes: Sequence[str], device: torch.device, *, trusted: bool = False
+) -> Distillation:
     """The task of a recipe with a teacher; arguments and errors as of `open_teacher`."""
     data = recipe.data
     return Distillation(
-        classes, open_teacher(recipe, classes, device, trusted=trusted), recipe.distill,
-        mean=data.mean, std=data.std, size=data.image_size, device=device,
-        two_heads=recipe.model.options.get("distilled", False), compile=recipe.engine.compile)
+        classes,
+        open_teacher(recipe, classes, device, trusted=trusted),
+        recipe.distill,
+        mean=data.mean,
+        std=data.std,
+        size=data.image_size,
+        device=device,
+        two_heads=recipe.model.options.get("distilled", False),
+        compile=recipe.engine.compile,
+    )
 
 
 def of_torchvision(name: str, weights: str) -> Opened:
@@ -106,23 +121,27 @@ def of_torchvision(name: str, weights: str) -> Opened:
     """
     models = torchvision.models.list_models(torchvision.models)
     if name not in models:
-        raise TeacherError(f"distill.teacher: torchvision has no classifier '{name}'"
-                           f"{nearest(name, models)}")
+        raise TeacherError(
+            f"distill.teacher: torchvision has no classifier '{name}'{nearest(name, models)}"
+        )
     if not weights:
-        raise TeacherError("distill.weights is empty; expected the file of torchvision's weights "
-                           f"for {name}, which are not downloaded")
+        raise TeacherError(
+            "distill.weights is empty; expected the file of torchvision's weights "
+            f"for {name}, which are not downloaded"
+        )
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
-    last = list(tensors.values())[-1]                # the classifier's, with a row per class
+    last = list(tensors.values())[-1]  # the classifier's, with a row per class
     outputs = last.shape[0] if last.ndim else 0
     if not outputs:
         raise TeacherError(f"{path}: its last tensor is no classifier's")
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
     model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **extra).eval()
     load_exactly(model, tensors, path)
-    size = (model.image_size,) * 2 if hasattr(model, "image_size") else None     # vit_b_16 and such
-    return Opened(Teacher(model, IMAGENET_MEAN, IMAGENET_STD, size),
-                  unnamed_classes(outputs), outputs)
+    size = (model.image_size,) * 2 if hasattr(model, "image_size") else None  # vit_b_16 and such
+    return Opened(
+        Teacher(model, IMAGENET_MEAN, IMAGENET_STD, size), unnamed_classes(outputs), outputs
+    )
 
 
 def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
@@ -133,35 +152,42 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     """
     notes, data = {"vitinit.json": ""}, recipe.data
     try:
-        if not path.is_file() or not is_zipfile(path):       # torch would print a traceback, too
+        if not path.is_file() or not is_zipfile(path):  # torch would print a traceback, too
             raise ValueError("there is no such archive")
         exported = torch.export.load(path, extra_files=notes)
-        described = convert(parse_json(notes["vitinit.json"].encode() or b"{}"),
-                            Mapping[str, Any])
-        images = next(node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
-                      and node.name in exported.graph_signature.user_inputs)
+        described = convert(parse_json(notes["vitinit.json"].encode() or b"{}"), Mapping[str, Any])
+        images = next(
+            node.meta["val"]
+            for node in exported.graph.nodes
+            if node.op == "placeholder" and node.name in exported.graph_signature.user_inputs
+        )
         if images.dtype != torch.float32:
             raise ValueError(f"it takes {images.dtype}")
-        height, width = (side if isinstance(side, int) else default
-                         for side, default in zip(images.shape[2:], data.image_size, strict=True))
+        height, width = (
+            side if isinstance(side, int) else default
+            for side, default in zip(images.shape[2:], data.image_size, strict=True)
+        )
         exported = move_to_device_pass(exported, device)
         model = exported.module()
         with torch.no_grad():
-            shapes = [model(torch.zeros(batch, 3, height, width, device=device)).shape
-                      for batch in (2, 3)]
+            shapes = [
+                model(torch.zeros(batch, 3, height, width, device=device)).shape for batch in (2, 3)
+            ]
         if [len(shape) for shape in shapes] != [2, 2]:
             raise ValueError(f"its output is {tuple(shapes[0])}")
         mean = convert(described.get("mean", data.mean), tuple[float, float, float])
-        std = convert(described.get("std", data.std),
-                      tuple[PositiveNumber, PositiveNumber, PositiveNumber])
+        std = convert(
+            described.get("std", data.std), tuple[PositiveNumber, PositiveNumber, PositiveNumber]
+        )
         classes = convert(described.get("classes"), tuple[str, ...] | None)
         if classes is not None and len(classes) != shapes[0][1]:
             raise ValueError(f"it names {len(classes)} classes")
-    except Exception as error:                       # of many classes, for a file that is none
+    except Exception as error:  # of many classes, for a file that is none
         raise TeacherError(
             f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
             "number of them, to logits (B, K), such as vitinit export writes without --normalise "
-            f"({in_brief(error)})") from None
+            f"({in_brief(error)})"
+        ) from None
     return Opened(Teacher(model, mean, std, (height, width)), classes, shapes[0][1])
 
 
@@ -173,9 +199,11 @@ def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list
         except DataError as error:
             raise TeacherError(f"distill.teacher {name}: {error}") from None
     if len(classes) != opened.outputs:
-        raise TeacherError(f"distill.teacher {name}: has {opened.outputs} classes without names, "
-                           f"and the student {len(classes)}; expected the same ones in the same "
-                           "order")
+        raise TeacherError(
+            f"distill.teacher {name}: has {opened.outputs} classes without names, "
+            f"and the student {len(classes)}; expected the same ones in the same "
+            "order"
+        )
     return list(range(opened.outputs)), "without names, assumed to be in the student's order"
 
 
@@ -184,6 +212,9 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data
-                      if value.ndim else str(value.item()).encode())
+        digest.update(
+            value.detach().cpu().contiguous().view(torch.uint8).numpy().data
+            if value.ndim
+            else str(value.item()).encode()
+        )
     return digest.hexdigest()[:16]

@@ -23,7 +23,7 @@ from .data import as_input, evaluation_view
 from .load import open_saved
 
 VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a run's own recipe, `load` can change
-BATCH = 64                                           # images per forward pass in `predict_batch`
+BATCH = 64  # images per forward pass in `predict_batch`
 
 Weights = Literal["model", "ema"]
 ImageLike = str | os.PathLike | bytes | Image.Image | np.ndarray | Tensor
@@ -34,7 +34,7 @@ def as_uint8(image: ImageLike) -> Tensor:
     if isinstance(image, Image.Image):
         try:
             return from_pillow(image)
-        except OSError as error:                     # Pillow reads a file when it is asked for it
+        except OSError as error:  # Pillow reads a file when it is asked for it
             raise DataError(f"an image of Pillow that cannot be read: {in_brief(error)}") from None
     if isinstance(image, bytes):
         return decode_bytes(image, "an image given as bytes")
@@ -50,8 +50,10 @@ def as_uint8(image: ImageLike) -> Tensor:
         if image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3 and image.numel():
             return image.cpu()
         what = f"a tensor {tuple(image.shape)} {image.dtype}"
-    raise DataError(f"an image is {what}, expected a path, bytes, a PIL image or a tensor (3, H, "
-                    "W) torch.uint8, or an array (H, W, 3) uint8")
+    raise DataError(
+        f"an image is {what}, expected a path, bytes, a PIL image or a tensor (3, H, "
+        "W) torch.uint8, or an array (H, W, 3) uint8"
+    )
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class Trained:
         logits = trained.model(trained.preprocess(["a.jpg", "b.jpg"]))       # (2, classes)
     """
 
-    model: nn.Module            # in eval mode: what `preprocess` returns → logits (B, classes)
-    classes: tuple[str, ...]    # the class of each logit, in order; () without a classifier
-    recipe: Recipe              # of the training, with every option written out
+    model: nn.Module  # in eval mode: what `preprocess` returns → logits (B, classes)
+    classes: tuple[str, ...]  # the class of each logit, in order; () without a classifier
+    recipe: Recipe  # of the training, with every option written out
     image_size: tuple[int, int]  # (height, width) of the model's input
-    path: Path                  # of the checkpoint
+    path: Path  # of the checkpoint
 
     @property
     def device(self) -> torch.device:
@@ -108,35 +110,47 @@ class Trained:
         """
         return self.predict_batch([image], top)[0]
 
-    def predict_batch(self, images: Iterable[ImageLike], top: int | None = 5
-                      ) -> list[list[tuple[str, float]]]:
+    def predict_batch(
+        self, images: Iterable[ImageLike], top: int | None = 5
+    ) -> list[list[tuple[str, float]]]:
         """What `predict` returns for each of several images, 64 of which pass through at a time."""
         if top is not None and not (isinstance(top, Integral) and top > 0):
-            raise ValueError(f"top is {top!r}, expected an integer of at least 1, or None for all "
-                             "classes")
+            raise ValueError(
+                f"top is {top!r}, expected an integer of at least 1, or None for all classes"
+            )
         self.require_classifier()
         images, guesses = list(images), []
         for start in range(0, len(images), BATCH):
-            inputs = self.preprocess(images[start:start + BATCH])
+            inputs = self.preprocess(images[start : start + BATCH])
             guesses += self.ranked(self.probabilities(inputs), top)
         return guesses
 
     def require_classifier(self) -> None:
         """Raise CheckpointError, a ValueError, if the checkpoint is a bare backbone."""
         if not self.classes:
-            raise CheckpointError(f"{self.path}: holds no classifier, so there are no classes; its "
-                                  "model returns features, and init.checkpoint fine-tunes it")
+            raise CheckpointError(
+                f"{self.path}: holds no classifier, so there are no classes; its "
+                "model returns features, and init.checkpoint fine-tunes it"
+            )
 
     def ranked(self, probabilities: Tensor, top: int | None) -> list[list[tuple[str, float]]]:
         """What `predict` returns, of (B, classes); equal ones are in the order of `classes`."""
         order = probabilities.sort(dim=1, descending=True, stable=True)
-        return [[(self.classes[index], value) for index, value in zip(indices[:top], values[:top])]
-                for indices, values in zip(order.indices.tolist(), order.values.tolist())]
+        return [
+            [(self.classes[index], value) for index, value in zip(indices[:top], values[:top])]
+            for indices, values in zip(order.indices.tolist(), order.values.tolist())
+        ]
 
 
-def load(path: str | os.PathLike, *, weights: Weights = "model",
-         image_size: int | tuple[int, int] | None = None, device: str | torch.device | None = None,
-         recipe: str | None = None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Trained:
+def load(
+    path: str | os.PathLike,
+    *,
+    weights: Weights = "model",
+    image_size: int | tuple[int, int] | None = None,
+    device: str | torch.device | None = None,
+    recipe: str | None = None,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+) -> Trained:
     """Load a trained model with its class names and preprocessing.
 
     Args:
@@ -163,8 +177,13 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
     device = usable_device(device or "cpu")
-    saved = open_saved(Path(path), recipe=recipe, changes=recipe_changes(sets=overrides),
-                       changeable=VIEW_KEYS, image_size=image_size)
+    saved = open_saved(
+        Path(path),
+        recipe=recipe,
+        changes=recipe_changes(sets=overrides),
+        changeable=VIEW_KEYS,
+        image_size=image_size,
+    )
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions(weights)}", sys.stderr)
@@ -176,8 +195,9 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
 def usable_device(device: str | torch.device) -> torch.device:
     """The device of this name; ValueError if it cannot be used."""
     try:
-        torch.zeros(1, device=device).item()         # a meta tensor has no value
+        torch.zeros(1, device=device).item()  # a meta tensor has no value
         return torch.device(device)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device is {str(device)!r}, expected one that this machine has "
-                         f"({in_brief(error)})") from None
+        raise ValueError(
+            f"device is {str(device)!r}, expected one that this machine has ({in_brief(error)})"
+        ) from None

@@ -17,34 +17,49 @@ from ..base.files import CheckpointError
 from ..base.messages import shortened
 from ..models.layers import PREFIX_TOKENS
 
-Grid = tuple[int, int]          # rows and columns of patches
+Grid = tuple[int, int]  # rows and columns of patches
 Tensors = Mapping[str, Tensor]  # a state dict
 
 # Tensors that no forward pass reads: the mask token and the decoder of masked pre-training (DINOv2,
 # iBOT, MAE), DINO's projections, and buffers of older Swin checkpoints that follow from the sizes.
-UNREAD = re.compile(r"^(mask_token$|decoder_|(dino_|ibot_)?head\.(mlp|last_layer)\.)"
-                    r"|\.(relative_position_index|attn_mask)$")
+UNREAD = re.compile(
+    r"^(mask_token$|decoder_|(dino_|ibot_)?head\.(mlp|last_layer)\.)"
+    r"|\.(relative_position_index|attn_mask)$"
+)
 
 
 @dataclass(frozen=True)
 class Transfer:
     """What `start_from` did with each tensor; `str` of it is a summary of one line."""
 
-    loaded: list[str]           # names of tensors copied unchanged
-    resized: list[str]          # such as "pos_embed 14×14 without cls_token → 24×24"
-    dropped: list[str]          # in the checkpoint, but not used
-    kept: list[str]             # in the model, and left as its init drew them
+    loaded: list[str]  # names of tensors copied unchanged
+    resized: list[str]  # such as "pos_embed 14×14 without cls_token → 24×24"
+    dropped: list[str]  # in the checkpoint, but not used
+    kept: list[str]  # in the model, and left as its init drew them
 
     def __str__(self) -> str:
-        lists = [f"{title}: {shortened(names)}" for title, names in (
-            ("dropped", self.dropped), ("as the init drew them", self.kept)) if names]
-        return "; ".join([f"{len(self.loaded)} tensors loaded",
-                          *(f"{name} resized" for name in self.resized), *lists])
+        lists = [
+            f"{title}: {shortened(names)}"
+            for title, names in (("dropped", self.dropped), ("as the init drew them", self.kept))
+            if names
+        ]
+        return "; ".join(
+            [
+                f"{len(self.loaded)} tensors loaded",
+                *(f"{name} resized" for name in self.resized),
+                *lists,
+            ]
+        )
 
 
 @torch.no_grad()
-def start_from(model: nn.Module, tensors: Tensors, path: Path | str, grid: Grid | None,
-               rows: Sequence[int | None] | None = None) -> Transfer:
+def start_from(
+    model: nn.Module,
+    tensors: Tensors,
+    path: Path | str,
+    grid: Grid | None,
+    rows: Sequence[int | None] | None = None,
+) -> Transfer:
     """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
     Position embeddings for another grid are resized with torch's antialiased bicubic interpolation,
@@ -87,16 +102,29 @@ def start_from(model: nn.Module, tensors: Tensors, path: Path | str, grid: Grid 
         else:
             loaded[name] = heads.get(name, value)
     if all(name.startswith("head") for name in loaded):
-        raise CheckpointError(f"{path}: none of its tensors fits the model; it holds "
-                              f"{shortened(list(tensors))}")
+        raise CheckpointError(
+            f"{path}: none of its tensors fits the model; it holds {shortened(list(tensors))}"
+        )
     kept = [name for name in target if name not in loaded]
-    missing = [name for name in kept if not (
-        name in PREFIX_TOKENS or name == "pos_embed" and not model.learns_positions
-        or name.endswith("num_batches_tracked") or _may_differ(name, tensors, new_head))]
+    missing = [
+        name
+        for name in kept
+        if not (
+            name in PREFIX_TOKENS
+            or name == "pos_embed"
+            and not model.learns_positions
+            or name.endswith("num_batches_tracked")
+            or _may_differ(name, tensors, new_head)
+        )
+    ]
     _require_fit(target, path, missing=missing, surplus=surplus, loaded=loaded)
     model.load_state_dict(target | loaded)
-    return Transfer([name for name in loaded if not (change and name == "pos_embed")],
-                    [f"pos_embed {change}"] * bool(change), dropped, kept)
+    return Transfer(
+        [name for name in loaded if not (change and name == "pos_embed")],
+        [f"pos_embed {change}"] * bool(change),
+        dropped,
+        kept,
+    )
 
 
 @torch.no_grad()
@@ -107,19 +135,23 @@ def load_exactly(model: nn.Module, tensors: Tensors, path: Path) -> None:
     """
     target = model.state_dict()
     tensors, _ = as_in(model, tensors, getattr(model, "grid", None), path)
-    tensors = {name: value for name, value in tensors.items()
-               if name in target or not UNREAD.search(name)}
+    tensors = {
+        name: value for name, value in tensors.items() if name in target or not UNREAD.search(name)
+    }
     missing = sorted(target.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - target.keys())
     if missing and not surplus and missing == [n for n in sorted(target) if n.startswith("head")]:
-        raise CheckpointError(f"{path}: holds no classifier ({shortened(missing)}), so that there "
-                              "is nothing to evaluate; init.checkpoint fine-tunes it")
+        raise CheckpointError(
+            f"{path}: holds no classifier ({shortened(missing)}), so that there "
+            "is nothing to evaluate; init.checkpoint fine-tunes it"
+        )
     _require_fit(target, path, missing=missing, surplus=surplus, loaded=tensors)
     model.load_state_dict(tensors)
 
 
-def as_in(model: nn.Module, tensors: Tensors, grid: Grid | None, path: Path | str
-          ) -> tuple[dict[str, Tensor], str]:
+def as_in(
+    model: nn.Module, tensors: Tensors, grid: Grid | None, path: Path | str
+) -> tuple[dict[str, Tensor], str]:
     """The checkpoint's tensors with the tokens and the positions of the model, and how these were
     resized, or "". Tokens that the model does not read become registers, if it has as many.
 
@@ -130,20 +162,29 @@ def as_in(model: nn.Module, tensors: Tensors, grid: Grid | None, path: Path | st
     unread = [name for name in PREFIX_TOKENS[:2] if name in tensors and name not in target]
     registers = [tensors[name] for name in (*unread, "reg_token") if name in tensors]
     shapes = {(*token.shape[:1], *token.shape[2:]) for token in registers}
-    if unread and "reg_token" in target and shapes == {target["reg_token"].shape[::2]} and (
-            sum(token.shape[1] for token in registers) == target["reg_token"].shape[1]):
+    if (
+        unread
+        and "reg_token" in target
+        and shapes == {target["reg_token"].shape[::2]}
+        and (sum(token.shape[1] for token in registers) == target["reg_token"].shape[1])
+    ):
         tensors["reg_token"] = torch.cat(registers, dim=1)
         for name in unread:
             del tensors[name]
-    if "pos_embed" in target.keys() & tensors.keys() and model.learns_positions and (
-            (grid, tensors["pos_embed"].shape) != (model.grid, target["pos_embed"].shape)):
-        tensors["pos_embed"], change = _fit_pos_embed(target, tensors, cast(Grid, model.grid), grid,
-                                                      path)
+    if (
+        "pos_embed" in target.keys() & tensors.keys()
+        and model.learns_positions
+        and ((grid, tensors["pos_embed"].shape) != (model.grid, target["pos_embed"].shape))
+    ):
+        tensors["pos_embed"], change = _fit_pos_embed(
+            target, tensors, cast(Grid, model.grid), grid, path
+        )
     return tensors, change
 
 
-def _fit_pos_embed(target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid | None,
-                   path: Path | str) -> tuple[Tensor, str]:
+def _fit_pos_embed(
+    target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid | None, path: Path | str
+) -> tuple[Tensor, str]:
     """The checkpoint's position embeddings for the model's tokens, (1, N, D), and the words for
     `Transfer.resized`, or "" if they were not.
 
@@ -152,17 +193,25 @@ def _fit_pos_embed(target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid |
     """
     pos_embed, initial = tensors["pos_embed"], target["pos_embed"]
     if pos_embed.ndim != 3 or pos_embed.shape[2] != initial.shape[2]:
-        return pos_embed, ""                         # another width: the caller raises the error
+        return pos_embed, ""  # another width: the caller raises the error
     # Tokens of each kind before the patches, such as {"cls_token": 1, "reg_token": 4}.
-    saved, needed = ({name: side[name].shape[1] if side[name].ndim == 3 else 1     # cannot fit
-                      for name in PREFIX_TOKENS if name in side} for side in (tensors, target))
+    saved, needed = (
+        {
+            name: side[name].shape[1] if side[name].ndim == 3 else 1  # cannot fit
+            for name in PREFIX_TOKENS
+            if name in side
+        }
+        for side in (tensors, target)
+    )
     grid, entries = _grid_and_entries(pos_embed.shape[1], saved, wanted, grid, path)
     before, patches = pos_embed[:, :entries], pos_embed[:, entries:]
-    before = F.pad(before, (0, 0, 0, sum(saved.values()) - entries))     # registers come last
-    trained = dict(zip(saved, before.split([*saved.values()], dim=1)))   # name → (1, count, D)
+    before = F.pad(before, (0, 0, 0, sum(saved.values()) - entries))  # registers come last
+    trained = dict(zip(saved, before.split([*saved.values()], dim=1)))  # name → (1, count, D)
     drawn = initial.to(pos_embed).split([*needed.values(), prod(wanted)], dim=1)
-    tokens = [trained[name] if saved.get(name) == count else embedding
-              for (name, count), embedding in zip(needed.items(), drawn)]
+    tokens = [
+        trained[name] if saved.get(name) == count else embedding
+        for (name, count), embedding in zip(needed.items(), drawn)
+    ]
     if grid == wanted:
         return torch.cat([*tokens, patches], dim=1), ""
     image = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=grid[0])
@@ -171,12 +220,15 @@ def _fit_pos_embed(target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid |
     # Which tokens have no position follows from numbers alone, so the user is told.
     lacking = [name for name, end in zip(saved, accumulate(saved.values())) if end > entries]
     without = f" without {', '.join(lacking)}" if lacking else ""
-    return (torch.cat([*tokens, patches], dim=1),
-            f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}")
+    return (
+        torch.cat([*tokens, patches], dim=1),
+        f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}",
+    )
 
 
-def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: Grid, grid: Grid | None,
-                      path: Path | str) -> tuple[Grid, int]:
+def _grid_and_entries(
+    count: int, saved: Mapping[str, int], wanted: Grid, grid: Grid | None, path: Path | str
+) -> tuple[Grid, int]:
     """The grid of the patches among `count` position embeddings, and the number before the patches.
 
     saved: the checkpoint's tokens before the patches. Either each has an embedding, or all but the
@@ -186,31 +238,51 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: Grid, grid: 
     DeiT-III's at n×n, and not for those of a ViT at (n−1)×(n+1).
     """
     total = sum(saved.values())
-    possible = (total, total - saved.get("reg_token", 0), 0)     # entries before the patches
+    possible = (total, total - saved.get("reg_token", 0), 0)  # entries before the patches
     of_model = [(*wanted, entries) for entries in possible]
-    squares = [(side, side, entries) for entries in possible
-               for side in [isqrt(max(count - entries, 0))]]
-    candidates = ([(*grid, entries) for entries in possible] + of_model if grid else
-                  [squares[0], *of_model, *squares[1:]])
+    squares = [
+        (side, side, entries) for entries in possible for side in [isqrt(max(count - entries, 0))]
+    ]
+    candidates = (
+        [(*grid, entries) for entries in possible] + of_model
+        if grid
+        else [squares[0], *of_model, *squares[1:]]
+    )
     for rows, columns, entries in candidates:
         if rows and rows * columns == count - entries:
             return (rows, columns), entries
     shape = "square" if grid is None else "×".join(map(str, grid))
-    raise CheckpointError(f"{path}: pos_embed has embeddings for {count - total} patches, which is "
-                          f"no {shape} grid; it cannot be resized")
+    raise CheckpointError(
+        f"{path}: pos_embed has embeddings for {count - total} patches, which is "
+        f"no {shape} grid; it cannot be resized"
+    )
 
 
-def _classifiers(target: Tensors, tensors: Tensors, rows: Sequence[int | None] | None
-                 ) -> dict[str, Tensor]:
+def _classifiers(
+    target: Tensors, tensors: Tensors, rows: Sequence[int | None] | None
+) -> dict[str, Tensor]:
     """The classifiers that a model gets, but for those of another width or without any row."""
-    heads = {name: value for name, value in tensors.items() if name in target and value.ndim
-             and name.startswith("head") and value.shape[1:] == target[name].shape[1:]}
+    heads = {
+        name: value
+        for name, value in tensors.items()
+        if name in target
+        and value.ndim
+        and name.startswith("head")
+        and value.shape[1:] == target[name].shape[1:]
+    }
     if rows is None:
         return {name: value for name, value in heads.items() if value.shape == target[name].shape}
     taken = [row for row in rows if row is not None]
-    return {name: torch.stack([initial if row is None else value[row].to(initial)
-                               for row, initial in zip(rows, target[name], strict=True)])
-            for name, value in heads.items() if taken and max(taken) < len(value)}
+    return {
+        name: torch.stack(
+            [
+                initial if row is None else value[row].to(initial)
+                for row, initial in zip(rows, target[name], strict=True)
+            ]
+        )
+        for name, value in heads.items()
+        if taken and max(taken) < len(value)
+    }
 
 
 def _may_differ(name: str, others: Tensors, new_head: bool) -> bool:
@@ -220,14 +292,22 @@ def _may_differ(name: str, others: Tensors, new_head: bool) -> bool:
     return name.startswith("head") or new_head and f"{other}.{part}" in others
 
 
-def _require_fit(target: Tensors, path: Path | str, *, missing: list[str], surplus: list[str],
-                 loaded: Tensors) -> None:
+def _require_fit(
+    target: Tensors, path: Path | str, *, missing: list[str], surplus: list[str], loaded: Tensors
+) -> None:
     """Raise CheckpointError, listing names, for tensors on one side only and for other shapes."""
-    shapes = [f"{name} {tuple(value.shape)} where the model has {tuple(target[name].shape)}"
-              for name, value in loaded.items()
-              if name in target and value.shape != target[name].shape]
-    problems = [f"; {title}: {shortened(names)}" for title, names in (
-        ("missing", missing), ("surplus", surplus), ("other shape", shapes)) if names]
+    shapes = [
+        f"{name} {tuple(value.shape)} where the model has {tuple(target[name].shape)}"
+        for name, value in loaded.items()
+        if name in target and value.shape != target[name].shape
+    ]
+    problems = [
+        f"; {title}: {shortened(names)}"
+        for title, names in (("missing", missing), ("surplus", surplus), ("other shape", shapes))
+        if names
+    ]
     if problems:
-        raise CheckpointError(f"{path}: does not fit the model{''.join(problems)}; "
-                              "vitinit/train/README.md names the options for known checkpoints")
+        raise CheckpointError(
+            f"{path}: does not fit the model{''.join(problems)}; "
+            "vitinit/train/README.md names the options for known checkpoints"
+        )

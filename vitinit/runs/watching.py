@@ -23,12 +23,14 @@ from ..base.table import find
 from ..recipe.files import RecipeError
 
 WATCHERS: dict[str, Any] = {
-    "images": ".watch.survey:ImageWatcher", "mass": ".watch.mass:MassWatcher",
+    "images": ".watch.survey:ImageWatcher",
+    "mass": ".watch.mass:MassWatcher",
     "waiting": ".watch.slowness:WaitingWatcher",
-    "tensorboard": ".watch.live:TensorBoard", "wandb": ".watch.live:WeightsAndBiases"}
-LOGGERS_NEED = ("tensorboard and wandb need pip install 'vitinit[tensorboard]' or "
-                "'vitinit[wandb]'")
-BY_DEFAULT = ("images", "mass", "waiting")           # of every run
+    "tensorboard": ".watch.live:TensorBoard",
+    "wandb": ".watch.live:WeightsAndBiases",
+}
+LOGGERS_NEED = "tensorboard and wandb need pip install 'vitinit[tensorboard]' or 'vitinit[wandb]'"
+BY_DEFAULT = ("images", "mass", "waiting")  # of every run
 
 
 class Watchers:
@@ -38,7 +40,7 @@ class Watchers:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.kinds: dict[str, Any] = {}
-        self.by_name: dict[str, Any] = {}            # those that were made, and have not failed
+        self.by_name: dict[str, Any] = {}  # those that were made, and have not failed
         for name in names:
             if name not in WATCHERS:
                 others = " or ".join(other for other in WATCHERS if other not in BY_DEFAULT)
@@ -48,8 +50,7 @@ class Watchers:
                 self.kinds[name].require()
 
     def tell(self, event: str, *facts: Any) -> list[str]:
-        """Tell each watcher, by its method of this name; return the lines with which they answer.
-        """
+        """Tell each watcher, by its method of this name; return the lines with which they answer."""
         lines: list[str] = []
         for name in list(self.kinds):
             try:

@@ -15,8 +15,10 @@ from ..train.distributed import Processes
 from ..train.metrics import Evaluation
 
 # By the names that [task] takes. A teacher, which [distill] names, is one more: distillation.py.
-TASKS: dict[str, Any] = {"classify": ".tasks.labels:Labels",
-                         "reconstruct": ".tasks.reconstruction:Reconstruction"}
+TASKS: dict[str, Any] = {
+    "classify": ".tasks.labels:Labels",
+    "reconstruct": ".tasks.reconstruction:Reconstruction",
+}
 
 
 class Task:
@@ -32,9 +34,9 @@ class Task:
     # each once, by this process's batches. loss: the run's objective.
     measure: Callable[..., list[Evaluation]]
     learns_classes = False
-    hides_patches = False       # whether a model sees some of the patches, `visible(patches)`
-    head_note = ""              # what the start says of the classifier in place of how rows matched
-    digest = "none"             # of a teacher, which a resumed run needs again
+    hides_patches = False  # whether a model sees some of the patches, `visible(patches)`
+    head_note = ""  # what the start says of the classifier in place of how rows matched
+    digest = "none"  # of a teacher, which a resumed run needs again
 
     @staticmethod
     def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
@@ -44,8 +46,9 @@ class Task:
         if recipe.distill.teacher:
             yield ("distill.teacher", "task.name"), "none: a teacher goes with cross-entropy"
 
-    def __init__(self, classes: Sequence[str] = (),
-                 options: Mapping[str, Any] = ReadOnly()) -> None:
+    def __init__(
+        self, classes: Sequence[str] = (), options: Mapping[str, Any] = ReadOnly()
+    ) -> None:
         self.classes, self.options = [*classes], options
 
     def model(self, classifier: Classifier) -> nn.Module:

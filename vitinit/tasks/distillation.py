@@ -18,12 +18,12 @@ from .labels import Labels
 class Teacher:
     """A frozen model, and what it expects of its input."""
 
-    model: nn.Module            # images (B, 3, *size), normalised by mean and std → (B, K)
+    model: nn.Module  # images (B, 3, *size), normalised by mean and std → (B, K)
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    size: tuple[int, int] | None    # (height, width) of its images; None: any
-    digest: str = ""            # of its weights
-    name: str = ""              # in words, with how its classes were matched
+    size: tuple[int, int] | None  # (height, width) of its images; None: any
+    digest: str = ""  # of its weights
+    name: str = ""  # in words, with how its classes were matched
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, distill: Distill) -> Tensor:
@@ -47,9 +47,19 @@ class Distillation(Labels):
     logits are infinite or NaN the loss becomes NaN, which ends training, and `fault` says why.
     """
 
-    def __init__(self, classes: Sequence[str], teacher: Teacher, distill: Distill, *,
-                 mean: Sequence[float], std: Sequence[float], size: tuple[int, int],
-                 two_heads: bool, device: torch.device, compile: bool = False) -> None:
+    def __init__(
+        self,
+        classes: Sequence[str],
+        teacher: Teacher,
+        distill: Distill,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        size: tuple[int, int],
+        two_heads: bool,
+        device: torch.device,
+        compile: bool = False,
+    ) -> None:
         """mean, std, size: of the student's images. two_heads: it is called with apart=True."""
         super().__init__(classes)
         self.digest = teacher.digest
@@ -57,11 +67,13 @@ class Distillation(Labels):
         self.teacher, self.distill, self.two_heads = teacher, distill, two_heads
         self.size = None if teacher.size in (None, size) else teacher.size
         # (x · std + mean − teacher's mean) / teacher's std, as x · scale + shift
-        means, stds = (torch.tensor(part, device=device)[:, :, None, None]   # (2, 3, 1, 1)
-                       for part in ((mean, teacher.mean), (std, teacher.std)))
+        means, stds = (
+            torch.tensor(part, device=device)[:, :, None, None]  # (2, 3, 1, 1)
+            for part in ((mean, teacher.mean), (std, teacher.std))
+        )
         self.scale, self.shift = stds[0] / stds[1], (means[0] - means[1]) / stds[1]
         self.normalised_alike = [*mean, *std] == [*teacher.mean, *teacher.std]
-        self.faulty = torch.tensor(False, device=device)     # whether there were bad logits
+        self.faulty = torch.tensor(False, device=device)  # whether there were bad logits
 
     def inputs(self, images: Tensor) -> Tensor:
         """The student's images (B, 3, H, W) as the teacher was trained to read them."""
@@ -76,43 +88,56 @@ class Distillation(Labels):
         """The teacher's logits (B, K) float32 for the student's images (B, 3, H, W)."""
         return self.forward(self.inputs(images)).float()
 
-    def loss(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-             targets: Tensor) -> Tensor:
-        teaching = self.logits(images)                                   # (B, K)
+    def loss(
+        self,
+        forward: Callable[..., Tensor],
+        images: Tensor,
+        scales: Sequence[Tensor],
+        targets: Tensor,
+    ) -> Tensor:
+        teaching = self.logits(images)  # (B, K)
         if self.two_heads:
             of_labels, of_teacher = forward(images, *scales, apart=True).float().unbind(1)
         else:
-            of_labels = of_teacher = forward(images, *scales).float()    # (B, K)
+            of_labels = of_teacher = forward(images, *scales).float()  # (B, K)
         bad = ~teaching.isfinite().all()
         self.faulty |= bad
         alpha = self.distill.alpha
-        loss = ((1.0 - alpha) * F.cross_entropy(of_labels, targets)
-                + alpha * distillation_loss(of_teacher, teaching, self.distill))
-        return torch.where(bad, torch.nan, loss)                     # argmax would hide it
+        loss = (1.0 - alpha) * F.cross_entropy(of_labels, targets) + alpha * distillation_loss(
+            of_teacher, teaching, self.distill
+        )
+        return torch.where(bad, torch.nan, loss)  # argmax would hide it
 
     def notes(self) -> list[str]:
         weights = sum(value.numel() for value in self.teacher.model.state_dict().values())
         changes = "" if self.normalised_alike else "; views normalised by its own mean and std"
         changes += f"; views resized to {self.size[0]}×{self.size[1]}" if self.size else ""
-        kind = ("decisions" if self.distill.kind == "hard" else
-                f"probabilities at temperature {self.distill.tau:g}")
-        return [f"teacher {self.teacher.name}, {weights:,} weights ({self.digest}){changes}; "
-                f"{'the second' if self.two_heads else 'the one'} head learns its {kind}, alpha "
-                f"{self.distill.alpha:g}"]
+        kind = (
+            "decisions"
+            if self.distill.kind == "hard"
+            else f"probabilities at temperature {self.distill.tau:g}"
+        )
+        return [
+            f"teacher {self.teacher.name}, {weights:,} weights ({self.digest}){changes}; "
+            f"{'the second' if self.two_heads else 'the one'} head learns its {kind}, alpha "
+            f"{self.distill.alpha:g}"
+        ]
 
     @torch.no_grad()
     def cost(self, images: Tensor) -> str:
         """See `Task.cost`: of the teacher's pass over the student's images (B, 3, H, W)."""
         with FlopCounterMode(display=False) as counter:
             self.teacher.model(self.inputs(images))
-        self.logits(images)                          # compiles and warms up
+        self.logits(images)  # compiles and warms up
         began = time.perf_counter()
-        self.logits(images).sum().item()             # waits for the device
+        self.logits(images).sum().item()  # waits for the device
         milliseconds = 1e3 * (time.perf_counter() - began) / len(images)
         weights = sum(value.nbytes for value in self.teacher.model.state_dict().values())
-        return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} "
-                f"GFLOP and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
-                "weights\n")
+        return (
+            f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} "
+            f"GFLOP and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
+            "weights\n"
+        )
 
     def fault(self, processes: Processes) -> str:
         """Words for bad logits of the teacher, the same on all processes; "" for none."""

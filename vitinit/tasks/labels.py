@@ -13,11 +13,12 @@ from ..train.loop import autocast
 from ..train.metrics import Evaluation
 from . import Task
 
-MOST_PAIRED = 1_000             # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
+MOST_PAIRED = 1_000  # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
 
 
-def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-                  targets: Tensor) -> Tensor:
+def cross_entropy(
+    forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor], targets: Tensor
+) -> Tensor:
     """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
 
     images: (B, 3, H, W); targets: (B, K), probabilities; scales: drop-path's (branches, B), or none
@@ -26,9 +27,16 @@ def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequen
 
 
 @torch.no_grad()
-def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-             num_classes: int, amp: str, processes: Processes, stop: StopRequest,
-             columns: Tensor | None = None) -> list[Evaluation]:
+def evaluate(
+    models: Sequence[nn.Module],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    num_classes: int,
+    amp: str,
+    processes: Processes,
+    stop: StopRequest,
+    columns: Tensor | None = None,
+) -> list[Evaluation]:
     """Compute the exact loss and accuracy of each model in one pass over the images.
 
     Each process counts its own images once; then the counts are summed over the processes. These
@@ -43,26 +51,29 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
         no part in ranking and softmax. None: the models have these classes, in this order.
     """
     device = processes.device
-    totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
+    totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)  # loss, top 5
     hits, guessed = torch.zeros(2, len(models), num_classes, dtype=torch.int64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
-    confusion = [torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
-                 for _ in models if num_classes <= MOST_PAIRED]
+    confusion = [
+        torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
+        for _ in models
+        if num_classes <= MOST_PAIRED
+    ]
     columns = None if columns is None else columns.to(device)
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):
-        if batch is None:                            # only other processes have images left
+        if batch is None:  # only other processes have images left
             continue
         images, labels = batch
         ones = torch.ones_like(labels)
         for index, model in enumerate(models):
             with autocast(device, amp):
-                logits = model(images)                               # (B, classes of the model)
+                logits = model(images)  # (B, classes of the model)
             if columns is not None:
-                logits = logits[:, columns]                          # (B, K)
+                logits = logits[:, columns]  # (B, K)
             logits = logits.float()
-            best = logits.topk(min(5, num_classes)).indices          # (B, 5)
+            best = logits.topk(min(5, num_classes)).indices  # (B, 5)
             ranked, guesses = best == labels[:, None], best[:, 0]
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals[index] += torch.stack([loss, ranked.sum()]).double()
@@ -75,11 +86,21 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
         processes.sum(numbers)
     total = int(counts.sum())
     matrices: list[Tensor | None] = [matrix.cpu() for matrix in confusion] or [None] * len(models)
-    return [Evaluation(loss / total, 100.0 * sum(right) / total,
-                       100.0 * top5 / total if num_classes > 5 else None, total, right,
-                       counts.tolist(), taken, matrix)
-            for (loss, top5), right, taken, matrix
-            in zip(totals.tolist(), hits.tolist(), guessed.tolist(), matrices)]
+    return [
+        Evaluation(
+            loss / total,
+            100.0 * sum(right) / total,
+            100.0 * top5 / total if num_classes > 5 else None,
+            total,
+            right,
+            counts.tolist(),
+            taken,
+            matrix,
+        )
+        for (loss, top5), right, taken, matrix in zip(
+            totals.tolist(), hits.tolist(), guessed.tolist(), matrices
+        )
+    ]
 
 
 class Labels(Task):
@@ -91,13 +112,21 @@ class Labels(Task):
     @staticmethod
     def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
         if recipe.data.name == "images":
-            yield (("data.name", "task.name"),
-                   "another one, such as image_folder: these have no classes")
-        if recipe.task.kind.loss is not cross_entropy:           # a class that is made of this one
+            yield (
+                ("data.name", "task.name"),
+                "another one, such as image_folder: these have no classes",
+            )
+        if recipe.task.kind.loss is not cross_entropy:  # a class that is made of this one
             yield from Task.contradictions(recipe)
 
-    def measure(self, models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-                loss: Callable[..., Tensor], **how: Any) -> list[Evaluation]:
+    def measure(
+        self,
+        models: Sequence[nn.Module],
+        batches: Iterable[tuple[Tensor, Tensor]],
+        *,
+        loss: Callable[..., Tensor],
+        **how: Any,
+    ) -> list[Evaluation]:
         return evaluate(models, batches, num_classes=len(self.classes), **how)
 
     def next_step(self, run: str) -> str:

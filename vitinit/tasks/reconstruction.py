@@ -19,15 +19,21 @@ from . import Task
 
 
 @torch.no_grad()
-def mean_losses(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-                loss: Callable[..., Tensor], amp: str, processes: Processes, stop: StopRequest
-                ) -> list[Evaluation]:
+def mean_losses(
+    models: Sequence[nn.Module],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    loss: Callable[..., Tensor],
+    amp: str,
+    processes: Processes,
+    stop: StopRequest,
+) -> list[Evaluation]:
     """As `evaluate`, of a run that learns no classes: the mean loss over images."""
     totals = torch.zeros(len(models) + 1, dtype=torch.float64, device=processes.device)
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):
-        if batch is not None:                        # else only other processes have images left
+        if batch is not None:  # else only other processes have images left
             images, targets = batch
             for index, model in enumerate(models):
                 with autocast(processes.device, amp):
@@ -37,8 +43,9 @@ def mean_losses(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Ten
     return [Evaluation(loss / count, None, None, int(count), [], [], [], None) for loss in losses]
 
 
-def reconstruction(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
-                   visible: Tensor) -> Tensor:
+def reconstruction(
+    forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor], visible: Tensor
+) -> Tensor:
     """The objective, a scalar: the mean loss of a micro-batch. scales: as of `cross_entropy`."""
     return forward(images, *scales, visible=visible).mean()
 

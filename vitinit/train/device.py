@@ -16,6 +16,7 @@ from ..base.messages import OneLineError, environment_rank, ran_out_of_memory
 # Peak TFLOP/s of dense matrix products in bfloat16 with float32 accumulation, by the card's name in
 # CUDA; in float16 for V100 and T4, which have no bfloat16. From the manufacturers' data sheets and
 # white papers; halved where these assume sparsity.
+# fmt: off
 MATRIX_RATES = {
     "NVIDIA B200": 2250.0, "NVIDIA H200": 989.0, "NVIDIA H200 NVL": 835.0,
     "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA H100 NVL": 835.0,
@@ -24,6 +25,7 @@ MATRIX_RATES = {
     "NVIDIA RTX A6000": 155.0, "NVIDIA GeForce RTX 4090": 165.0, "NVIDIA GeForce RTX 3090": 71.0,
     "Tesla V100-SXM2-16GB": 125.0, "Tesla V100-SXM2-32GB": 125.0, "Tesla T4": 65.0,
 }
+# fmt: on
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -61,7 +63,8 @@ def peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource  # which Windows has not
-    unit = 1 if sys.platform == "darwin" else 1024   # of ru_maxrss, in bytes
+
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
@@ -77,10 +80,10 @@ def keep_freed_memory() -> None:
     By default the system zeroes large blocks anew: a third of the time of an evaluation on a CPU,
     and 4 % of that of a training step (cifar10_small, one thread of two of an AMD EPYC).
     """
-    with suppress(OSError, AttributeError, TypeError):       # another library, or Windows
+    with suppress(OSError, AttributeError, TypeError):  # another library, or Windows
         set_option = ctypes.CDLL(None).mallopt
-        set_option(-1, -1)                           # M_TRIM_THRESHOLD: the heap never shrinks
-        set_option(-4, 0)                            # M_MMAP_MAX: all blocks are in the heap
+        set_option(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+        set_option(-4, 0)  # M_MMAP_MAX: all blocks are in the heap
 
 
 def this_device(number: int = 0) -> torch.device:
@@ -99,7 +102,7 @@ def copy_to(values: Tensor, device: torch.device) -> Tensor:
 
 
 class OutOfMemory(OneLineError):
-    of_one_process = True       # that process prints the message itself: the others do not know
+    of_one_process = True  # that process prints the message itself: the others do not know
 
 
 @contextmanager
@@ -107,10 +110,11 @@ def memory_for(key: str, value: int) -> Iterator[None]:
     """A context in which too little memory is OutOfMemory: lower `key`, now `value` images."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:     # torch.OutOfMemoryError is a RuntimeError
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not ran_out_of_memory(error):
             raise
-        where = "the GPU" if "CU" in str(error) else "this machine"      # CUDA, CUBLAS, CUDNN
+        where = "the GPU" if "CU" in str(error) else "this machine"  # CUDA, CUBLAS, CUDNN
         raise OutOfMemory(
             f"process {environment_rank()} ran out of memory on {where}; lower {key}, for example "
-            f"--set {key}={max(1, value // 2)} where it takes {value} images now") from None
+            f"--set {key}={max(1, value // 2)} where it takes {value} images now"
+        ) from None

@@ -25,12 +25,12 @@ from .device import this_device
 from .interruption import Interrupted, StopRequest
 
 # Announced in `agreed`, where the largest decides: 0, "go on"; the number of a signal, 1 … 64; or
-BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
-ALL_DONE = -1                   # no more items here; anything else overrides it
-PATIENCE = timedelta(minutes=30)        # how long a process waits for a silent one
-ARRIVAL = timedelta(seconds=60)         # and for one that torchrun has started, too
-CONNECTION = timedelta(seconds=12)      # for each of five times that gloo tries to connect
-WAITS = (1, 2, 4, 8, 0)         # seconds between looks for an address, which may be a new one
+BROKEN_DATA = 1_000  # this process's data cannot be read; overrides any signal
+ALL_DONE = -1  # no more items here; anything else overrides it
+PATIENCE = timedelta(minutes=30)  # how long a process waits for a silent one
+ARRIVAL = timedelta(seconds=60)  # and for one that torchrun has started, too
+CONNECTION = timedelta(seconds=12)  # for each of five times that gloo tries to connect
+WAITS = (1, 2, 4, 8, 0)  # seconds between looks for an address, which may be a new one
 T = TypeVar("T")
 
 
@@ -47,16 +47,16 @@ class WrongPlace(LaunchError):
 class LostProcess(OneLineError):
     """Another process has ended, or cannot be reached."""
 
-    of_one_process = True       # each prints it: without a connection they cannot agree on who does
+    of_one_process = True  # each prints it: without a connection they cannot agree on who does
 
 
 @dataclass(frozen=True)
 class Processes:
     """This process's place among all processes of the run, and its device."""
 
-    rank: int                   # among all processes, from 0
-    local_rank: int             # among the processes of this machine, from 0
-    world_size: int             # number of processes
+    rank: int  # among all processes, from 0
+    local_rank: int  # among the processes of this machine, from 0
+    world_size: int  # number of processes
     device: torch.device
 
     @property
@@ -91,8 +91,10 @@ class Processes:
         for rank, stated in enumerate(of_each):
             for name in of_each[0] | stated:
                 if (value := stated.get(name)) != (first := of_each[0].get(name)):
-                    raise LaunchError(f"process {rank} has {name} = {value} and process 0 has "
-                                      f"{first}; all processes of a run need the same")
+                    raise LaunchError(
+                        f"process {rank} has {name} = {value} and process 0 has "
+                        f"{first}; all processes of a run need the same"
+                    )
 
     def share(self, *models: torch.nn.Module) -> None:
         """Copy the main process's tensors to all: draws and BatchNorm's statistics may differ."""
@@ -130,8 +132,9 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
             item = next(items, None)
         except OneLineError as error:
             problem = error
-        verdict = processes.maximum(BROKEN_DATA if problem else
-                                    stop.number or (ALL_DONE if item is None else 0))
+        verdict = processes.maximum(
+            BROKEN_DATA if problem else stop.number or (ALL_DONE if item is None else 0)
+        )
         if verdict == ALL_DONE:
             return
         if verdict == BROKEN_DATA:
@@ -154,15 +157,18 @@ def start() -> Processes:
         raise LaunchError(
             "several tasks of SLURM, and none has a RANK; start one torchrun per machine: srun "
             "--ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
-            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)")
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)"
+        )
     world_size = number_in("WORLD_SIZE", range(1, 2**15), "1")
     rank = number_in("RANK", range(world_size), "" if world_size > 1 else "0")
     local_rank = number_in("LOCAL_RANK", range(2**15), "0")
     cuda = torch.cuda.is_available()
     if cuda and local_rank >= torch.cuda.device_count():
-        raise WrongPlace(f"process {local_rank} of this machine has no GPU: "
-                         f"{torch.cuda.device_count()} are visible; start at most that many with "
-                         "--nproc_per_node")
+        raise WrongPlace(
+            f"process {local_rank} of this machine has no GPU: "
+            f"{torch.cuda.device_count()} are visible; start at most that many with "
+            "--nproc_per_node"
+        )
     device = this_device(local_rank)
     if cuda:
         torch.cuda.set_device(device)
@@ -174,8 +180,10 @@ def start() -> Processes:
                 break
             time.sleep(wait)
         else:
-            raise WrongPlace(f"MASTER_ADDR={address}: no such machine is known here; expected the "
-                             "one of process 0, as torchrun sets it")
+            raise WrongPlace(
+                f"MASTER_ADDR={address}: no such machine is known here; expected the "
+                "one of process 0, as torchrun sets it"
+            )
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
             if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -207,15 +215,18 @@ def join_by_torchrun(backend: str, rank: int, world_size: int) -> None:
     while not store.check(arrived):
         if time.monotonic() > deadline:
             absent = [name for name in arrived if not store.check([name])]
-            raise LostProcess(f"process {rank} waited {ARRIVAL.seconds} s for {shortened(absent)} "
-                              f"of {world_size}, in vain")
+            raise LostProcess(
+                f"process {rank} waited {ARRIVAL.seconds} s for {shortened(absent)} "
+                f"of {world_size}, in vain"
+            )
         time.sleep(0.1)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                            timeout=CONNECTION)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=CONNECTION
+    )
     # A function of torch 2.14, and its name before.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(PATIENCE)
-    store.set_timeout(PATIENCE)                      # by which NCCL connects when it is first used
+    store.set_timeout(PATIENCE)  # by which NCCL connects when it is first used
 
 
 def number_in(name: str, numbers: range, default: str = "") -> int:
@@ -224,8 +235,10 @@ def number_in(name: str, numbers: range, default: str = "") -> int:
     with suppress(ValueError):
         if int(text) in numbers:
             return int(text)
-    raise WrongPlace(f"{name}={text} in the environment; expected an integer from {numbers[0]} to "
-                     f"{numbers[-1]}, as torchrun sets it")
+    raise WrongPlace(
+        f"{name}={text} in the environment; expected an integer from {numbers[0]} to "
+        f"{numbers[-1]}, as torchrun sets it"
+    )
 
 
 @contextmanager
@@ -241,13 +254,17 @@ def joined() -> Iterator[Processes]:
         yield start()
     except BaseException as raised:
         error = raised
-        text = re.sub(r"^\[\S+\] ", "", str(error))      # gloo starts with a place in its own code
+        text = re.sub(r"^\[\S+\] ", "", str(error))  # gloo starts with a place in its own code
         if not isinstance(error, RuntimeError) or not (
-                isinstance(error, dist.DistError) or "CUDA error" not in text and re.search(
-                    r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE)):
+            isinstance(error, dist.DistError)
+            or "CUDA error" not in text
+            and re.search(r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE)
+        ):
             raise
-        raise LostProcess(f"process {environment_rank()} lost another one, which has ended and "
-                          f"said why, hangs, or cannot be reached ({in_brief(text)})") from None
+        raise LostProcess(
+            f"process {environment_rank()} lost another one, which has ended and "
+            f"said why, hangs, or cannot be reached ({in_brief(text)})"
+        ) from None
     finally:
         alone = getattr(error, "of_one_process", isinstance(error, Exception))
         if dist.is_initialized() and alone and torch.cuda.is_available():

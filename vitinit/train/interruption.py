@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 # Sent by Ctrl-C, launchers, a terminal that closes, SLURM before a time limit; Windows has two.
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-                     if hasattr(signal, name))
-SECOND_SECONDS = 1.0            # a Ctrl-C sooner after the first one counts as the same
+STOP_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+)
+SECOND_SECONDS = 1.0  # a Ctrl-C sooner after the first one counts as the same
 
 
 class Interrupted(BaseException):
@@ -20,7 +23,7 @@ class Interrupted(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number                         # the signal's number
+        self.number = number  # the signal's number
 
 
 class StopRequest:
@@ -34,13 +37,16 @@ class StopRequest:
 
     def __init__(self, second: Callable[[], object] | None = None) -> None:
         self.second = second or _end_at_once
-        self.number = 0                              # of the first signal that arrived; 0: none
-        self.since = 0.0                             # when that was
+        self.number = 0  # of the first signal that arrived; 0: none
+        self.since = 0.0  # when that was
 
     def __enter__(self) -> Self:
         hears = threading.current_thread() is threading.main_thread()
-        self.handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS
-                         if hears and signal.getsignal(number) not in (signal.SIG_IGN, None)}
+        self.handlers = {
+            number: signal.signal(number, self._remember)
+            for number in STOP_SIGNALS
+            if hears and signal.getsignal(number) not in (signal.SIG_IGN, None)
+        }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -60,11 +66,14 @@ def raising_signals() -> Iterator[None]:
     """A context in which Ctrl-C and requests to end raise Interrupted where they would end the
     process at once, so that temporary files go away. Those that are ignored or heard stay so.
     """
+
     def interrupt(number: int, frame: Any) -> None:
         raise Interrupted(number)
+
     hears = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in STOP_SIGNALS
-               if hears and signal.getsignal(number) is signal.SIG_DFL]
+    numbers = [
+        number for number in STOP_SIGNALS if hears and signal.getsignal(number) is signal.SIG_DFL
+    ]
     for number in numbers:
         signal.signal(number, interrupt)
     try:

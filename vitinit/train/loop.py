@@ -43,7 +43,8 @@ def tune_convolutions(model: nn.Module) -> None:
     """
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled() and any(
         isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
-        for module in model.modules())
+        for module in model.modules()
+    )
 
 
 def autocast(device: torch.device, amp: str) -> torch.autocast:
@@ -54,14 +55,14 @@ def autocast(device: torch.device, amp: str) -> torch.autocast:
 class Training(Protocol):
     """What `train_epochs` trains, what it is told, and what it calls on the way: a `Run`, say."""
 
-    state: TrainState           # changed in place; consistent between two steps
-    forward: nn.Module          # the model, perhaps compiled, perhaps in DistributedDataParallel
-    epochs: int                 # at the end of which training ends
-    steps_per_epoch: int        # of the progress bar; 0: none is shown
-    global_batch: int           # images of a step, over all processes
-    amp: str                    # "off", "bf16" or "fp16"
-    clip_norm: float            # the largest norm of the gradients; 0: no clipping
-    save_every: int             # steps of the run from one `save` to the next; 0: never
+    state: TrainState  # changed in place; consistent between two steps
+    forward: nn.Module  # the model, perhaps compiled, perhaps in DistributedDataParallel
+    epochs: int  # at the end of which training ends
+    steps_per_epoch: int  # of the progress bar; 0: none is shown
+    global_batch: int  # images of a step, over all processes
+    amp: str  # "off", "bf16" or "fp16"
+    clip_norm: float  # the largest norm of the gradients; 0: no clipping
+    save_every: int  # steps of the run from one `save` to the next; 0: never
 
     def steps(self, epoch: int, done: int, /) -> Iterable[tuple[int, Sequence[Any]]]:
         """The steps of an epoch, from 0, of which some are done: numbers within the run, from 0,
@@ -71,15 +72,16 @@ class Training(Protocol):
         images (B, 3, H, W) and targets (B, K), class probabilities, on the device.
         """
 
-    def loss(self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor],
-             targets: Tensor, /) -> Tensor:
+    def loss(
+        self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor], targets: Tensor, /
+    ) -> Tensor:
         """The loss of a micro-batch, within autocast; see `Task.loss` in tasks/__init__.py."""
 
     def learning_rate(self, step: int, /) -> float: ...
-    def drop_path(self, step: int, /) -> Tensor | None: ...      # scales (branches, global batch)
-    def record(self, row: StepRow, /) -> object: ...             # on all processes, each tenth step
-    def save(self) -> object: ...                                # after multiples of `save_every`
-    def finish_epoch(self, epoch: int, /) -> object: ...         # from 1, after its last step
+    def drop_path(self, step: int, /) -> Tensor | None: ...  # scales (branches, global batch)
+    def record(self, row: StepRow, /) -> object: ...  # on all processes, each tenth step
+    def save(self) -> object: ...  # after multiples of `save_every`
+    def finish_epoch(self, epoch: int, /) -> object: ...  # from 1, after its last step
 
 
 def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None:
@@ -92,33 +94,40 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
     # pass stay local. Those of the last micro-batch are averaged, with all accumulated before.
     keep_local = getattr(run.forward, "no_sync", nullcontext)
-    start, done, last_loss = time.perf_counter(), 0, ""              # for the bar
+    start, done, last_loss = time.perf_counter(), 0, ""  # for the bar
     for epoch in range(progress.epochs, run.epochs):
         run.forward.train()
         progress.start_clocks()
         idle_since = time.perf_counter()
-        with ProgressBar(f"epoch {epoch + 1}/{run.epochs}", run.steps_per_epoch,
-                         initial=progress.epoch_steps, scale=run.global_batch,
-                         run=(start, done, (run.epochs - epoch - 1) * run.steps_per_epoch),
-                         shown=processes.is_main and run.steps_per_epoch > 0) as bar:
+        with ProgressBar(
+            f"epoch {epoch + 1}/{run.epochs}",
+            run.steps_per_epoch,
+            initial=progress.epoch_steps,
+            scale=run.global_batch,
+            run=(start, done, (run.epochs - epoch - 1) * run.steps_per_epoch),
+            shown=processes.is_main and run.steps_per_epoch > 0,
+        ) as bar:
             bar.set_postfix_str(last_loss, refresh=False)
             steps = timed(run.steps(epoch, progress.epoch_steps), progress)
             for item in agreed(steps, processes, stop):
-                assert item is not None              # all processes have as many steps
+                assert item is not None  # all processes have as many steps
                 step, micro_batches = item
                 progress.waiting_seconds += time.perf_counter() - idle_since
                 row_due = (step + 1) % STEPS_PER_ROW == 0
                 if row_due and progress.paces is not None and device.type == "cuda":
-                    torch.cuda.synchronize(device)   # this step is measured alone
+                    torch.cuda.synchronize(device)  # this step is measured alone
                 began = time.perf_counter()
                 lr = run.learning_rate(step)
                 set_learning_rate(state.optimizer, lr)
-                drop_path = run.drop_path(step)                      # (branches, global batch)
+                drop_path = run.drop_path(step)  # (branches, global batch)
                 step_loss = torch.zeros((), device=device)
                 for number, micro_batch in enumerate(micro_batches, 1):
-                    images, targets = micro_batch.prepare()          # (B, 3, H, W), (B, K)
-                    scales = () if drop_path is None else (
-                        copy_to(drop_path[:, micro_batch.positions], device),)   # (branches, B)
+                    images, targets = micro_batch.prepare()  # (B, 3, H, W), (B, K)
+                    scales = (
+                        ()
+                        if drop_path is None
+                        else (copy_to(drop_path[:, micro_batch.positions], device),)
+                    )  # (branches, B)
                     last = number == len(micro_batches)
                     with nullcontext() if last else keep_local():
                         with autocast(device, run.amp):
@@ -129,7 +138,7 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                 grad_norm, scale, skipped = update(state, run.clip_norm, measure=row_due)
                 progress.add(step_loss, skipped)
                 if row_due:
-                    assert grad_norm is not None     # since it was measured
+                    assert grad_norm is not None  # since it was measured
                     progress.read_losses(processes)
                     row = progress.step_row(lr, grad_norm, scale, run.global_batch, began)
                     run.record(row)
@@ -137,12 +146,12 @@ def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None
                     bar.set_postfix_str(last_loss, refresh=False)
                 if run.save_every and (step + 1) % run.save_every == 0:
                     run.save()
-                    progress.start_clocks()                          # saving is not training
+                    progress.start_clocks()  # saving is not training
                 bar.update()
                 done += 1
                 idle_since = time.perf_counter()
         read_losses(state, processes)
-        progress.clocks = None                                       # nor is evaluating
+        progress.clocks = None  # nor is evaluating
         run.finish_epoch(epoch + 1)
 
 
@@ -155,8 +164,9 @@ def timed(steps: Iterable[T], progress: Progress) -> Iterator[T]:
         began = time.perf_counter()
 
 
-def update(state: TrainState, clip_norm: float, *, measure: bool
-           ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def update(
+    state: TrainState, clip_norm: float, *, measure: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Do one optimiser step; GradScaler skips it if gradients overflowed in fp16.
 
     measure: whether to compute the norm of the gradients. Clipping computes it in any case.
@@ -174,14 +184,15 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
         scaler.unscale_(state.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
     elif measure:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()
-                                              if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in state.model.parameters() if p.grad is not None]
+        )
         norm = norm if scale is None else norm / scale
     scaler.step(state.optimizer)
     scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     if scale is not None:
-        skipped = scaler.scale(unit) < scale         # it falls exactly when a step is skipped
+        skipped = scaler.scale(unit) < scale  # it falls exactly when a step is skipped
     if state.ema is not None:
         state.ema.update(skipped)
     return norm, scale, skipped

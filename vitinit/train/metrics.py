@@ -16,36 +16,38 @@ from .device import matrix_rate, peak_gib
 from .distributed import Processes
 
 # The keys of a line of metrics.jsonl, in order.
+# fmt: off
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
            "val_balanced", "ema_top1", "ema_top5", "skipped_steps", "seconds", "cpu_seconds",
            "waiting", "tflops_per_device", "share_of_rate", "peak_memory_gib")
-BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
-STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
+# fmt: on
+BACKWARD_COST = 2  # in forward passes: gradients of the inputs and of the weights
+STEPS_PER_ROW = 10  # steps between two rows of steps.jsonl; a row waits for the device
 
 
-class Pace(NamedTuple):                             # of the steps of one process
-    step: float                 # seconds from one to the next
-    alone: float                # seconds of a step by itself, once its images are loaded
-    waiting: float              # share of the time: for its images and other processes
-    loading: float              # share of the time: for its images
+class Pace(NamedTuple):  # of the steps of one process
+    step: float  # seconds from one to the next
+    alone: float  # seconds of a step by itself, once its images are loaded
+    waiting: float  # share of the time: for its images and other processes
+    loading: float  # share of the time: for its images
 
 
 class StepRow(NamedTuple):
     """A row of steps.jsonl. All but its last two values are the same for a resumed run."""
 
-    step: int                   # number of steps done, including this one
-    loss: float                 # mean over the global batch of this step alone
+    step: int  # number of steps done, including this one
+    loss: float  # mean over the global batch of this step alone
     lr: float
-    grad_norm: float | None     # over all weights, before clipping; None where fp16 overflowed
-    scale: float | None         # the loss scale of this step; None without fp16
-    images_per_second: float    # of all processes since the previous row, or since the epoch began
-    waiting: float              # share of that time in which training waited for data or processes
+    grad_norm: float | None  # over all weights, before clipping; None where fp16 overflowed
+    scale: float | None  # the loss scale of this step; None without fp16
+    images_per_second: float  # of all processes since the previous row, or since the epoch began
+    waiting: float  # share of that time in which training waited for data or processes
 
 
 class Diverged(OneLineError):
     """The loss or a weight became infinite or NaN; the message names the step."""
 
-    status = 1                  # exit status: the recipe is valid, but training failed
+    status = 1  # exit status: the recipe is valid, but training failed
 
 
 @dataclass
@@ -55,24 +57,24 @@ class Progress:
     What a step says stays on the device until `read_losses`, so that the host can launch the next.
     """
 
-    step: int = 0               # global batches since the start of the run, skipped steps included
-    epochs: int = 0             # epochs finished, including their evaluation
-    epoch_steps: int = 0        # steps of the current epoch
-    loss_sum: float = 0.0       # over the steps of the current epoch
-    seconds: float = 0.0        # spent on training in the current epoch, without evaluation
-    cpu_seconds: float = 0.0    # of processor time meanwhile, of all threads of this process
-    waiting_seconds: float = 0.0    # part of `seconds`: waiting for the loader and other processes
-    skipped_steps: int = 0      # since the start of the run: gradients overflowed in fp16
-    best: float | None = None   # the best value so far of the metric checkpoint.best_by
+    step: int = 0  # global batches since the start of the run, skipped steps included
+    epochs: int = 0  # epochs finished, including their evaluation
+    epoch_steps: int = 0  # steps of the current epoch
+    loss_sum: float = 0.0  # over the steps of the current epoch
+    seconds: float = 0.0  # spent on training in the current epoch, without evaluation
+    cpu_seconds: float = 0.0  # of processor time meanwhile, of all threads of this process
+    waiting_seconds: float = 0.0  # part of `seconds`: waiting for the loader and other processes
+    skipped_steps: int = 0  # since the start of the run: gradients overflowed in fp16
+    best: float | None = None  # the best value so far of the metric checkpoint.best_by
 
     def __post_init__(self) -> None:
-        self.losses: list[Tensor] = []               # of steps not yet read, () on the device
+        self.losses: list[Tensor] = []  # of steps not yet read, () on the device
         self.skipped: list[Tensor] = []
         self.last_loss = math.nan
-        self.clocks: tuple[float, float] | None = None       # at the last update of `seconds`
+        self.clocks: tuple[float, float] | None = None  # at the last update of `seconds`
         self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
-        self.loading = 0.0                           # part of the waiting since the last row
-        self.paces: list[Pace] | None = []           # of the first rows of this process
+        self.loading = 0.0  # part of the waiting since the last row
+        self.paces: list[Pace] | None = []  # of the first rows of this process
 
     def add(self, loss: Tensor, skipped: Tensor | None) -> None:
         """Add a step that was launched: its loss, () on the device, and whether fp16 skipped it."""
@@ -89,11 +91,11 @@ class Progress:
         losses = []
         if self.losses:
             mean = processes.sum(torch.stack(self.losses)) / processes.world_size
-            losses, self.losses = mean.tolist(), []                      # waits for the device
+            losses, self.losses = mean.tolist(), []  # waits for the device
         if self.skipped:
             self.skipped_steps += int(torch.stack(self.skipped).sum())
             self.skipped = []
-        if self.clocks is not None:                  # now the steps are done, and not only launched
+        if self.clocks is not None:  # now the steps are done, and not only launched
             before, processor = self.clocks
             self.start_clocks()
             self.seconds += self.clocks[0] - before
@@ -106,8 +108,9 @@ class Progress:
             self.step += 1
             self.last_loss = loss
 
-    def step_row(self, lr: float, grad_norm: Tensor, scale: Tensor | None,
-                 global_batch: int, began: float) -> StepRow:
+    def step_row(
+        self, lr: float, grad_norm: Tensor, scale: Tensor | None, global_batch: int, began: float
+    ) -> StepRow:
         """The row of the last step that was read; its rates are those since the previous row.
         began: when its images were loaded, as time.perf_counter says.
         """
@@ -116,12 +119,24 @@ class Progress:
         self.at_last_row = here
         loading, self.loading = self.loading, 0.0
         if self.paces is not None:
-            self.paces.append(Pace(seconds / steps, time.perf_counter() - began, waiting / seconds,
-                                   loading / seconds))
+            self.paces.append(
+                Pace(
+                    seconds / steps,
+                    time.perf_counter() - began,
+                    waiting / seconds,
+                    loading / seconds,
+                )
+            )
         norm = grad_norm.item()
-        return StepRow(self.step, self.last_loss, lr, norm if math.isfinite(norm) else None,
-                       None if scale is None else scale.item(), steps * global_batch / seconds,
-                       waiting / seconds)
+        return StepRow(
+            self.step,
+            self.last_loss,
+            lr,
+            norm if math.isfinite(norm) else None,
+            None if scale is None else scale.item(),
+            steps * global_batch / seconds,
+            waiting / seconds,
+        )
 
     def improves(self, value: float | None, by: str) -> bool:
         """Whether `value` of the metric `by` is the best so far, and remember it; NaN never is."""
@@ -149,15 +164,20 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
     classifier that is trained alone.
     """
     from torch.utils.flop_counter import FlopCounterMode  # here, as it imports Triton
-    weights = {name: torch.empty_like(value, device="meta")
-               for name, value in (*model.named_parameters(), *model.named_buffers())}
-    visible = getattr(model, "visible", None)        # patches of an image, to an autoencoder
-    masked = {} if visible is None else {
-        "visible": torch.empty(batch_size, visible, dtype=torch.int64, device="meta")}
+
+    weights = {
+        name: torch.empty_like(value, device="meta")
+        for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
+    visible = getattr(model, "visible", None)  # patches of an image, to an autoencoder
+    masked = (
+        {}
+        if visible is None
+        else {"visible": torch.empty(batch_size, visible, dtype=torch.int64, device="meta")}
+    )
     with FlopCounterMode(display=False) as counter:
-        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),),
-                        masked)
-    frozen = not next(model.parameters()).requires_grad              # all below the classifier
+        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),), masked)
+    frozen = not next(model.parameters()).requires_grad  # all below the classifier
     return (1 + BACKWARD_COST * (not frozen)) * counter.get_total_flops() / batch_size
 
 
@@ -165,14 +185,14 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
 class Evaluation:
     """Loss and accuracy of one model, over every image of a split exactly once."""
 
-    loss: float                 # mean cross-entropy per image
-    top1: float | None          # percent; None in a run that learns no classes
-    top5: float | None          # percent; None with five classes or fewer, where it says nothing
+    loss: float  # mean cross-entropy per image
+    top1: float | None  # percent; None in a run that learns no classes
+    top5: float | None  # percent; None with five classes or fewer, where it says nothing
     images: int
-    class_hits: list[int]       # per class: its images whose highest logit is the right one
-    class_images: list[int]     # per class: its images
-    class_guesses: list[int]    # per class: the images that are taken for it
-    confusion: Tensor | None    # (K, K) int64 on the CPU: images of a class, a row, by their guess
+    class_hits: list[int]  # per class: its images whose highest logit is the right one
+    class_images: list[int]  # per class: its images
+    class_guesses: list[int]  # per class: the images that are taken for it
+    confusion: Tensor | None  # (K, K) int64 on the CPU: images of a class, a row, by their guess
 
 
 def balanced_accuracy(hits: Sequence[int], images: Sequence[int]) -> float:
@@ -180,24 +200,36 @@ def balanced_accuracy(hits: Sequence[int], images: Sequence[int]) -> float:
     return 100.0 * fmean(right / total for right, total in zip(hits, images) if total)
 
 
-def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
-                flops: float, processes: Processes) -> dict[str, Any]:
+def metrics_row(
+    progress: Progress,
+    results: Sequence[Evaluation],
+    *,
+    lr: float,
+    global_batch: int,
+    flops: float,
+    processes: Processes,
+) -> dict[str, Any]:
     """The line of metrics.jsonl for the epoch that has just ended; None stands for "not known".
 
     results: the evaluation of the model and, if there is one, of its moving average; empty if none
         took place. flops: see `training_flops`. lr: learning rate of the epoch's last step.
     """
-    rate = progress.epoch_steps * global_batch / progress.seconds        # images/s, all processes
+    rate = progress.epoch_steps * global_batch / progress.seconds  # images/s, all processes
     tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
     row = dict.fromkeys(METRICS) | {
-        "epoch": progress.epochs + 1, "lr": lr,
-        "train_loss": progress.loss_sum / progress.epoch_steps, "images_per_second": rate,
+        "epoch": progress.epochs + 1,
+        "lr": lr,
+        "train_loss": progress.loss_sum / progress.epoch_steps,
+        "images_per_second": rate,
         "val_loss": results[0].loss if results else None,
-        "skipped_steps": progress.skipped_steps, "seconds": progress.seconds,
+        "skipped_steps": progress.skipped_steps,
+        "seconds": progress.seconds,
         "cpu_seconds": progress.cpu_seconds,
-        "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
+        "waiting": progress.waiting_seconds / progress.seconds,
+        "tflops_per_device": tflops,
         "share_of_rate": tflops / peak if peak else None,
-        "peak_memory_gib": peak_gib(processes.device)}
+        "peak_memory_gib": peak_gib(processes.device),
+    }
     if results and results[0].class_images:
         row["val_balanced"] = balanced_accuracy(results[0].class_hits, results[0].class_images)
     for name, result in zip(("val", "ema"), results):
@@ -208,11 +240,19 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
     """What a terminal of 80 columns has room for of a row of metrics, if it was measured."""
     rate = row["images_per_second"]
-    texts = {"train_loss": "loss {:.3f}", "val_loss": "val {:.3f}", "val_top1": "top-1 {:.2f} %",
-             "ema_top1": "EMA {:.2f} %",
-             "images_per_second": f"{{:.{0 if rate >= 100 else 2}f}} img/s"}
-    return "  ".join([f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", *(
-        text.format(row[key]) for key, text in texts.items() if row[key] is not None)])
+    texts = {
+        "train_loss": "loss {:.3f}",
+        "val_loss": "val {:.3f}",
+        "val_top1": "top-1 {:.2f} %",
+        "ema_top1": "EMA {:.2f} %",
+        "images_per_second": f"{{:.{0 if rate >= 100 else 2}f}} img/s",
+    }
+    return "  ".join(
+        [
+            f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}",
+            *(text.format(row[key]) for key, text in texts.items() if row[key] is not None),
+        ]
+    )
 
 
 def paces_of_all(paces: Sequence[Pace], processes: Processes) -> list[Pace]:

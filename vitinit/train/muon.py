@@ -16,18 +16,18 @@ from torch import Tensor
 # small singular values grow fast. Large ones end between .7 and 1.2 and not at 1 (Jordan et al.).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-TINIEST_NORM = 1e-7             # a matrix with a smaller norm, such as zeros, is divided by this
-ADAMW_RMS = 0.2                 # of AdamW's updates, which Muon's match (arXiv 2502.16982, §2.2)
+TINIEST_NORM = 1e-7  # a matrix with a smaller norm, such as zeros, is divided by this
+ADAMW_RMS = 0.2  # of AdamW's updates, which Muon's match (arXiv 2502.16982, §2.2)
 
 
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Make all singular values of each matrix about 1: (B, rows, columns); products in `dtype`."""
     a, b, c = COEFFICIENTS
     norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=TINIEST_NORM)
-    x = (matrices / norms).to(dtype)                 # no singular value exceeds 1
-    tall = x.shape[1] > x.shape[2]                   # the products below are on the smaller side
+    x = (matrices / norms).to(dtype)  # no singular value exceeds 1
+    tall = x.shape[1] > x.shape[2]  # the products below are on the smaller side
     for _ in range(ITERATIONS):
-        squares = x.mT @ x if tall else x @ x.mT                         # (B, side, side)
+        squares = x.mT @ x if tall else x @ x.mT  # (B, side, side)
         factor = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
         x = torch.baddbmm(x, x, factor, beta=a) if tall else torch.baddbmm(x, factor, x, beta=a)
     return x.to(matrices.dtype)
@@ -50,8 +50,16 @@ class MuonWithAdamW(torch.optim.AdamW):
     so that GradScaler finds an overflow in the gradients of either kind and skips both.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, factor: float, momentum: float, lr: float,
-                 betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        factor: float,
+        momentum: float,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self.factor, self.momentum = factor, momentum
 
@@ -60,21 +68,22 @@ class MuonWithAdamW(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:    # type: ignore[override]  # it calls no closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it calls no closure
         """Do one update of all weights. If gradients overflowed in fp16, nothing changes.
 
         Around this call GradScaler sets two scalars on the device: `grad_scale`, by which gradients
         are to be divided, and `found_inf`, not 0 if they overflowed.
         """
         groups = self.param_groups
-        try:                                         # AdamW's step is of its own groups alone
+        try:  # AdamW's step is of its own groups alone
             self.param_groups = [group for group in groups if not group["muon"]]
             super().step()
         finally:
             self.param_groups = groups
         found_inf = getattr(self, "found_inf", None)
-        self._step_matrices(getattr(self, "grad_scale", None),
-                            None if found_inf is None else found_inf != 0)
+        self._step_matrices(
+            getattr(self, "grad_scale", None), None if found_inf is None else found_inf != 0
+        )
 
     def _step_matrices(self, scale: Tensor | None, skipped: Tensor | None) -> None:
         """Muon's update: the matrices of one shape together.
@@ -86,23 +95,28 @@ class MuonWithAdamW(torch.optim.AdamW):
             trained = [p for p in group["params"] if group["muon"] and p.grad is not None]
             for parameter in trained:
                 shapes.setdefault(parameter.shape, []).append(
-                    (parameter, parameter.grad, group["lr"]))
+                    (parameter, parameter.grad, group["lr"])
+                )
                 if not self.state[parameter]:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             if trained:
                 share = group["lr"] * group["weight_decay"]
-                torch._foreach_mul_(trained, 1.0 - share if skipped is None else
-                                    (1.0 - share * (~skipped).double()).to(trained[0].dtype))
+                torch._foreach_mul_(
+                    trained,
+                    1.0 - share
+                    if skipped is None
+                    else (1.0 - share * (~skipped).double()).to(trained[0].dtype),
+                )
         for together in shapes.values():
-            momenta = [self.state[p]["momentum_buffer"].flatten(1) for p, *_ in together]    # views
+            momenta = [self.state[p]["momentum_buffer"].flatten(1) for p, *_ in together]  # views
             gradients = torch.stack([gradient.flatten(1) for _, gradient, _ in together])
             if scale is not None:
-                gradients /= scale                                       # (B, rows, columns)
-            if skipped is not None:                  # with this gradient the momentum stays
+                gradients /= scale  # (B, rows, columns)
+            if skipped is not None:  # with this gradient the momentum stays
                 gradients = torch.where(skipped, torch.stack(momenta), gradients)
-            directions = gradients.unbind()          # views
+            directions = gradients.unbind()  # views
             torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
-            torch._foreach_lerp_(directions, momenta, self.momentum)     # Nesterov's
+            torch._foreach_lerp_(directions, momenta, self.momentum)  # Nesterov's
             half = gradients.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
             updates = orthogonalised(gradients, torch.bfloat16 if half else torch.float32)
             if skipped is not None:

@@ -10,33 +10,50 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from ..base.values import (LARGEST, TINIEST, AtLeastOne, BelowOne, Bounds, Count, Fraction,
-                           NonNegative, PositiveNumber, Proportion)
+from ..base.values import (
+    LARGEST,
+    TINIEST,
+    AtLeastOne,
+    BelowOne,
+    Bounds,
+    Count,
+    Fraction,
+    NonNegative,
+    PositiveNumber,
+    Proportion,
+)
 
-LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
+LINEAR_SCALING_BATCH = 512  # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
 # Parameters with these names are exempt from weight decay, whatever their shape, as in DeiT, Swin
 # and timm 1.0 (but for dist_token, which DeiT's own code decays).
-UNDECAYED_NAMES = {"pos_embed", "frequencies", "cls_token", "dist_token", "reg_token",
-                   "mask_token", "relative_position_bias_table"}
+UNDECAYED_NAMES = {
+    "pos_embed",
+    "frequencies",
+    "cls_token",
+    "dist_token",
+    "reg_token",
+    "mask_token",
+    "relative_position_bias_table",
+}
 BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw", "muon"]                  # muon: AdamW for all but the blocks' matrices
-    train: Literal["all", "head"]                   # head: the classifier alone, a linear probe
-    global_batch: AtLeastOne                        # images per step, over all processes
-    max_batch_per_process: AtLeastOne               # most images per micro-batch
+    name: Literal["adamw", "muon"]  # muon: AdamW for all but the blocks' matrices
+    train: Literal["all", "head"]  # head: the classifier alone, a linear probe
+    global_batch: AtLeastOne  # images per step, over all processes
+    max_batch_per_process: AtLeastOne  # most images per micro-batch
     base_lr: PositiveNumber
-    lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
+    lr_scaling: Literal["linear", "none"]  # linear: base_lr · global_batch / 512
     weight_decay: Annotated[float, Bounds(minimum=0.0, below=LARGEST)]
     betas: tuple[BelowOne, BelowOne]
     eps: Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
-    layer_decay: Fraction                           # rate's factor per layer, from the head down
-    muon_factor: PositiveNumber                     # on Muon's updates; 1: as large as AdamW's
+    layer_decay: Fraction  # rate's factor per layer, from the head down
+    muon_factor: PositiveNumber  # on Muon's updates; 1: as large as AdamW's
     muon_momentum: BelowOne
-    clip_norm: NonNegative                          # global gradient norm; 0: no clipping
+    clip_norm: NonNegative  # global gradient norm; 0: no clipping
 
     @property
     def peak_lr(self) -> float:
@@ -47,14 +64,14 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    shape: Literal["cosine", "one_cycle"]           # one_cycle has its own warm-up, ⅖ of epochs
-    epochs: AtLeastOne                              # warm-up and decay together
-    cooldown_epochs: Count                          # further epochs at min_lr
+    shape: Literal["cosine", "one_cycle"]  # one_cycle has its own warm-up, ⅖ of epochs
+    epochs: AtLeastOne  # warm-up and decay together
+    cooldown_epochs: Count  # further epochs at min_lr
     warmup_epochs: Count
-    warmup_lr: NonNegative                          # where the warm-up starts; at most the peak
-    cosine_after_warmup: bool                       # false: the cosine begins at epoch 0
-    min_lr: NonNegative                             # where the decay ends; at most the peak
-    step_on: Literal["epoch", "update"]             # when the learning rate changes
+    warmup_lr: NonNegative  # where the warm-up starts; at most the peak
+    cosine_after_warmup: bool  # false: the cosine begins at epoch 0
+    min_lr: NonNegative  # where the decay ends; at most the peak
+    step_on: Literal["epoch", "update"]  # when the learning rate changes
 
     @property
     def total_epochs(self) -> int:
@@ -64,12 +81,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Distill:
-    teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
-                                # of torch.export, or torchvision:NAME; "": none
-    weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
-    kind: Literal["hard", "soft"]                    # learn its decision, or its probabilities
-    alpha: Proportion                                # the teacher's share of the loss
-    tau: PositiveNumber                              # soft: the temperature of both
+    teacher: str  # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
+    # of torch.export, or torchvision:NAME; "": none
+    weights: str  # torchvision: the file of weights; a run: "model" or "ema"; or ""
+    kind: Literal["hard", "soft"]  # learn its decision, or its probabilities
+    alpha: Proportion  # the teacher's share of the loss
+    tau: PositiveNumber  # soft: the temperature of both
 
 
 # The section of a recipe that states none: the constants of DeiT's code, for a --set of a teacher.
@@ -92,8 +109,9 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
     numbers = {}
     for name in names:
         block = BLOCK.match(name)
-        numbers[name] = (seen.setdefault(block[1], len(seen) + 1) if block else
-                         len(seen) + 1 if seen else 0)
+        numbers[name] = (
+            seen.setdefault(block[1], len(seen) + 1) if block else len(seen) + 1 if seen else 0
+        )
     return numbers
 
 
@@ -101,14 +119,22 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     """What Muon trains, by name: weights of linear layers and 1×1 convolutions in the blocks."""
     layers = layer_numbers(dict(model.named_parameters()))
     last = max((layers[name] for name in layers if BLOCK.match(name)), default=0)
-    return {f"{name}.weight" for name, module in model.named_modules()
-            if (isinstance(module, nn.Linear) or isinstance(module, nn.Conv2d)
-                and module.kernel_size == (1, 1) and module.groups == 1)
-            and 1 <= layers[f"{name}.weight"] <= last}
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if (
+            isinstance(module, nn.Linear)
+            or isinstance(module, nn.Conv2d)
+            and module.kernel_size == (1, 1)
+            and module.groups == 1
+        )
+        and 1 <= layers[f"{name}.weight"] <= last
+    }
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: float = 1.0,
-                     muon: bool = False) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, *, layer_decay: float = 1.0, muon: bool = False
+) -> list[dict[str, Any]]:
     """Parameter groups for an optimiser: Muon's, then the decayed parameters, then the exempt ones.
 
     model: the bare model, since a wrapper changes the names that `decays` compares. Parameters that
@@ -122,13 +148,22 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
     members: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = (name not in matrices, not decays(name, parameter),
-                    layer_decay ** (last - layers[name]))
+            kind = (
+                name not in matrices,
+                not decays(name, parameter),
+                layer_decay ** (last - layers[name]),
+            )
             members.setdefault(kind, []).append(parameter)
-    ordered = sorted(members.items(), key=lambda item: item[0][:2])      # keeps the layers' order
-    return [{"params": parameters, "weight_decay": 0.0 if exempt else weight_decay,
-             "layer_factor": factor, "muon": not by_adamw}
-            for (by_adamw, exempt, factor), parameters in ordered]
+    ordered = sorted(members.items(), key=lambda item: item[0][:2])  # keeps the layers' order
+    return [
+        {
+            "params": parameters,
+            "weight_decay": 0.0 if exempt else weight_decay,
+            "layer_factor": factor,
+            "muon": not by_adamw,
+        }
+        for (by_adamw, exempt, factor), parameters in ordered
+    ]
 
 
 def freeze_below_head(model: nn.Module) -> None:
@@ -139,13 +174,21 @@ def freeze_below_head(model: nn.Module) -> None:
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Fused AdamW (arXiv 1711.05101), with Muon for `hidden_matrices`; the loop sets its rate."""
-    groups = parameter_groups(model, optim.weight_decay, layer_decay=optim.layer_decay,
-                              muon=optim.name == "muon")
+    groups = parameter_groups(
+        model, optim.weight_decay, layer_decay=optim.layer_decay, muon=optim.name == "muon"
+    )
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
     from .muon import MuonWithAdamW  # which not every run needs
-    return MuonWithAdamW(groups, factor=optim.muon_factor, momentum=optim.muon_momentum, lr=0.0,
-                         betas=optim.betas, eps=optim.eps)
+
+    return MuonWithAdamW(
+        groups,
+        factor=optim.muon_factor,
+        momentum=optim.muon_momentum,
+        lr=0.0,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -26,8 +26,9 @@ def fault(name: str, value: object, like: Tensor | None = None) -> str:
     if value.is_meta or value.is_nested or value.layout != torch.strided:
         return "without values (meta)" if value.is_meta else f"sparse or nested ({value.layout})"
     if like is not None and (value.shape, value.dtype) != (like.shape, like.dtype):
-        return (f"{tuple(value.shape)} {value.dtype} where the run has {tuple(like.shape)} "
-                f"{like.dtype}")
+        return (
+            f"{tuple(value.shape)} {value.dtype} where the run has {tuple(like.shape)} {like.dtype}"
+        )
     if value.dtype not in FLOATS + (torch.int32, torch.int64) * bool(COUNTED.search(name)):
         return str(value.dtype)
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
@@ -51,14 +52,15 @@ class Ema:
     def __init__(self, model: nn.Module, *, decay: float, warmup: bool) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.decay, self.warmup = decay, warmup
-        self.updates: int | Tensor = 0               # on the device where fp16 may skip updates
+        self.updates: int | Tensor = 0  # on the device where fp16 may skip updates
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for average, value in zip(*(module.state_dict(keep_vars=True).values()
-                                    for module in (self.model, model))):
+        for average, value in zip(
+            *(module.state_dict(keep_vars=True).values() for module in (self.model, model))
+        ):
             averages, values = kinds.setdefault(value.dtype, ([], []))
             averages.append(average)
             values.append(value)
-        self.pairs = list(kinds.values())            # per dtype: the average's tensors, the model's
+        self.pairs = list(kinds.values())  # per dtype: the average's tensors, the model's
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
@@ -74,7 +76,7 @@ class Ema:
         self.updates = self.updates + (1 if skipped is None else ~skipped)
         for averages, values in self.pairs:
             floating = averages[0].is_floating_point()
-            if skipped is not None:                  # lerp takes no weight that is on the device
+            if skipped is not None:  # lerp takes no weight that is on the device
                 share = (~skipped).double() * weight if floating else ~skipped
                 difference = torch._foreach_sub(values, averages)
                 torch._foreach_mul_(difference, share.to(averages[0].dtype))
@@ -96,23 +98,30 @@ class Ema:
 class TrainState:
     """The model, its optimiser, loss scaling and moving average, and the progress of the run."""
 
-    model: nn.Module            # bare: neither compiled nor wrapped for several processes
-    optimizer: torch.optim.Optimizer     # AdamW, or Muon with AdamW
-    scaler: torch.amp.GradScaler         # disabled unless engine.amp is "fp16"
+    model: nn.Module  # bare: neither compiled nor wrapped for several processes
+    optimizer: torch.optim.Optimizer  # AdamW, or Muon with AdamW
+    scaler: torch.amp.GradScaler  # disabled unless engine.amp is "fp16"
     ema: Ema | None
     progress: Progress
     about: dict[str, Any] = field(default_factory=dict)  # further entries of every checkpoint
 
     def weights(self) -> dict[str, Any]:
         """What evaluation and fine-tuning need: models and progress. The tensors are no copies."""
-        return {"model": self.model.state_dict(),
-                "ema": self.ema.state_dict() if self.ema else None, "grid": self.model.grid,
-                "step": self.progress.step, "progress": asdict(self.progress), **self.about}
+        return {
+            "model": self.model.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+            "grid": self.model.grid,
+            "step": self.progress.step,
+            "progress": asdict(self.progress),
+            **self.about,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, from which training can resume; see `weights`."""
-        return self.weights() | {"optimizer": self.optimizer.state_dict(),
-                                 "scaler": self.scaler.state_dict()}
+        return self.weights() | {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], path: Path) -> None:
         """Restore what `state_dict` of a run with the same recipe returned.
@@ -121,14 +130,19 @@ class TrainState:
         CheckpointError, as `require_like` does, for a checkpoint of something else.
         """
         progress = progress_of(state.get("progress"), path)
-        moments = {number: {"momentum_buffer": weight} if by_muon else
-                   {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
-                   for number, (weight, by_muon) in enumerate(
-                       (weight, group.get("muon")) for group in self.optimizer.param_groups
-                       for weight in group["params"])}
+        moments = {
+            number: {"momentum_buffer": weight}
+            if by_muon
+            else {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
+            for number, (weight, by_muon) in enumerate(
+                (weight, group.get("muon"))
+                for group in self.optimizer.param_groups
+                for weight in group["params"]
+            )
+        }
         optimizer = state.get("optimizer")
         saved = optimizer.get("state") if isinstance(optimizer, Mapping) else None
-        scaling = self.scaler.state_dict()           # {} without fp16
+        scaling = self.scaler.state_dict()  # {} without fp16
         require_like(state.get("model"), self.model.state_dict(), "model", path)
         begun = saved != {} or progress.step > progress.skipped_steps
         require_like(saved, moments if begun else {}, "optimizer", path)
@@ -142,7 +156,7 @@ class TrainState:
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": saved})
         self.progress = progress
         for parameter, values in self.optimizer.state.items():
-            for name, value in values.items():       # a fused kernel needs all in one memory format
+            for name, value in values.items():  # a fused kernel needs all in one memory format
                 if value.shape == parameter.shape and value.stride() != parameter.stride():
                     values[name] = torch.empty_like(parameter).copy_(value)
 
@@ -150,7 +164,7 @@ class TrainState:
 def progress_of(stored: object, path: Path) -> Progress:
     """The progress that the checkpoint at `path` holds; CheckpointError if it is no run's."""
     expected = asdict(Progress())
-    known: Any = expected | stored if isinstance(stored, dict) else stored        # of an older run
+    known: Any = expected | stored if isinstance(stored, dict) else stored  # of an older run
     require_like(known, expected, "progress", path)
     return Progress(**known)
 
@@ -175,9 +189,10 @@ def require_like(stored: Any, expected: Any, place: str, path: Path) -> None:
         if not problem and place.endswith((".step", ".exp_avg_sq")) and stored.min() < 0:
             problem = "below 0"
     elif not (expected is None and stored is None) and not (
-            type(stored) is (float if expected is None else type(expected))
-            and (0 < stored if expected else 0 <= stored or isinstance(stored, float))
-            and abs(stored) < 2**63):
+        type(stored) is (float if expected is None else type(expected))
+        and (0 < stored if expected else 0 <= stored or isinstance(stored, float))
+        and abs(stored) < 2**63
+    ):
         limit = " > 0" if expected else " ≥ 0" if isinstance(expected, int) else ""
         problem = f"{in_brief(repr(stored))}, expected a number{limit}"
     if problem:

@@ -17,37 +17,52 @@ from ..recipe.files import RecipeError
 from ..runs.folder import Lines, RunFolder
 from ..runs.watching import LOGGERS_NEED
 
-LAST_SECONDS = 10.0             # that a logger has, once the run has ended, for those that wait
-Rows = Iterator[tuple[int, dict[str, float]]]        # moment, tag → value
+LAST_SECONDS = 10.0  # that a logger has, once the run has ended, for those that wait
+Rows = Iterator[tuple[int, dict[str, float]]]  # moment, tag → value
 
 
 def tensorboard(folder: RunFolder, step: int, rows: Rows) -> None:
     """Write a file in <run>/tensorboard, which from `step` on replaces what is in earlier ones."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
+
     place = folder.path / "tensorboard"
     first = 2 * step if place.exists() else 0
     place.mkdir(exist_ok=True)
     # Not torch's SummaryWriter: an error in its thread is printed with a traceback.
     with open(place / f"events.out.tfevents.{time.time_ns()}", "xb") as file:
+
         def write(**event: Any) -> None:
             RecordWriter(file).write(Event(wall_time=time.time(), **event).SerializeToString())
             file.flush()
+
         write(file_version="brain.Event:2")
         write(step=step, session_log={"status": "START"})
         for moment, values in rows:
             if moment >= first:
-                write(step=moment // 2, summary={"value": [
-                    {"tag": tag, "simple_value": value} for tag, value in values.items()]})
+                write(
+                    step=moment // 2,
+                    summary={
+                        "value": [
+                            {"tag": tag, "simple_value": value} for tag, value in values.items()
+                        ]
+                    },
+                )
 
 
 def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
     """Send to the run of this folder, which goes on after all that was sent to it before."""
     import wandb as library
+
     name, begun = folder.path.name, folder.starts()[0]["time"]
-    run = library.init(name=name, id=f"{name}-{begun[:19]}".replace(":", ""), resume="allow",
-                       dir=folder.path, reinit="create_new", settings=library.Settings(
-                           console="off", finish_timeout=LAST_SECONDS))
+    run = library.init(
+        name=name,
+        id=f"{name}-{begun[:19]}".replace(":", ""),
+        resume="allow",
+        dir=folder.path,
+        reinit="create_new",
+        settings=library.Settings(console="off", finish_timeout=LAST_SECONDS),
+    )
     run.define_metric("*", step_metric="step")
     first = run.step
     for moment, values in rows:
@@ -66,16 +81,22 @@ class LiveCurves(Thread):
         super().__init__(name=name, daemon=True)
         self.folder, self.step, self.steps_per_epoch = folder, step, steps_per_epoch
         self.waiting: SimpleQueue = SimpleQueue()
-        self.left = False                            # by a run that ended before all was sent
-        for item in sorted(self._item(lines, row) for lines in (folder.steps, folder.metrics)
-                           for row in lines.rows()):
+        self.left = False  # by a run that ended before all was sent
+        for item in sorted(
+            self._item(lines, row)
+            for lines in (folder.steps, folder.metrics)
+            for row in lines.rows()
+        ):
             self.waiting.put(item)
         self.start()
 
     def _item(self, lines: Lines, row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         moment = 2 * row["step"] if "step" in row else 2 * self.steps_per_epoch * row["epoch"] + 1
-        return moment, {f"{lines.path.stem}/{key}": value for key, value in row.items()
-                        if key != "step" and value is not None and math.isfinite(value)}
+        return moment, {
+            f"{lines.path.stem}/{key}": value
+            for key, value in row.items()
+            if key != "step" and value is not None and math.isfinite(value)
+        }
 
     def send(self, lines: Lines, row: Mapping[str, Any]) -> None:
         """Send a row that was appended to these lines of the folder; this does not wait."""
@@ -85,7 +106,7 @@ class LiveCurves(Thread):
     def run(self) -> None:
         try:
             LOGGERS[self.name](self.folder, self.step, iter(self.waiting.get, None))
-        except BaseException as error:               # also what only ends a thread
+        except BaseException as error:  # also what only ends a thread
             if not self.left:
                 warn(f"log: {self.name} gets no more rows ({in_brief(error)}); the run goes on")
 
@@ -104,7 +125,7 @@ class LiveWatcher:
     name: ClassVar[str]
 
     def __init__(self) -> None:
-        self.curves: LiveCurves | None = None        # from the start of the run on
+        self.curves: LiveCurves | None = None  # from the start of the run on
 
     @classmethod
     def require(cls) -> None:

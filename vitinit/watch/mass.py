@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from ..data.sources import Source
     from ..recipe.sections import Recipe
 
-Targets = tuple[tuple[Offset, ...], ...]         # (down, right), by block and head
-Masses = tuple[tuple[float, ...], ...]           # by block and head
-AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")         # have a target per head
-MASS_IMAGES = 64        # of a run, on which the mass is measured at its start
-ALIKE = 0.05            # blocks whose masses differ by more are shown one by one, else by a mean
+Targets = tuple[tuple[Offset, ...], ...]  # (down, right), by block and head
+Masses = tuple[tuple[float, ...], ...]  # by block and head
+AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")  # have a target per head
+MASS_IMAGES = 64  # of a run, on which the mass is measured at its start
+ALIKE = 0.05  # blocks whose masses differ by more are shown one by one, else by a mean
 
 
 class Mass(NamedTuple):
     """The mass on the heads' targets, one entry per block; NaN where a block has no such head."""
 
-    centre: list[float]         # mean over the heads whose target is their own token
-    others: list[float]         # mean over all other heads
-    uniform: list[float]        # the share of one token under uniform attention
+    centre: list[float]  # mean over the heads whose target is their own token
+    others: list[float]  # mean over all other heads
+    uniform: list[float]  # the share of one token under uniform attention
 
     def __str__(self) -> str:
         """For example ".99 / .05 (uniform .001) on the targets of centre / other heads"."""
@@ -49,8 +49,10 @@ class Mass(NamedTuple):
                 alike = max(known) - min(known) <= ALIKE
                 shown[kind] = " ".join(map(decimal, [sum(known) / len(known)] if alike else values))
         uniform = decimal(sum(self.uniform) / len(self.uniform))
-        return (f"{' / '.join(shown.values())} (uniform {uniform}) on the targets of "
-                f"{' / '.join(shown)} heads")
+        return (
+            f"{' / '.join(shown.values())} (uniform {uniform}) on the targets of "
+            f"{' / '.join(shown)} heads"
+        )
 
 
 def has_targets(model: nn.Module | Attentions, name: str, options: Mapping[str, Any]) -> bool:
@@ -60,12 +62,16 @@ def has_targets(model: nn.Module | Attentions, name: str, options: Mapping[str, 
     tokens have no position embedding, and for queries and keys left as the base drew them.
     """
     family = family_of(model)
-    return (name in AIMED and options.get("qk_init") != "base"
-            and (family in ("vit", "simple_vit", ROTARY) or family == "swin" and name != "mimetic"))
+    return (
+        name in AIMED
+        and options.get("qk_init") != "base"
+        and (family in ("vit", "simple_vit", ROTARY) or family == "swin" and name != "mimetic")
+    )
 
 
-def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
-               ) -> list[list[list[Offset]]]:
+def targets_of(
+    name: str, options: Mapping[str, Any], heads: Sequence[int]
+) -> list[list[list[Offset]]]:
     """The offsets among which the target of each head of each block is: one, unless it was drawn.
 
     options: all options of the init. heads: their number by block. Inits with an option "offsets"
@@ -75,8 +81,10 @@ def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
     if options.get("offsets") == "random":
         return [[cells] * count for count in heads]
     starts = repeat(0) if "offsets" in options else accumulate(heads, initial=0)
-    return [[[offset] for offset in head_offsets(count, cells, "ordered", Generator(), first=start)]
-            for count, start in zip(heads, starts)]
+    return [
+        [[offset] for offset in head_offsets(count, cells, "ordered", Generator(), first=start)]
+        for count, start in zip(heads, starts)
+    ]
 
 
 def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,16 +93,19 @@ def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, A
     return {key: parameter.default for key, parameter in parameters.items()} | dict(options)
 
 
-def masses_on(targets: list[list[list[Offset]]], shares: list[Tensor],
-              grids: Sequence[Grid]) -> tuple[Targets, Masses]:
+def masses_on(
+    targets: list[list[list[Offset]]], shares: list[Tensor], grids: Sequence[Grid]
+) -> tuple[Targets, Masses]:
     """The target of each head of each block, that with the largest mass, and the mass on it.
 
     targets: see `targets_of`. shares: by block, attention among the patches of its grid, (h, N, N).
     """
     best_targets, best_masses = [], []
     for of_block, weights, grid in zip(targets, shares, grids):
-        masses = [target_mass(weights[[head] * len(offsets)], offsets, grid)
-                  for head, offsets in enumerate(of_block)]
+        masses = [
+            target_mass(weights[[head] * len(offsets)], offsets, grid)
+            for head, offsets in enumerate(of_block)
+        ]
         best = [int(of_head.argmax()) for of_head in masses]
         best_targets.append(tuple(map(list.__getitem__, of_block, best)))
         best_masses.append(tuple(of_head[i].item() for of_head, i in zip(masses, best)))
@@ -107,20 +118,27 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     options: those given to the init, which has just been applied to the model and `has_targets`.
     The target of `mimetic` is the token itself; of drawn offsets, that which has the most mass.
     """
-    attentions = [module for module in model.modules()
-                  if isinstance(module, (Attention, SimpleAttention))]
-    grids = [getattr(attention, "window", grid)      # of a Swin
-             for attention, grid in zip(attentions, block_grids(model))]
-    readers = [(attention, lambda inputs, _, attention=attention: attention.mixing_weights(*inputs))
-               for attention in attentions]
+    attentions = [
+        module for module in model.modules() if isinstance(module, (Attention, SimpleAttention))
+    ]
+    grids = [
+        getattr(attention, "window", grid)  # of a Swin
+        for attention, grid in zip(attentions, block_grids(model))
+    ]
+    readers = [
+        (attention, lambda inputs, _, attention=attention: attention.mixing_weights(*inputs))
+        for attention in attentions
+    ]
     shares = mean_shares(model, images, readers, grids)
-    aimed = targets_of(name, with_defaults(init_function(name, family_of(model)), options),
-                       list(map(len, shares)))
+    aimed = targets_of(
+        name, with_defaults(init_function(name, family_of(model)), options), list(map(len, shares))
+    )
     mass = Mass([], [], [])
     for grid, targets, masses in zip(grids, *masses_on(aimed, shares, grids)):
         for values, at_centre in ((mass.centre, True), (mass.others, False)):
-            of_kind = [value for offset, value in zip(targets, masses)
-                       if (offset == (0, 0)) == at_centre]
+            of_kind = [
+                value for offset, value in zip(targets, masses) if (offset == (0, 0)) == at_centre
+            ]
             values.append(sum(of_kind) / len(of_kind) if of_kind else math.nan)
         mass.uniform.append(1.0 / math.prod(grid))
     return mass
@@ -141,12 +159,13 @@ class MassWatcher:
         # Here, since inits of other people's models measure masses, too, and load no data pipeline.
         from ..data.images import DataError
         from ..runs.data import training_views
+
         name, options = recipe.init.name, recipe.init.options
         if not has_targets(model, name, options):
             return []
         try:
             images = training_views(recipe, train_set, MASS_IMAGES)
-        except DataError:                            # training will say so when it needs the image
+        except DataError:  # training will say so when it needs the image
             return []
         mass = mass_on_images(model, name, options, images)
         return [f"mass    {mass}, on {len(images)} training images"]

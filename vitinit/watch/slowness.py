@@ -11,11 +11,13 @@ from ..train.device import cores
 from ..train.distributed import Processes
 from ..train.metrics import Pace
 
-NOTEWORTHY = 0.1                # share of the time
+NOTEWORTHY = 0.1  # share of the time
 # What a step may be bound by, and what helps then.
-BOUNDS = {"launches": "engine.compile=true, or more images per step, helps",
-          "matrix products": "engine.amp, or a smaller model, helps",
-          "memory": "engine.compile=true, which joins what reads and writes it, helps"}
+BOUNDS = {
+    "launches": "engine.compile=true, or more images per step, helps",
+    "matrix products": "engine.amp, or a smaller model, helps",
+    "memory": "engine.compile=true, which joins what reads and writes it, helps",
+}
 
 
 def waits_for(paces: Sequence[Pace], device: torch.device, *, images: int, workers: int) -> str:
@@ -28,13 +30,18 @@ def waits_for(paces: Sequence[Pace], device: torch.device, *, images: int, worke
         whose = f" of process {slow}" if loading > 2 * min(pace.loading for pace in paces) else ""
         each = images / step / (workers or loading)  # images/s; by the process itself, if 0
         needed = math.ceil(images / alone / each)
-        free = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))     # of this machine
+        free = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
         busy = torch.get_num_threads() if device.type == "cpu" else 0
-        advice = (f"data.workers={needed} would feed it" if needed + busy <= free else
-                  f"data.workers={needed} needs more than {free} cores: smaller files help, or "
-                  "data.on_device_gib")
-        return (f"waiting {100 * share:.0f} % of the time for images{whose}: a step takes "
-                f"{images / alone:,.0f}/s, a worker loads {each:,.0f}/s; {advice}")
+        advice = (
+            f"data.workers={needed} would feed it"
+            if needed + busy <= free
+            else f"data.workers={needed} needs more than {free} cores: smaller files help, or "
+            "data.on_device_gib"
+        )
+        return (
+            f"waiting {100 * share:.0f} % of the time for images{whose}: a step takes "
+            f"{images / alone:,.0f}/s, a worker loads {each:,.0f}/s; {advice}"
+        )
     if (share := max(pace.waiting for pace in paces)) > NOTEWORTHY:
         slow = min(range(len(paces)), key=lambda rank: paces[rank].waiting)
         return f"waiting {100 * share:.0f} % of the time for process {slow}, whose steps are slower"
@@ -52,6 +59,10 @@ class WaitingWatcher:
     """Says once what a run waits for, if it waits for long."""
 
     def paced(self, paces: Sequence[Pace], recipe: Recipe, processes: Processes) -> list[str]:
-        line = waits_for(paces, processes.device, workers=recipe.data.workers,
-                         images=recipe.optim.global_batch // processes.world_size)
+        line = waits_for(
+            paces,
+            processes.device,
+            workers=recipe.data.workers,
+            images=recipe.optim.global_batch // processes.world_size,
+        )
         return [line] if line else []

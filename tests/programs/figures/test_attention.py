@@ -19,52 +19,85 @@ def test_heat_is_the_querys_row_without_prefix_tokens(prefix):
     tokens = torch.arange(-prefix, 35)
     weights = (100 * tokens[:, None] + tokens).expand(3, -1, -1).float()
     heat = attention.heat_maps(weights, (5, 7), (2, 4))
-    expected = 100 * 18 + torch.arange(35.0).view(5, 7)                  # query 2 · 7 + 4
+    expected = 100 * 18 + torch.arange(35.0).view(5, 7)  # query 2 · 7 + 4
     assert torch.equal(heat, expected.expand(3, -1, -1))
 
 
 def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch):
     seen, corners = [], []
     real, rectangle = attention.heat_maps, attention.pyplot().Rectangle
-    monkeypatch.setattr("matplotlib.pyplot.Rectangle", lambda corner, *more, **how: (
-        corners.append(corner), rectangle(corner, *more, **how))[1])
+    monkeypatch.setattr(
+        "matplotlib.pyplot.Rectangle",
+        lambda corner, *more, **how: (corners.append(corner), rectangle(corner, *more, **how))[1],
+    )
 
     def remember(weights, grid, query):
         seen.append((query, real(weights, grid, query)))
         return seen[-1][1]
+
     monkeypatch.setattr(attention, "heat_maps", remember)
     photograph = image_tree / "val" / "red" / "03.png"
-    draw("attention", photograph, "--recipe", "quickstart", "--init", "impulse", *sizes,
-         "--blocks", 1, 0, "--heads", 2, 1, "--queries", "4,6", "0,1")
+    draw(
+        "attention",
+        photograph,
+        "--recipe",
+        "quickstart",
+        "--init",
+        "impulse",
+        *sizes,
+        "--blocks",
+        1,
+        0,
+        "--heads",
+        2,
+        1,
+        "--queries",
+        "4,6",
+        "0,1",
+    )
     assert [query for query, _ in seen] == [(4, 6), (0, 1)] * 2
-    subject, = fresh(["quickstart"], ["impulse"], seed=None, sets=sizes[1::2])
+    (subject,) = fresh(["quickstart"], ["impulse"], seed=None, sets=sizes[1::2])
     view = evaluation_view(decode_image(str(photograph)), subject.recipe)
     image = as_input(view[None], subject.recipe)
-    rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 34]       # the last token of 35
+    rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 34]  # the last token of 35
     assert torch.equal(seen[0][1], rows.view(2, 5, 7))
-    assert [*dict.fromkeys(corners)] == [(12.0, 8.0), (2.0, 0.0)]        # of patches of 2×2 pixels
+    assert [*dict.fromkeys(corners)] == [(12.0, 8.0), (2.0, 0.0)]  # of patches of 2×2 pixels
 
 
 def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch):
     grids = []
     real = attention.heat_maps
-    monkeypatch.setattr(attention, "heat_maps",
-                        lambda *arguments: grids.append(arguments[1:]) or real(*arguments))
-    draw("attention", image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
-         "--set", "model.options.depths=[2,1]", "--set", "model.options.embed_dim=12", "--set",
-         "model.options.num_heads=[3,3]", "--blocks", 0, 2)
-    assert grids == [((16, 16), (8, 8)), ((8, 8), (4, 4))]               # each with its middle
+    monkeypatch.setattr(
+        attention, "heat_maps", lambda *arguments: grids.append(arguments[1:]) or real(*arguments)
+    )
+    draw(
+        "attention",
+        image_tree / "val" / "red" / "03.png",
+        "--recipe",
+        "cifar10_swin_tiny",
+        "--set",
+        "model.options.depths=[2,1]",
+        "--set",
+        "model.options.embed_dim=12",
+        "--set",
+        "model.options.num_heads=[3,3]",
+        "--blocks",
+        0,
+        2,
+    )
+    assert grids == [((16, 16), (8, 8)), ((8, 8), (4, 4))]  # each with its middle
 
 
 @pytest.mark.parametrize("init", ["default", "mimetic", "impulse", "deep_impulse"])
 def test_the_masses_are_those_on_the_inits_targets(sizes, init):
     """In order in every block for `impulse` and for inits without any; else on from block to block.
     Of three heads, the first of block 0 alone has the offset (0, 0) if the offsets go on."""
-    subject, = fresh(["quickstart"], [init], seed=None, sets=sizes[1::2])
+    (subject,) = fresh(["quickstart"], [init], seed=None, sets=sizes[1::2])
     found = attention.mass_of(subject, None, 5)
     cells, goes_on = ordered_offsets(3), init == "deep_impulse"
     for block, weights in mixing_matrices(
-            subject.model, photographs(None, 5, subject.recipe)).items():
+        subject.model, photographs(None, 5, subject.recipe)
+    ).items():
         first = 3 * block if goes_on else 0
         each = target_mass(weights, [cells[first + head] for head in range(3)], (5, 7)).tolist()
         centre, others = (each[:1], each[1:]) if first == 0 else ([], each)
@@ -74,16 +107,36 @@ def test_the_masses_are_those_on_the_inits_targets(sizes, init):
 
 
 def test_the_numbers_are_printed_and_drawn_by_part_and_init(panels, sizes, tmp_path, capsys):
-    assert main(["mass", "--recipe", "quickstart", "--init", "default", "impulse", *sizes,
-                 "--count", "5", "--out", str(tmp_path / "mass.png")]) == 0
+    assert (
+        main(
+            [
+                "mass",
+                "--recipe",
+                "quickstart",
+                "--init",
+                "default",
+                "impulse",
+                *sizes,
+                "--count",
+                "5",
+                "--out",
+                str(tmp_path / "mass.png"),
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()[:3]) for line in lines[:4]] == [
-        f"quickstart, {init}: {part}" for init in ("default", "impulse")
-        for part in ("centre", "others")]
-    default, impulse = (float(lines[row].split()[-2]) for row in (0, 2))    # centre head, block 0
+        f"quickstart, {init}: {part}"
+        for init in ("default", "impulse")
+        for part in ("centre", "others")
+    ]
+    default, impulse = (float(lines[row].split()[-2]) for row in (0, 2))  # centre head, block 0
     assert default == pytest.approx(1 / 35, abs=0.01) and impulse > 10 * default
-    assert [axis.get_title() for axis in panels] == ["quickstart, centre heads",
-                                                     "quickstart, other heads"]
+    assert [axis.get_title() for axis in panels] == [
+        "quickstart, centre heads",
+        "quickstart, other heads",
+    ]
     uniform, _, last = panels[0].lines
     assert uniform.get_ydata().tolist() == pytest.approx([1 / 35] * 2)
     assert (last.get_color(), last.get_linestyle()) == LOOKS["impulse"]

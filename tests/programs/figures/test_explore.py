@@ -15,8 +15,13 @@ from vitinit.programs.figures.program import main
 from vitinit.programs.figures.subjects import fresh
 from vitinit.runs.data import as_input, evaluation_view
 
-VIT = ["model.options.embed_dim=48", "model.options.depth=2", "model.options.num_heads=3",
-       "model.options.pool=class", "data.num_classes=7"]
+VIT = [
+    "model.options.embed_dim=48",
+    "model.options.depth=2",
+    "model.options.num_heads=3",
+    "model.options.pool=class",
+    "data.num_classes=7",
+]
 SWIN = [f"model.options.{size}" for size in ("depths=[2, 1]", "embed_dim=12", "num_heads=[2, 3]")]
 MIXER = ["model.options.embed_dim=18", "model.options.depth=2", "model.options.tokens_ratio=4.0"]
 INITS = ["default", "impulse"]
@@ -28,19 +33,36 @@ def photographs(tmp_path_factory) -> list[Path]:
     folder, rng = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
     for name in ("</script>{{weights}}", "plain"):
         Image.fromarray(rng.integers(0, 256, (41, 47, 3), dtype=np.uint8)).save(
-            folder / name.replace("/", "∕"), "PNG")
+            folder / name.replace("/", "∕"), "PNG"
+        )
     return sorted(folder.iterdir())
 
 
 @pytest.fixture(scope="module")
 def explored(photographs, tmp_path_factory):
     """Writes the page of a recipe's model after each of INITS; returns its path."""
+
     def write(recipe: str, sets: list[str]) -> Path:
         out = tmp_path_factory.mktemp("page") / "page.html"
         words = [word for text in sets for word in ("--set", text)]
-        assert main(["explore", *map(str, photographs), "--recipe", recipe, "--init", *INITS,
-                     *words, "--out", str(out)]) == 0
+        assert (
+            main(
+                [
+                    "explore",
+                    *map(str, photographs),
+                    "--recipe",
+                    recipe,
+                    "--init",
+                    *INITS,
+                    *words,
+                    "--out",
+                    str(out),
+                ]
+            )
+            == 0
+        )
         return out
+
     return write
 
 
@@ -50,26 +72,32 @@ def page(explored) -> Path:
 
 
 @torch.no_grad()
-def computed(recipe: str, sets: list[str], init: str, path: Path
-             ) -> tuple[list[torch.Tensor], torch.Tensor]:
+def computed(
+    recipe: str, sets: list[str], init: str, path: Path
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """What the init's model computes: matrices (h, P + N, P + N) per block, and probabilities."""
-    subject, = fresh([recipe], [init], seed=None, sets=sets)
+    (subject,) = fresh([recipe], [init], seed=None, sets=sets)
     view = evaluation_view(decode_image(str(path)), subject.recipe)
     inputs = as_input(view[None], subject.recipe)
     matrices = mixing_matrices(subject.model, inputs)
     return [matrices[block][0] for block in sorted(matrices)], subject.model(inputs).softmax(1)[0]
 
 
-@pytest.mark.parametrize("recipe, sets", [
-    ("quickstart", VIT), ("cifar10_swin_tiny", SWIN), ("cifar10_mixer", MIXER)])
+@pytest.mark.parametrize(
+    "recipe, sets", [("quickstart", VIT), ("cifar10_swin_tiny", SWIN), ("cifar10_mixer", MIXER)]
+)
 @pytest.mark.parametrize("most", [figures.explore.MOST, 0])
-def test_the_page_holds_what_the_model_mixes(explored, photographs, contents, monkeypatch, recipe,
-                                             sets, most):
+def test_the_page_holds_what_the_model_mixes(
+    explored, photographs, contents, monkeypatch, recipe, sets, most
+):
     """With room for few letters, weights are told apart in steps of 1/14 of the root."""
     real = figures.explore.packed
     if not most:
-        monkeypatch.setattr(figures.explore, "packed", lambda levels: (
-            real(levels) if max(levels) == 14 else "x" * (figures.explore.MOST + 1)))
+        monkeypatch.setattr(
+            figures.explore,
+            "packed",
+            lambda levels: real(levels) if max(levels) == 14 else "x" * (figures.explore.MOST + 1),
+        )
     meta, levels = contents(explored(recipe, sets))
     steps = meta["levels"]
     assert steps == (254 if most else 14) and [model["name"] for model in meta["models"]] == INITS
@@ -83,9 +111,9 @@ def test_the_page_holds_what_the_model_mixes(explored, photographs, contents, mo
             assert image["probabilities"] == pytest.approx(probabilities.tolist(), rel=1e-3)
             for block, grid, theirs in zip(image["blocks"], model["grids"], expected, strict=True):
                 theirs = theirs.mean(0, keepdim=True) if sets is MIXER else theirs
-                theirs = theirs[:, :, len(model["prefix"]):].numpy()
+                theirs = theirs[:, :, len(model["prefix"]) :].numpy()
                 assert theirs.shape[2] == grid[0] * grid[1]
-                roots = levels[start:start + theirs.size].reshape(theirs.shape) / steps
+                roots = levels[start : start + theirs.size].reshape(theirs.shape) / steps
                 start += theirs.size
                 roots = 2 * roots - 1 if sets is MIXER else roots
                 found = np.array(block["largest"])[:, None, None] * roots * np.abs(roots)
@@ -102,20 +130,21 @@ def test_the_page_says_how_far_heads_attend_and_what_kernels_they_are(page, cont
     away = np.hypot(*(places[:, None] - places for places in np.divmod(np.arange(64), 8)))
     far = (shares * away).sum((1, 2)) / shares.sum((1, 2))
     np.testing.assert_allclose(impulse["distance"], far, rtol=1e-3)
-    assert [*map(np.argmax, impulse["kernels"][:2])] == [24, 17]         # the middle of 7 × 7, up
+    assert [*map(np.argmax, impulse["kernels"][:2])] == [24, 17]  # the middle of 7 × 7, up
     centre, others, uniform = meta["models"][1]["masses"][0]
     assert centre > 0.2 and others > 0.05 and uniform == pytest.approx(1 / 64, rel=1e-3)
-    assert meta["models"][0]["masses"] is None                           # default has no targets
+    assert meta["models"][0]["masses"] is None  # default has no targets
 
 
-def test_the_page_opens_on_the_head_that_gives_most_to_one_patch(page, photographs, contents,
-                                                                 in_browser):
+def test_the_page_opens_on_the_head_that_gives_most_to_one_patch(
+    page, photographs, contents, in_browser
+):
     """Of the model and the photograph that the address names; the class token does not count."""
     matrices, _ = computed("quickstart", VIT, "default", photographs[1])
     peaks = torch.stack([theirs[:, 1:, 1:].amax(2).mean(1) for theirs in matrices]) - 1 / 64
     blocks = contents(page)[0]["models"][0]["images"][1]["blocks"]
     np.testing.assert_allclose([block["sharpness"] for block in blocks], peaks, rtol=1e-3)
-    assert peaks.argmax() > 0                        # else the page would open on it in any case
+    assert peaks.argmax() > 0  # else the page would open on it in any case
     view = in_browser(page, "model=0&image=1", "return explorer.view")
     assert (view["block"], view["head"]) == divmod(int(peaks.argmax()), 3)
 
@@ -126,19 +155,37 @@ def test_a_page_says_what_its_small_pictures_are_and_how_fine_weights_are(tmp_pa
         (tmp_path / folder).mkdir()
         Image.new("RGB", (9, 9)).save(tmp_path / folder / "0.png")
     page = tmp_path / "page.html"
-    assert main(["explore", *map(str, sorted(tmp_path.glob("*/0.png"))), "--recipe", "quickstart",
-                 "--out", str(page)]) == 0
-    kernel, *names, made = in_browser(page, "", """
+    assert (
+        main(
+            [
+                "explore",
+                *map(str, sorted(tmp_path.glob("*/0.png"))),
+                "--recipe",
+                "quickstart",
+                "--out",
+                str(page),
+            ]
+        )
+        == 0
+    )
+    kernel, *names, made = in_browser(
+        page,
+        "",
+        """
         return [...document.querySelectorAll("#images button, .detail > div, #made")].map(
-          (part) => part.innerText)""")
+          (part) => part.innerText)""",
+    )
     assert names == ["cat/0.png", "dog/0.png"]
     readme = (Path(figures.__file__).parent / "README.md").read_text()
-    count, = re.findall(r"weights of (\d+) levels", readme)
+    (count,) = re.findall(r"weights of (\d+) levels", readme)
     assert kernel == "mean by offset" and f"one of {count} levels" in made
 
 
 def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
-    found = in_browser(page, "model=1&beside=0&image=1&block=1&head=2&scale=own", """
+    found = in_browser(
+        page,
+        "model=1&beside=0&image=1&block=1&head=2&scale=own",
+        """
         const event = (type, x, y, more = {}) => {
           const photo = document.querySelector(".photo"), box = photo.getBoundingClientRect();
           photo.dispatchEvent(new PointerEvent(type, {bubbles: true, pointerType: "mouse",
@@ -174,23 +221,25 @@ def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
         states.click = state();
         await new Promise((resolve) => setTimeout(resolve, 400));
         return {...states, address: location.hash};
-    """)
+    """,
+    )
     expected = [computed("quickstart", VIT, init, photographs[1])[0][1] for init in INITS[::-1]]
 
     def agrees(state, x: float, y: float, head: int) -> None:
-        query = 1 + int(y * 8) * 8 + int(x * 8)                          # 8 × 8 patches
+        query = 1 + int(y * 8) * 8 + int(x * 8)  # 8 × 8 patches
         for values, theirs, pixels in zip(state["shown"], expected, state["pixels"], strict=True):
             row = theirs[head, query, 1:].numpy()
             np.testing.assert_allclose(values, row, atol=2 * theirs.max().item() / 254)
-            alphas = np.array(pixels).reshape(64, 4)[:, 3]               # rise with the root
+            alphas = np.array(pixels).reshape(64, 4)[:, 3]  # rise with the root
             np.testing.assert_allclose(alphas, 90 + 130 * np.sqrt(row / row.max()), atol=5)
         assert f"row {int(y * 8)}, column {int(x * 8)}" in state["facts"]
-    agrees(found["hover"], .7, .3, head=2)
-    agrees(found["held"], .4, .9, head=2)
-    agrees(found["still"], .4, .9, head=2)
-    agrees(found["touch"], .6, .2, head=2)
-    agrees(found["up"], .6, .2 - 1 / 8, head=2)
-    agrees(found["head"], .6, .2 - 1 / 8, head=1)
+
+    agrees(found["hover"], 0.7, 0.3, head=2)
+    agrees(found["held"], 0.4, 0.9, head=2)
+    agrees(found["still"], 0.4, 0.9, head=2)
+    agrees(found["touch"], 0.6, 0.2, head=2)
+    agrees(found["up"], 0.6, 0.2 - 1 / 8, head=2)
+    agrees(found["head"], 0.6, 0.2 - 1 / 8, head=1)
     assert found["offset"]["maps"] == "offset" and len(found["offset"]["shown"][0]) == 49
     assert (found["click"]["block"], found["click"]["head"], found["click"]["beside"]) == (0, 0, -1)
     assert "image=1&model=1&beside=-1&block=0&head=0&x=0.6&y=0.075" in found["address"]

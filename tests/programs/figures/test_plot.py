@@ -13,7 +13,7 @@ def test_every_init_has_one_look_for_good():
     assert [colour for colour, _ in LOOKS.values()].count(LOOKS["default"][0]) == 1
     again = looks_of(["impulse", "default", "impulse", "mine", "whitened", "whitened"])
     assert again[:2] == [LOOKS["impulse"], LOOKS["default"]] and again[3] == OTHER
-    assert again[2][0] == again[0][0] and len({*again}) == len(again)    # as after other epochs
+    assert again[2][0] == again[0][0] and len({*again}) == len(again)  # as after other epochs
     assert len({*looks_of(["impulse"] * 19)}) == 19
 
 
@@ -25,14 +25,16 @@ def test_a_legend_of_any_labels_stays_within_the_figure():
         figure.draw_without_rendering()
         box = figure.legends[0].get_window_extent().transformed(figure.transFigure.inverted())
         assert box.x0 > 0.0 and box.x1 < 1.0 and box.y0 > 0.0, length
-        assert box.y1 < axis.get_position().y0, length                   # it hides nothing
+        assert box.y1 < axis.get_position().y0, length  # it hides nothing
         plt.close(figure)
 
 
 def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     """Two of weights, up to 5 and 2, and one of shares, up to .5: six maps, and two bars."""
-    rows = [Row("a", torch.full((2, 3, 5), value), unit, "down", "across", unit == "weight")
-            for unit, value in (("weight", -5.0), ("weight", 2.0), ("share", 0.5))]
+    rows = [
+        Row("a", torch.full((2, 3, 5), value), unit, "down", "across", unit == "weight")
+        for unit, value in (("weight", -5.0), ("weight", 2.0), ("share", 0.5))
+    ]
     draw_grid(tmp_path / "x.png", rows, None, "heading")
     *maps, weights, shares = panels
     assert [axis.images[0].get_clim() for axis in maps] == [(-5.0, 5.0)] * 4 + [(0.0, 0.5)] * 2
@@ -49,27 +51,42 @@ def test_a_name_that_is_not_utf_8_or_would_be_a_formula_is_drawn(tmp_path):
 QUICK = "--recipe quickstart --set model.options.depth=2 "
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (f"maps {QUICK} --blocks 2", "block 2 is asked for, but the model has blocks 0…1"),
-    (f"kernels {QUICK} --heads -1", "head -1 is asked for, but the model has heads 0…2"),
-    (f"attention {{photo}} {QUICK} --queries 8,0", "query 8,0 is not on the 8×8 grid of patches"),
-    (f"attention {{tmp}}/absent.jpg {QUICK}", "absent.jpg: cannot be read"),
-    (f"maps {QUICK} --init filters", "init 'filters' is not defined for a VisionTransformer"),
-    (f"maps {QUICK} --epochs 3", "--epochs goes with --run"),
-    ("maps --run {tmp} --seed 0", "--seed goes with --recipe"),
-    ("maps --run {tmp} --epochs 1",
-     "keeps no epoch 1; it has none, which checkpoint.keep_epochs would have kept"),
-    ("maps --run {tmp}/a.pth", "holds no recipe"),
-    (f"maps {QUICK} --set init.checkpoint=other.pt",
-     "starts from init.checkpoint = other.pt; show a run of it"),
-    ("maps --recipe cifar10_convmixer",
-     "makes a ConvMixer; figure 'maps' is defined for VisionTransformer and SimpleViT"),
-    ("mass --recipe deit_tiny", "deit_tiny has no images of its own: --data-dir names"),
-    (f"mass {QUICK} --data-dir {{images}}/val --count 22", "holds 21 images, and 22 are asked for"),
-    ("batch --data-dir {tmp}/empty", "no images in it"),
-    ("curves {tmp}/empty", "neither a run's folder nor an archive of runs"),
-    (f"kernels {QUICK} --set model.options.patch_size=5", "patches of 5×5 pixels do not tile"),
-])
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (f"maps {QUICK} --blocks 2", "block 2 is asked for, but the model has blocks 0…1"),
+        (f"kernels {QUICK} --heads -1", "head -1 is asked for, but the model has heads 0…2"),
+        (
+            f"attention {{photo}} {QUICK} --queries 8,0",
+            "query 8,0 is not on the 8×8 grid of patches",
+        ),
+        (f"attention {{tmp}}/absent.jpg {QUICK}", "absent.jpg: cannot be read"),
+        (f"maps {QUICK} --init filters", "init 'filters' is not defined for a VisionTransformer"),
+        (f"maps {QUICK} --epochs 3", "--epochs goes with --run"),
+        ("maps --run {tmp} --seed 0", "--seed goes with --recipe"),
+        (
+            "maps --run {tmp} --epochs 1",
+            "keeps no epoch 1; it has none, which checkpoint.keep_epochs would have kept",
+        ),
+        ("maps --run {tmp}/a.pth", "holds no recipe"),
+        (
+            f"maps {QUICK} --set init.checkpoint=other.pt",
+            "starts from init.checkpoint = other.pt; show a run of it",
+        ),
+        (
+            "maps --recipe cifar10_convmixer",
+            "makes a ConvMixer; figure 'maps' is defined for VisionTransformer and SimpleViT",
+        ),
+        ("mass --recipe deit_tiny", "deit_tiny has no images of its own: --data-dir names"),
+        (
+            f"mass {QUICK} --data-dir {{images}}/val --count 22",
+            "holds 21 images, and 22 are asked for",
+        ),
+        ("batch --data-dir {tmp}/empty", "no images in it"),
+        ("curves {tmp}/empty", "neither a run's folder nor an archive of runs"),
+        (f"kernels {QUICK} --set model.options.patch_size=5", "patches of 5×5 pixels do not tile"),
+    ],
+)
 def test_what_cannot_be_drawn_is_one_line(complains, image_tree, tmp_path, arguments, text):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pth")
     (tmp_path / "empty").mkdir()

@@ -24,10 +24,12 @@ IMAGES = Path(__file__).parents[2] / "data" / "cifar10"
 @pytest.fixture
 def report(tmp_path):
     """Writes the report of these arguments and returns its path."""
+
     def write(*arguments: object) -> Path:
         out = tmp_path / "report.html"
         assert main(["report", *map(str, arguments), "--out", str(out)]) == 0
         return out
+
     return write
 
 
@@ -47,12 +49,24 @@ def four_runs(written_run) -> list[Path]:
     runs = []
     for init, lasts in (("default", (50.0, 54.0)), ("impulse", (60.0, 68.0))):
         for seed, last in enumerate(lasts):
-            folder = written_run(f"{init}|{seed}", [20.0, None, last], seed=seed, init=init,
-                                 sets=("optim.base_lr=0.5",))
-            rows = [{"step": 10 * step, "loss": 3.0 / step + seed, "lr": 0.1 * step,
-                     "grad_norm": None if step == 2 else 2.0} for step in (1, 2, 3)]
+            folder = written_run(
+                f"{init}|{seed}",
+                [20.0, None, last],
+                seed=seed,
+                init=init,
+                sets=("optim.base_lr=0.5",),
+            )
+            rows = [
+                {
+                    "step": 10 * step,
+                    "loss": 3.0 / step + seed,
+                    "lr": 0.1 * step,
+                    "grad_norm": None if step == 2 else 2.0,
+                }
+                for step in (1, 2, 3)
+            ]
             (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            recipe = (folder / "recipe.toml").read_text()        # of before there was this key
+            recipe = (folder / "recipe.toml").read_text()  # of before there was this key
             (folder / "recipe.toml").write_text(recipe.replace('train = "all"\n', ""))
             runs.append(folder)
     return runs
@@ -64,12 +78,21 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
     assert meta["comparison"]["text"] == text
     mean, half = t_interval([10.0, 14.0])
     assert meta["comparison"]["base"] == "default"
-    assert meta["comparison"]["intervals"] == [{
-        "label": "impulse", "weights": "model", "by_seed": [10.0, 14.0],
-        "interval": [mean, pytest.approx(half, rel=1e-3)]}]
+    assert meta["comparison"]["intervals"] == [
+        {
+            "label": "impulse",
+            "weights": "model",
+            "by_seed": [10.0, 14.0],
+            "interval": [mean, pytest.approx(half, rel=1e-3)],
+        }
+    ]
     panels = {panel["title"]: panel for panel in meta["curves"]}
-    assert list(panels) == ["validation top-1 (%)", "training loss", "learning rate",
-                            "gradient norm"]
+    assert list(panels) == [
+        "validation top-1 (%)",
+        "training loss",
+        "learning rate",
+        "gradient norm",
+    ]
     impulse = panels["validation top-1 (%)"]["lines"][1]
     assert impulse["label"] == "impulse (2 seeds)"
     assert (impulse["x"], impulse["mean"]) == ([1, 3], [20.0, 64.0])
@@ -90,14 +113,17 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
 
 def test_a_run_is_judged_on_its_validation_images(report, contents, photographs, tmp_path):
     meta, levels = contents(report("cifar10_small", "--data-dir", photographs))
-    run, = meta["runs"]
+    (run,) = meta["runs"]
     judged, trained = run["judged"], vitinit.load("cifar10_small")
     files, classes = sorted(IMAGES.glob("*/*.jpg")), judged["classes"]
-    with torch.autocast("cpu", torch.bfloat16):      # as its recipe says
-        ranked = [(share, file.parent.name, guess, file) for file, ((guess, share),) in
-                  zip(files, trained.predict_batch(files, top=1))]
-    assert {(classes[truth], classes[guess]): count for truth, guess, count in judged["pairs"]
-            } == Counter(one[1:3] for one in ranked)
+    with torch.autocast("cpu", torch.bfloat16):  # as its recipe says
+        ranked = [
+            (share, file.parent.name, guess, file)
+            for file, ((guess, share),) in zip(files, trained.predict_batch(files, top=1))
+        ]
+    assert {
+        (classes[truth], classes[guess]): count for truth, guess, count in judged["pairs"]
+    } == Counter(one[1:3] for one in ranked)
     confusion = np.zeros((10, 10))
     for truth, guess, count in judged["pairs"]:
         confusion[truth, guess] = count
@@ -106,36 +132,41 @@ def test_a_run_is_judged_on_its_validation_images(report, contents, photographs,
     np.testing.assert_allclose(judged["scores"], 100 * np.stack([precision, recall, f1], 1), 1e-3)
     assert judged["balanced_accuracy"] == pytest.approx(100 * recall.mean(), rel=1e-3)
     mistakes = sorted((one for one in ranked if one[1] != one[2]), reverse=True)
-    assert [(one["share"], classes[one["truth"]], classes[one["guess"]],
-             Path(one["file"]).resolve()) for one in judged["mistakes"]] == [
-        (pytest.approx(share, rel=1e-3), *others) for share, *others in mistakes]
-    for one in judged["mistakes"]:                   # the page is in tmp_path
+    assert [
+        (one["share"], classes[one["truth"]], classes[one["guess"]], Path(one["file"]).resolve())
+        for one in judged["mistakes"]
+    ] == [(pytest.approx(share, rel=1e-3), *others) for share, *others in mistakes]
+    for one in judged["mistakes"]:  # the page is in tmp_path
         assert (tmp_path / one["link"]).samefile(one["file"]) and one["link"][:3] != "../"
     assert (judged["images"], judged["of"], judged["parameters"]) == (50, 50, 683_050)
     assert meta["comparison"] is None and dict(run["facts"])["top-1, last"] == "90.23 %"
     meta, _ = contents(report("cifar10_small", "--data-dir", photographs, "--images", 20))
     few = meta["runs"][0]["judged"]
-    assert (few["images"], few["of"]) == (17, 50)                        # every third
+    assert (few["images"], few["of"]) == (17, 50)  # every third
     assert {one["file"] for one in few["mistakes"]} <= {
-        str(photographs / "val" / file.relative_to(IMAGES)) for file in files[::3]}
+        str(photographs / "val" / file.relative_to(IMAGES)) for file in files[::3]
+    }
 
 
 def test_a_link_leads_to_the_file_whatever_its_name(tmp_path):
-    for name in ("100 % #1?.jpg", "a:b&\"<é>.jpg", "b\udcff.jpg"):
+    for name in ("100 % #1?.jpg", 'a:b&"<é>.jpg', "b\udcff.jpg"):
         link = address(str(tmp_path / "cats" / name), tmp_path / "pages")
         url = urljoin(f"file://{tmp_path}/pages/report.html", link)
         assert unquote_to_bytes(urlsplit(url).path) == os.fsencode(tmp_path / "cats" / name)
 
 
-def test_what_is_not_at_hand_is_left_out_with_a_line(report, contents, four_runs, written_run,
-                                                     tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)                      # away from the images
+def test_what_is_not_at_hand_is_left_out_with_a_line(
+    report, contents, four_runs, written_run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # away from the images
     assert "data/cifar10" in contents(report("cifar10_small"))[0]["runs"][0]["note"]
     started = written_run("started", [9.0], epochs=3, recipe="mine.toml", seconds=7500.0)
     meta, _ = contents(report(started, "--images", 0))
     assert meta["notes"][0] == "started is not finished: 1 of 3 epochs so far."
-    assert meta["runs"][0]["facts"][:2] == [["epochs, not finished", "1 of 3"],
-                                            ["top-1, so far", "9.00 %"]]
+    assert meta["runs"][0]["facts"][:2] == [
+        ["epochs, not finished", "1 of 3"],
+        ["top-1, so far", "9.00 %"],
+    ]
     assert ["training", "2 h 05 min"] in meta["runs"][0]["facts"]
     odd = contents(report(written_run("odd", [9.0, 9.0], seconds=math.nan), "--images", 0))[0]
     assert ["training", "0 min 00 s"] in odd["runs"][0]["facts"]
@@ -156,7 +187,10 @@ def test_numbers_that_json_does_not_know_are_left_out():
 
 def test_a_browser_shows_the_report(report, contents, in_browser, four_runs, photographs):
     page = report(*four_runs, "cifar10_small", "--data-dir", photographs)
-    found = in_browser(page, "run=4", """
+    found = in_browser(
+        page,
+        "run=4",
+        """
         const cell = document.querySelectorAll("#matrix button")[35];    // class 3, taken for 5
         cell.dispatchEvent(new PointerEvent("pointerenter"));
         const read = {cell: cell.innerText, line: document.querySelector("#cell").innerText};
@@ -177,14 +211,15 @@ def test_a_browser_shows_the_report(report, contents, in_browser, four_runs, pho
           hidden: document.querySelector(".judged").hidden,
           note: document.querySelector("#note").innerText,
           wide: document.documentElement.scrollWidth <= innerWidth};
-    """)
+    """,
+    )
     meta, _ = contents(page)
     judged = meta["runs"][4]["judged"]
     count = {(truth, guess): count for truth, guess, count in judged["pairs"]}[3, 5]
     assert found["cell"] == str(count)
     assert found["line"] == f"cat taken for dog: {count} of 5 images ({20 * count}.0 %)"
     (line,), tip = meta["curves"][-2]["lines"], found["tip"].splitlines()
-    assert tip[0] == f"epoch {line['x'][-1]:g}"      # of the training loss, nearest to the right
+    assert tip[0] == f"epoch {line['x'][-1]:g}"  # of the training loss, nearest to the right
     assert float(tip[1]) == pytest.approx(line["mean"][-1], rel=1e-3)
     assert found["shown"] and found["mistakes"] == len(judged["mistakes"]) == 2
     assert found["links"] == [[Path(one["file"]).name, one["link"]] for one in judged["mistakes"]]

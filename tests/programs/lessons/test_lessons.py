@@ -9,8 +9,16 @@ import pytest
 from PIL import Image
 
 from vitinit.programs.lessons import FOLDER, IMAGES, lesson_paths, program as command
-from vitinit.programs.lessons.page import (PICTURE, LessonError, check_page, difference, notebook,
-                                           read_page, run_page, updated_page)
+from vitinit.programs.lessons.page import (
+    PICTURE,
+    LessonError,
+    check_page,
+    difference,
+    notebook,
+    read_page,
+    run_page,
+    updated_page,
+)
 from vitinit.programs.lessons.program import main
 
 PATHS = lesson_paths()
@@ -33,7 +41,7 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
         with Image.open(tmp_path / picture) as drawn, Image.open(own) as shown:
             assert drawn.size == shown.size
         levels = np.abs(thumbnail(tmp_path / picture) - thumbnail(own))
-        assert levels.mean() <= 1.0, picture         # of 255
+        assert levels.mean() <= 1.0, picture  # of 255
 
 
 @lessons
@@ -70,8 +78,9 @@ def test_a_page_is_short_and_ends_in_two_exercises_whose_answers_its_notebook_hi
 
 def test_lessons_are_numbered_and_every_picture_belongs_to_one():
     assert list(PATHS) == list(range(1, len(PATHS) + 1))
-    shown = [name for path in PATHS.values() for code in read_page(path).codes
-             for name in code.pictures]
+    shown = [
+        name for path in PATHS.values() for code in read_page(path).codes for name in code.pictures
+    ]
     assert sorted(shown) == sorted(path.name for path in (FOLDER / IMAGES).iterdir())
     for path in PATHS.values():
         numbers = {name.partition("_")[0] for name in re.findall(PICTURE, path.read_text("utf-8"))}
@@ -108,6 +117,7 @@ def written_page(tmp_path):
         path = tmp_path / "7_page.md"
         path.write_text(text, encoding="utf-8")
         return read_page(path)
+
     return write
 
 
@@ -127,23 +137,36 @@ def test_a_page_is_taken_apart_and_updated_by_code_that_trains_in_full(written_p
 
 
 def test_outputs_agree_to_a_unit_of_the_last_digit():
-    for wanted, found in (("a 0.43", "a   0.434"), ("0.43", "0.42"), ("-1.2e-3", "-1.25e-3"),
-                          ("17 heads", "17 heads"), ("−3.0", "−3.1"), ("", "")):
+    for wanted, found in (
+        ("a 0.43", "a   0.434"),
+        ("0.43", "0.42"),
+        ("-1.2e-3", "-1.25e-3"),
+        ("17 heads", "17 heads"),
+        ("−3.0", "−3.1"),
+        ("", ""),
+    ):
         assert difference(wanted, found) is None
     for wanted, found, words in (
-            ("0.43", "0.45", "line 1 of the output is '0.45', where the page has '0.43'"),
-            ("17 heads", "18 heads", "'18 heads'"), ("-1.2e-3", "-1.4e-3", "'-1.4e-3'"),
-            ("0.43", "-0.43", "'-0.43'"), ("rank 9", "Rank 9", "'Rank 9'"),
-            ("1.0 2.0", "1.0", "'1.0'"), ("[0., 1.]", "[1., 0.]", "'[1., 0.]'"),
-            ("a\nb", "a", "line 2 of the output is nothing"), ("a", "a\nb", "goes on with 'b'"),
-            ("0.5", "nan", "'nan'"), ("True", "False", "'False'")):
+        ("0.43", "0.45", "line 1 of the output is '0.45', where the page has '0.43'"),
+        ("17 heads", "18 heads", "'18 heads'"),
+        ("-1.2e-3", "-1.4e-3", "'-1.4e-3'"),
+        ("0.43", "-0.43", "'-0.43'"),
+        ("rank 9", "Rank 9", "'Rank 9'"),
+        ("1.0 2.0", "1.0", "'1.0'"),
+        ("[0., 1.]", "[1., 0.]", "'[1., 0.]'"),
+        ("a\nb", "a", "line 2 of the output is nothing"),
+        ("a", "a\nb", "goes on with 'b'"),
+        ("0.5", "nan", "'nan'"),
+        ("True", "False", "'False'"),
+    ):
         assert words in difference(wanted, found)
 
 
 def test_code_that_fails_or_prints_something_else_is_named_by_its_line(written_page, tmp_path):
     page = written_page(PAGE + "\n```python\nfails()\n```\n")
-    with pytest.raises(LessonError, match=r"^7_page\.md:24: the code fails: ValueError: too many$"
-                       ) as caught:
+    with pytest.raises(
+        LessonError, match=r"^7_page\.md:24: the code fails: ValueError: too many$"
+    ) as caught:
         list(run_page(page, tmp_path, train=False))
     trace = caught.value.__cause__.__traceback__
     while trace.tb_next:
@@ -154,7 +177,8 @@ def test_code_that_fails_or_prints_something_else_is_named_by_its_line(written_p
 
 
 def test_the_command_lists_lessons_writes_a_notebook_and_runs_a_lesson(
-        tmp_path, capsys, monkeypatch, written_page):
+    tmp_path, capsys, monkeypatch, written_page
+):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("2  A convolution is a sum of shifts: ")
@@ -163,18 +187,30 @@ def test_the_command_lists_lessons_writes_a_notebook_and_runs_a_lesson(
     assert main(["1", "--notebook", str(file)]) == 0
     assert json.loads(file.read_text(encoding="utf-8")) == notebook(read_page(PATHS[1]))
     assert capsys.readouterr().out == f"wrote {file}\n"
-    assert main(["1", "--notebook", str(file)]) == 0         # the same again
+    assert main(["1", "--notebook", str(file)]) == 0  # the same again
     file.write_text(answers := file.read_text().replace('"source": "', '"source": "My answer. ', 1))
     assert main(["1", "--notebook", str(file)]) == 2 and file.read_text() == answers
     assert "is there already, perhaps with answers; move it away" in capsys.readouterr().err
-    page = written_page(PAGE.replace("raise ValueError", "return ")
-                        + "\n```python train\nprint(dict(steps=1200, images=9))\n```\n")
+    page = written_page(
+        PAGE.replace("raise ValueError", "return ")
+        + "\n```python train\nprint(dict(steps=1200, images=9))\n```\n"
+    )
     monkeypatch.setattr(command, "lesson_paths", lambda: {7: page.path})
-    for flags, words in (([], "line 24 trains: not compared with the page, two steps\n"
-                          "    {'steps': 2, 'images': 2}\n"),
-                         (["--train"], "line 24 trains: not compared with the page\n"
-                          "    {'steps': 1200, 'images': 9}\n")):
+    for flags, words in (
+        (
+            [],
+            "line 24 trains: not compared with the page, two steps\n"
+            "    {'steps': 2, 'images': 2}\n",
+        ),
+        (
+            ["--train"],
+            "line 24 trains: not compared with the page\n    {'steps': 1200, 'images': 9}\n",
+        ),
+    ):
         assert main(["7", *flags]) == 0
-        assert re.fullmatch(r"line 4\n    0\.428\d+\nline 17\n" + re.escape(words)
-                            + r"2 blocks of code print what the page shows, in \d+ s\n",
-                            capsys.readouterr().out)
+        assert re.fullmatch(
+            r"line 4\n    0\.428\d+\nline 17\n"
+            + re.escape(words)
+            + r"2 blocks of code print what the page shows, in \d+ s\n",
+            capsys.readouterr().out,
+        )

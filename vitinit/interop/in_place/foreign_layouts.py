@@ -32,15 +32,16 @@ from ...init.views import Attentions, Block, Layout, SwinLayout, WindowBlock
 from ...mixing.filters import Grid
 from ...models.layers import PREFIX_TOKENS
 
-LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
+LAYERS = (  # the layers of Q, K and V, one where they are packed, and proj
     ("qkv", "proj"),
     ("q_proj", "k_proj", "v_proj", "proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
     ("q_proj", "k_proj", "v_proj", "out_proj"),
     ("attention.query", "attention.key", "attention.value", "output.dense"),
-    ("to_qkv", "to_out.0"))
+    ("to_qkv", "to_out.0"),
+)
 HEADS = ("num_heads", "num_attention_heads", "heads")
-NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
+NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")  # before the attention
 
 
 def layout_of(model: nn.Module | Attentions) -> Attentions:
@@ -52,38 +53,53 @@ def layout_of(model: nn.Module | Attentions) -> Attentions:
     if isinstance(model, Attentions):
         return model
     modules, paths = dict(model.named_modules()), block_paths(model)
-    blocks = [replace(block_of(modules[attention], norm_before(attention, block, modules)),
-                      around=modules[block]) for attention, block in paths.items()]
+    blocks = [
+        replace(
+            block_of(modules[attention], norm_before(attention, block, modules)),
+            around=modules[block],
+        )
+        for attention, block in paths.items()
+    ]
     windows = tuple(block for block in blocks if isinstance(block, WindowBlock))
     if len(windows) == len(blocks):
         return SwinLayout(model, windows)
 
     lists = {block.rpartition(".")[0] for block in paths.values()}
     if len(lists) > 1:
-        raise ValueError(f"the model has {len(lists)} lists of blocks: several grids of tokens, "
-                         "parallel blocks, or an encoder and a decoder")
+        raise ValueError(
+            f"the model has {len(lists)} lists of blocks: several grids of tokens, "
+            "parallel blocks, or an encoder and a decoder"
+        )
     dim = blocks[0].proj.shape[0]
     positions, tokens = [], []
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        name = path.removesuffix(".weight").rpartition(".")[2]           # .weight: nn.Embedding
+        name = path.removesuffix(".weight").rpartition(".")[2]  # .weight: nn.Embedding
         kind = SAME.get(name, name) if tensor.shape[-1:] == (dim,) else ""
         if kind == "pos_embed" and tensor.ndim > 1:
             positions.append(tensor)
         elif kind in PREFIX_TOKENS:
             tokens.append(tensor.detach())
     if len(positions) > 1:
-        raise ValueError(f"the model has {len(positions)} learned position embeddings, expected "
-                         "one, by which heads find their target")
-    if not positions:                                # rotary alone, as a probe will see
-        return Layout(model, tuple(blocks), blocks[0].proj.new_empty(0, dim),
-                      _grid(modules.values()), tokens=tuple(tokens))
+        raise ValueError(
+            f"the model has {len(positions)} learned position embeddings, expected "
+            "one, by which heads find their target"
+        )
+    if not positions:  # rotary alone, as a probe will see
+        return Layout(
+            model,
+            tuple(blocks),
+            blocks[0].proj.new_empty(0, dim),
+            _grid(modules.values()),
+            tokens=tuple(tokens),
+        )
     rows = positions[0].detach().flatten(0, -2)
     # All rows but those of 0 may be sines and cosines, whose squares add up to 1 by pairs.
     squares = rows.square().sum(1)
     waves = torch.isclose(squares[squares > 0], squares.new_tensor(dim / 2), rtol=1e-3).all()
     learned = isinstance(positions[0], nn.Parameter) and (positions[0].requires_grad or not waves)
-    return Layout(model, tuple(blocks), rows, _grid(modules.values(), len(rows)), bool(learned),
-                  tuple(tokens))
+    return Layout(
+        model, tuple(blocks), rows, _grid(modules.values(), len(rows)), bool(learned), tuple(tokens)
+    )
 
 
 def norm_before(attention: str, block: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -107,38 +123,53 @@ def block_paths(model: nn.Module) -> dict[str, str]:
     there are no others, or if their list holds blocks without one.
     """
     modules = dict(model.named_modules())
-    around = {}                                      # of each attention, what holds it, inwards
-    held: Counter[str] = Counter()                   # attentions, by the path of what holds them
+    around = {}  # of each attention, what holds it, inwards
+    held: Counter[str] = Counter()  # attentions, by the path of what holds them
     for path, module in modules.items():
         if isinstance(module, nn.MultiheadAttention) or _layers(module):
             around[path] = list(accumulate(path.split("."), "{}.{}".format))
             held.update(around[path])
-    blocks = {path: owner for path, owners in around.items() for owner in reversed(owners)
-              if held[owner] == 1 and isinstance(modules[owner.rpartition(".")[0]],
-                                                 (nn.ModuleList, nn.Sequential))}    # outermost
+    blocks = {
+        path: owner
+        for path, owners in around.items()
+        for owner in reversed(owners)
+        if held[owner] == 1
+        and isinstance(modules[owner.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
+    }  # outermost
     if not blocks:
-        raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, "
-                         "of a layout known here")
+        raise ValueError(
+            f"a {type(model).__name__} has no list of blocks with one attention each, "
+            "of a layout known here"
+        )
     for owner in {path.rpartition(".")[0] for path in blocks.values()}:
-        children = {f"{owner}.{name}".lstrip("."): child
-                    for name, child in modules[owner].named_children()}
+        children = {
+            f"{owner}.{name}".lstrip("."): child for name, child in modules[owner].named_children()
+        }
         kinds = {type(children[path]) for path in blocks.values() if path in children}
-        below = False                                # whether a block came before
+        below = False  # whether a block came before
         for path, child in children.items():
             below |= held[path] > 0
-            alike = (isinstance(modules[owner], nn.ModuleList) or type(child) in kinds
-                     or below and _is_branch(child))
+            alike = (
+                isinstance(modules[owner], nn.ModuleList)
+                or type(child) in kinds
+                or below
+                and _is_branch(child)
+            )
             if alike and not held[path] and any(True for _ in child.parameters()):
-                raise ValueError(f"{path}, a {type(child).__name__}, has no attention of a layout "
-                                 "known here, as others of its list have")
+                raise ValueError(
+                    f"{path}, a {type(child).__name__}, has no attention of a layout "
+                    "known here, as others of its list have"
+                )
     return blocks
 
 
 def _is_branch(module: nn.Module) -> bool:
     """Whether a module may be a block: it holds a LayerNorm, and a layer of as many outputs."""
     widths = {norm.normalized_shape for norm in module.modules() if isinstance(norm, nn.LayerNorm)}
-    return any(isinstance(layer, nn.Linear) and (layer.out_features,) in widths
-               for layer in module.modules())
+    return any(
+        isinstance(layer, nn.Linear) and (layer.out_features,) in widths
+        for layer in module.modules()
+    )
 
 
 def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
@@ -147,16 +178,20 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
     Raises ValueError for another layout or norm, and for layers that are not nn.Linear.
     """
     if not isinstance(norm, nn.LayerNorm):
-        raise ValueError("a block has no LayerNorm before its attention (post-norm, or another "
-                         "norm)")
+        raise ValueError(
+            "a block has no LayerNorm before its attention (post-norm, or another norm)"
+        )
     kind = type(attention).__name__
-    if any(not isinstance(getattr(attention, name, None), (nn.Identity, NoneType))
-           for name in ("q_norm", "k_norm")):
+    if any(
+        not isinstance(getattr(attention, name, None), (nn.Identity, NoneType))
+        for name in ("q_norm", "k_norm")
+    ):
         raise ValueError(f"{kind} normalises queries and keys, which would undo what is written")
     if isinstance(attention, nn.MultiheadAttention):
         if attention.in_proj_weight is None or attention.bias_k is not None:
-            raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not "
-                             "covered")
+            raise ValueError(
+                "an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not covered"
+            )
         proj: nn.Module = attention.out_proj
         weights: list[Tensor] = [attention.in_proj_weight]
         biases: list[Tensor | None] = [attention.in_proj_bias]
@@ -165,43 +200,69 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         linear = [as_linear(layer, kind) for layer in layers]
         weights, biases = [layer.weight for layer in linear], [layer.bias for layer in linear]
     proj = as_linear(proj, kind)
-    owners = (attention, getattr(attention, "attention", None))      # the second: transformers 4
-    heads = next((getattr(owner, name) for owner in owners for name in HEADS
-                  if hasattr(owner, name)), None)
+    owners = (attention, getattr(attention, "attention", None))  # the second: transformers 4
+    heads = next(
+        (getattr(owner, name) for owner in owners for name in HEADS if hasattr(owner, name)), None
+    )
     if heads is None:
         raise ValueError(f"{kind} does not say how many heads it has, by {' or '.join(HEADS)}")
     rows, inner = sum(map(len, weights)), proj.weight.shape[1]
-    if rows != 3 * inner or inner % heads:           # shared keys, or keys and values alone
-        raise ValueError(f"{kind} has {rows} rows of Q, K and V for {heads} heads of {inner} "
-                         f"channels, expected {3 * inner}")
-    if len(weights) == 1:                            # Q, K and V in one
+    if rows != 3 * inner or inner % heads:  # shared keys, or keys and values alone
+        raise ValueError(
+            f"{kind} has {rows} rows of Q, K and V for {heads} heads of {inner} "
+            f"channels, expected {3 * inner}"
+        )
+    if len(weights) == 1:  # Q, K and V in one
         weights = list(weights[0].chunk(3))
-        apart = [getattr(attention, name, None) for name in ("q_bias", "v_bias")]    # EVA
+        apart = [getattr(attention, name, None) for name in ("q_bias", "v_bias")]  # EVA
         biases = [apart[0], None, apart[1]] if biases[0] is None else list(biases[0].chunk(3))
     q, k, v = (weight.detach().unflatten(0, (heads, -1)) for weight in weights)
-    q_bias, k_bias, v_bias = (None if bias is None else bias.detach().unflatten(0, (heads, -1))
-                              for bias in biases)
-    block = Block(q, k, v, proj.weight.detach().unflatten(1, (heads, -1)), q_bias, k_bias, v_bias,
-                  None if proj.bias is None else proj.bias.detach(), norm, attention,
-                  rotation_of(attention))
+    q_bias, k_bias, v_bias = (
+        None if bias is None else bias.detach().unflatten(0, (heads, -1)) for bias in biases
+    )
+    block = Block(
+        q,
+        k,
+        v,
+        proj.weight.detach().unflatten(1, (heads, -1)),
+        q_bias,
+        k_bias,
+        v_bias,
+        None if proj.bias is None else proj.bias.detach(),
+        norm,
+        attention,
+        rotation_of(attention),
+    )
     table = getattr(attention, "relative_position_bias_table", None)
     window = stated(attention, "window_size", "window")
     index = getattr(attention, "relative_position_index", None)
-    if not isinstance(table, nn.Parameter) or index is None or window is None or (
-            index.numel() != math.prod(window)**2            # BEiT's has the class token, too
-            or len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)):
+    if (
+        not isinstance(table, nn.Parameter)
+        or index is None
+        or window is None
+        or (
+            index.numel() != math.prod(window) ** 2  # BEiT's has the class token, too
+            or len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)
+        )
+    ):
         return block
-    return WindowBlock(**vars(block), window=window, bias_table=table.detach(),
-                       bias_rows=index.view(math.prod(window), -1))
+    return WindowBlock(
+        **vars(block),
+        window=window,
+        bias_table=table.detach(),
+        bias_rows=index.view(math.prod(window), -1),
+    )
 
 
 def as_linear(layer: nn.Module, attention: str) -> nn.Linear:
     """The layer itself; raises ValueError for one of LoRA, or a quantised one."""
     if not isinstance(layer, nn.Linear):
         library = type(layer).__module__.partition(".")[0]
-        raise ValueError(f"{attention} has a {type(layer).__name__}"
-                         f"{f' of {library}' * (library != 'torch')} where nn.Linear is expected "
-                         "for Q, K, V or proj")
+        raise ValueError(
+            f"{attention} has a {type(layer).__name__}"
+            f"{f' of {library}' * (library != 'torch')} where nn.Linear is expected "
+            "for Q, K, V or proj"
+        )
     return layer
 
 
@@ -252,10 +313,12 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
     if patch is None and convolution is not None and convolution in embedding:
         patch = convolution.stride[0], convolution.stride[1]
     grid, merged = layout.grids[-1], 1
-    if isinstance(layout, SwinLayout):               # channels double by stage, as tokens merge
+    if isinstance(layout, SwinLayout):  # channels double by stage, as tokens merge
         merged = blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
-    size = next(filter(None, (stated(owner, "image_size", "img_size") for owner in owners)),
-                patch and all(grid) and (merged * grid[0] * patch[0], merged * grid[1] * patch[1]))
+    size = next(
+        filter(None, (stated(owner, "image_size", "img_size") for owner in owners)),
+        patch and all(grid) and (merged * grid[0] * patch[0], merged * grid[1] * patch[1]),
+    )
     if size and convolution is not None:
         return convolution.in_channels, *size
     if size and patch and embedding and isinstance(embedding[0], nn.Linear):

@@ -19,7 +19,7 @@ from ...mixing import run
 from ...mixing.filters import Grid
 from ...models.rotary import Rotary
 
-TOLERANCE = 1e-3        # by which what is computed may differ from what is expected, relatively
+TOLERANCE = 1e-3  # by which what is computed may differ from what is expected, relatively
 PRODUCTS = {F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -34,15 +34,18 @@ def passed(model: nn.Module, images: Tensor, **hooks: Any) -> None:
     except Reached:
         pass
     except Exception as error:
-        raise ValueError(f"an image of the shape {tuple(images.shape[1:])} does not pass through "
-                         f"the model ({in_brief(error, 80)}); give images= of the size that it "
-                         "takes, or describe it by a Layout") from error
+        raise ValueError(
+            f"an image of the shape {tuple(images.shape[1:])} does not pass through "
+            f"the model ({in_brief(error, 80)}); give images= of the size that it "
+            "takes, or describe it by a Layout"
+        ) from error
 
 
 def close(value: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are of one shape, and agree but for rounding."""
     return value.shape == expected.shape and bool(
-        (value - expected).abs().max() <= TOLERANCE * (expected.abs().max() + 1e-6))
+        (value - expected).abs().max() <= TOLERANCE * (expected.abs().max() + 1e-6)
+    )
 
 
 class _Products(TorchFunctionMode):
@@ -52,8 +55,9 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.factors: list[Tensor] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (),
-                           kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if function in PRODUCTS:
             self.factors.append(args[0] if args else (kwargs or {})["query"])
         return function(*args, **(kwargs or {}))
@@ -62,8 +66,10 @@ class _Products(TorchFunctionMode):
 def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
     """The blocks, with the rotation that each is seen to make of its queries, if all do."""
     blocks = layout.blocks
-    if layout.rotary or any(block.attention is None or type(block.attention) is
-                            nn.MultiheadAttention for block in blocks):          # which never turns
+    if layout.rotary or any(
+        block.attention is None or type(block.attention) is nn.MultiheadAttention
+        for block in blocks
+    ):  # which never turns
         return blocks
     projections: dict[nn.Module, Tensor] = {}
     rotations: dict[nn.Module, Rotation | None] = {}
@@ -81,15 +87,21 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
 
     products = _Products()
     with products:
-        passed(layout.model, images, after={
-            **{block.norm: partial(project, block) for block in blocks},
-            **{block.attention: partial(compare, block) for block in blocks}})
+        passed(
+            layout.model,
+            images,
+            after={
+                **{block.norm: partial(project, block) for block in blocks},
+                **{block.attention: partial(compare, block) for block in blocks},
+            },
+        )
     turned = [rotations.get(block.norm) for block in blocks]
     if None in turned and any(turned):
-        raise ValueError(f"{len(turned) - turned.count(None)} of {len(turned)} blocks turn their "
-                         "queries by their places, expected all or none")
-    return tuple(replace(block, rotation=rotation)
-                 for block, rotation in zip(blocks, turned))
+        raise ValueError(
+            f"{len(turned) - turned.count(None)} of {len(turned)} blocks turn their "
+            "queries by their places, expected all or none"
+        )
+    return tuple(replace(block, rotation=rotation) for block, rotation in zip(blocks, turned))
 
 
 def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
@@ -99,17 +111,19 @@ def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
     """
     channels = torch.arange(queries.shape[-1] // 2 * 2)
     for pairs in (channels.view(-1, 2), channels.view(2, -1).T):
-        before, after = (torch.view_as_complex(x[..., pairs].contiguous())
-                         for x in (queries, turned))
+        before, after = (
+            torch.view_as_complex(x[..., pairs].contiguous()) for x in (queries, turned)
+        )
         turns = torch.view_as_real((before.conj() * after).sum(0).sgn()).transpose(0, 1)
         rotation, scale = Rotation(pairs, turns.contiguous()), turned.norm() / queries.norm()
         if close(rotation(queries) * scale, turned) and not close(queries * scale, turned):
-            return rotation                          # turns: (T, h, d / 2, 2)
+            return rotation  # turns: (T, h, d / 2, 2)
     return None
 
 
-def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images: Tensor,
-                    grid: Grid, rng: Generator) -> None:
+def require_formula(
+    layout: Attentions, attentions: Sequence[nn.Module], images: Tensor, grid: Grid, rng: Generator
+) -> None:
     """Draw the weights of each attention at random, for a while, and compare it with its formula.
 
     attentions: of the blocks. Raises ValueError if one does not read the output of its norm, or
@@ -118,14 +132,18 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
     """
     read = {}
     calls: Counter[nn.Module] = Counter()
-    others = []                                      # which compute something else
+    others = []  # which compute something else
     pairs = list(zip(attentions, layout.blocks))
-    saved = {weight: weight.clone() for attention, block in pairs
-             for part in (*attention.modules(), block.norm) if not isinstance(part, Rotary)
-             for weight in part.parameters(recurse=False)}
-    for weight in saved:                             # so that logits are about 1
+    saved = {
+        weight: weight.clone()
+        for attention, block in pairs
+        for part in (*attention.modules(), block.norm)
+        if not isinstance(part, Rotary)
+        for weight in part.parameters(recurse=False)
+    }
+    for weight in saved:  # so that logits are about 1
         draw = torch.randn(weight.shape, generator=rng)
-        weight.copy_(draw * weight[0].numel()**-0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
+        weight.copy_(draw * weight[0].numel() ** -0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
         calls[norm] += 1
@@ -134,7 +152,7 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
     def compare(attention: nn.Module, block: Block, _: tuple, output: Any) -> None:
         output, y = output[0] if isinstance(output, tuple) else output, read.get(block.norm)
         calls[attention] += 1
-        results: Iterable[tuple[Tensor, Tensor]] = ()        # of the attention, and of the formula
+        results: Iterable[tuple[Tensor, Tensor]] = ()  # of the attention, and of the formula
         if y is not None and isinstance(block, WindowBlock):
             results = within_windows(block, y, output, grid)
         elif y is not None:
@@ -142,30 +160,42 @@ def require_formula(layout: Attentions, attentions: Sequence[nn.Module], images:
         if not any(close(*pair) for pair in results):
             others.append(block)
 
-    passed(layout.model, images, after={
-        **{block.norm: partial(keep, block.norm) for block in layout.blocks},
-        **{attention: partial(compare, attention, block) for attention, block in pairs}})
+    passed(
+        layout.model,
+        images,
+        after={
+            **{block.norm: partial(keep, block.norm) for block in layout.blocks},
+            **{attention: partial(compare, attention, block) for attention, block in pairs},
+        },
+    )
     for weight, value in saved.items():
         weight.copy_(value)
     for module in (*attentions, *(block.norm for block in layout.blocks)):
         if (times := calls[module]) != 1:
-            raise ValueError("the attention of a block, or the norm before it, "
-                             f"{type(module).__name__}, is called {times} times in a forward pass, "
-                             "expected once")
+            raise ValueError(
+                "the attention of a block, or the norm before it, "
+                f"{type(module).__name__}, is called {times} times in a forward pass, "
+                "expected once"
+            )
     counts = [read[block.norm].shape[1] for block in layout.blocks]
     if isinstance(layout, Layout) and min(counts) < counts[0]:
-        raise ValueError(f"a block has {min(counts)} tokens, and the first one {counts[0]}: tokens "
-                         "are merged, or left out, between them")
+        raise ValueError(
+            f"a block has {min(counts)} tokens, and the first one {counts[0]}: tokens "
+            "are merged, or left out, between them"
+        )
     if others:
-        raise ValueError(f"the attention of {len(others)} of {len(attentions)} blocks computes "
-                         "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
-                         "(relative or other rotary positions, or rotary ones in half precision, "
-                         "norms of Q and K, masks, gates, post-norm or parallel blocks, another "
-                         "scale, images= with room for no whole shifted window)")
+        raise ValueError(
+            f"the attention of {len(others)} of {len(attentions)} blocks computes "
+            "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
+            "(relative or other rotary positions, or rotary ones in half precision, "
+            "norms of Q and K, masks, gates, post-norm or parallel blocks, another "
+            "scale, images= with room for no whole shifted window)"
+        )
 
 
-def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: Grid
-                   ) -> Iterator[tuple[Tensor, Tensor]]:
+def within_windows(
+    block: WindowBlock, y: Tensor, output: Tensor, grid: Grid
+) -> Iterator[tuple[Tensor, Tensor]]:
     """What a Swin's attention makes of its norm's output y, and what the formula does, by shift.
 
     y: (n, H, W, D), or (n, H·W, D), with H : W as in `grid`. output: the same, or by windows. Each
@@ -173,19 +203,31 @@ def within_windows(block: WindowBlock, y: Tensor, output: Tensor, grid: Grid
     """
     down, across = block.window
     if y.ndim == 3:
-        y = y.unflatten(1, (round((y.shape[1] * grid[0] / grid[1])**0.5), -1))
+        y = y.unflatten(1, (round((y.shape[1] * grid[0] / grid[1]) ** 0.5), -1))
     _, height, width, _ = y.shape
     of_windows = len(output) != len(y)
-    if of_windows:                                   # which are padded, and shifted already
-        output = rearrange(output, "(n r c) (i j) d -> n (r i) (c j) d", i=down, j=across,
-                           n=len(y), r=-(-height // down))
+    if of_windows:  # which are padded, and shifted already
+        output = rearrange(
+            output,
+            "(n r c) (i j) d -> n (r i) (c j) d",
+            i=down,
+            j=across,
+            n=len(y),
+            r=-(-height // down),
+        )
     elif output.ndim == 3:
         output = output.unflatten(1, (height, width))
     for below, right in product({0, down // 2}, {0, across // 2}):
         rows, columns = (height - below) // down, (width - right) // across
         back = partial(torch.roll, shifts=(-below, -right), dims=(1, 2))
         if rows and columns:
-            inside, made = (rearrange(x[:, :rows * down, :columns * across],
-                                      "n (r i) (c j) d -> (n r c) (i j) d", i=down, j=across)
-                            for x in (back(y), output if of_windows else back(output)))
+            inside, made = (
+                rearrange(
+                    x[:, : rows * down, : columns * across],
+                    "n (r i) (c j) d -> (n r c) (i j) d",
+                    i=down,
+                    j=across,
+                )
+                for x in (back(y), output if of_windows else back(output))
+            )
             yield made, block.output(inside)

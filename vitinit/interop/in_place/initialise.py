@@ -31,8 +31,16 @@ Describing = Callable[[nn.Module], Attentions]
 
 
 @torch.autocast("cpu", enabled=False)
-def init_(model: nn.Module, name: str, *, generator: Generator, base: str | None = None,
-          images: Tensor | None = None, layout: Describing = layout_of, **options: Any) -> Report:
+def init_(
+    model: nn.Module,
+    name: str,
+    *,
+    generator: Generator,
+    base: str | None = None,
+    images: Tensor | None = None,
+    layout: Describing = layout_of,
+    **options: Any,
+) -> Report:
     """Initialise a ViT or a Swin of any library in place by the init `name`.
 
     name: one of `INITS` that is defined for the ViT, or for the Swin, of this package.
@@ -56,10 +64,18 @@ def init_(model: nn.Module, name: str, *, generator: Generator, base: str | None
     targets, mass, mass_on_images = measured(vit, name, options, images)
     written, notes = write_back(model, vit.model)
     description = recognised(model, vit)
-    return Report(**vars(description), init=name, written=written, notes=notes, images=count,
-                  kept=sum(1 for _ in tensors(model)) - len(written), targets=targets, mass=mass,
-                  mass_on_images=mass_on_images,
-                  uniform=1.0 / math.prod(description.grid))
+    return Report(
+        **vars(description),
+        init=name,
+        written=written,
+        notes=notes,
+        images=count,
+        kept=sum(1 for _ in tensors(model)) - len(written),
+        targets=targets,
+        mass=mass,
+        mass_on_images=mass_on_images,
+        uniform=1.0 / math.prod(description.grid),
+    )
 
 
 def impulse_(model: nn.Module, *, generator: Generator, **options: Any) -> Report:
@@ -78,8 +94,9 @@ def deep_impulse_(model: nn.Module, *, generator: Generator, **options: Any) -> 
 
 
 @torch.autocast("cpu", enabled=False)
-def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describing = layout_of
-             ) -> Description:
+def describe(
+    model: nn.Module, *, images: Tensor | None = None, layout: Describing = layout_of
+) -> Description:
     """What is recognised of a model, or why nothing, and which inits fit. Changes nothing.
 
     The model is probed as by the inits themselves; images, layout: see `init_`.
@@ -94,8 +111,8 @@ def describe(model: nn.Module, *, images: Tensor | None = None, layout: Describi
         images = noise_images(vit, 1, rng)
     for init in ("impulse", "mimetic", "deep_impulse"):
         try:
-            init_function(init, family_of(vit))      # raises if there is none
-            if init != "mimetic":                    # which fits whatever passed the probe
+            init_function(init, family_of(vit))  # raises if there is none
+            if init != "mimetic":  # which fits whatever passed the probe
                 write(vit, init, rng, None, images, {})
             fits.append((init, ""))
         except (ValueError, RuntimeError) as error:
@@ -126,23 +143,30 @@ def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> Atten
             stated = with_blocks(stated)
         return probe(stated, images, by_hand=layout is not layout_of)
     except Exception as error:
-        kind = "" if isinstance(error, ValueError) else (
-            f"a {type(model).__name__} is of no layout known here: {type(error).__name__}: ")
+        kind = (
+            ""
+            if isinstance(error, ValueError)
+            else (f"a {type(model).__name__} is of no layout known here: {type(error).__name__}: ")
+        )
         raise ValueError(one_line(kind + str(error))) from error
 
 
 def with_blocks(layout: Attentions) -> Attentions:
-    """A layout that the user has written, with the blocks around its attentions, if they are seen.
-    """
+    """A layout that the user has written, with the blocks around its attentions, if they are seen."""
     modules = dict(layout.model.named_modules())
     try:
-        around = {modules[path]: modules[block]
-                  for path, block in block_paths(layout.model).items()}
+        around = {
+            modules[path]: modules[block] for path, block in block_paths(layout.model).items()
+        }
     except ValueError:
         return layout
-    return replace(layout, blocks=tuple(
-        replace(block, around=block.around or (block.attention and around.get(block.attention)))
-        for block in layout.blocks))
+    return replace(
+        layout,
+        blocks=tuple(
+            replace(block, around=block.around or (block.attention and around.get(block.attention)))
+            for block in layout.blocks
+        ),
+    )
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -155,15 +179,20 @@ def copied(model: nn.Module) -> nn.Module:
     """A copy on the CPU, in float64 or float32; ValueError for what is sharded or quantised."""
     for name, tensor in tensors(model):
         kind = type(tensor).__name__
-        if kind not in ("Tensor", "Parameter", "Buffer") or tensor.device.type == "meta" or (
-                kind == "Parameter" and not tensor.is_floating_point()):
-            raise ValueError(f"{name} is a {kind} of {str(tensor.dtype).removeprefix('torch.')} on "
-                             f"{tensor.device}; initialise before sharding or quantising, and "
-                             'after model.to_empty(device="cpu"), with base="default" then')
+        if (
+            kind not in ("Tensor", "Parameter", "Buffer")
+            or tensor.device.type == "meta"
+            or (kind == "Parameter" and not tensor.is_floating_point())
+        ):
+            raise ValueError(
+                f"{name} is a {kind} of {str(tensor.dtype).removeprefix('torch.')} on "
+                f"{tensor.device}; initialise before sharding or quantising, and "
+                'after model.to_empty(device="cpu"), with base="default" then'
+            )
     wide = any(tensor.dtype == torch.float64 for tensor in model.parameters())
     try:
         work = copy.deepcopy(model)
-    except (RuntimeError, TypeError) as error:       # weights that are computed from others
+    except (RuntimeError, TypeError) as error:  # weights that are computed from others
         raise ValueError(f"the model cannot be copied ({in_brief(error, 80)})") from error
     return work.to("cpu", torch.float64 if wide else torch.float32)
 
@@ -173,40 +202,65 @@ def require_views(layout: Attentions, model: nn.Module) -> None:
     storages = {tensor.untyped_storage().data_ptr() for _, tensor in tensors(model)}
     views = [view for part in (layout, *layout.blocks) for view in vars(part).values()]
     views += layout.tokens if isinstance(layout, Layout) else ()
-    if any(view.untyped_storage().data_ptr() not in storages for view in views
-           if isinstance(view, Tensor) and view.numel()):
-        raise ValueError("not all tensors of the layout are views of parameters of the model that "
-                         "the layout is asked for (some weights are computed from others, or are "
-                         "another model's)")
+    if any(
+        view.untyped_storage().data_ptr() not in storages
+        for view in views
+        if isinstance(view, Tensor) and view.numel()
+    ):
+        raise ValueError(
+            "not all tensors of the layout are views of parameters of the model that "
+            "the layout is asked for (some weights are computed from others, or are "
+            "another model's)"
+        )
     if isinstance(layout, SwinLayout):
         for block in layout.blocks:
-            block.bias_row((0, 0))                   # raises if the table is of another kind
+            block.bias_row((0, 0))  # raises if the table is of another kind
 
 
 def recognised(model: nn.Module, vit: Attentions) -> Description:
     """The sizes of a layout, and what was checked."""
     heads, head_dim, _ = vit.blocks[0].q.shape
-    return Description(model=type(model).__name__, blocks=len(vit.blocks), heads=heads,
-                       head_dim=head_dim, grid=vit.grids[0], in_windows=isinstance(vit, SwinLayout),
-                       prefix_tokens=vit.prefix, checked=vit.checked)
+    return Description(
+        model=type(model).__name__,
+        blocks=len(vit.blocks),
+        heads=heads,
+        head_dim=head_dim,
+        grid=vit.grids[0],
+        in_windows=isinstance(vit, SwinLayout),
+        prefix_tokens=vit.prefix,
+        checked=vit.checked,
+    )
 
 
-def write(vit: Attentions, name: str, generator: Generator, base: str | None,
-          images: Tensor | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def write(
+    vit: Attentions,
+    name: str,
+    generator: Generator,
+    base: str | None,
+    images: Tensor | None,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
     function, given = init_function(name, family_of(vit)), dict[str, Any]()
-    whole = name in (*BASES, "whitened")             # which write beside what a layout lists
+    whole = name in (*BASES, "whitened")  # which write beside what a layout lists
     complete = with_defaults(function, options)
     if "images" in complete:
         given["images"] = None if images is None else images.detach().to(vit.blocks[0].q)
     if base is not None:
         options = {**options, "base": base}
     elif "base" in complete:
-        given["base"] = None                         # which is no word of the option
-        if not whole and generator.device.type == "cpu":     # else `apply` refuses it
+        given["base"] = None  # which is no word of the option
+        if not whole and generator.device.type == "cpu":  # else `apply` refuses it
             prepare(vit, name, complete, generator)
-    apply(function, vit.model, vit.model if whole else vit, options, name=name,
-          generator=generator, **given)
+    apply(
+        function,
+        vit.model,
+        vit.model if whole else vit,
+        options,
+        name=name,
+        generator=generator,
+        **given,
+    )
     return complete
 
 
@@ -227,15 +281,20 @@ def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: G
 @torch.no_grad()
 def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the tensors in which `work` differs to the model: their names, and notes about them."""
-    computed = dict(tensors(work))                   # and buffers that a forward pass has made
-    changed = [(name, old, new) for name, old in tensors(model)
-               if (new := computed.get(name)) is not None
-               and not torch.allclose(old.to(new), new, rtol=0.0, atol=0.0, equal_nan=True)]
+    computed = dict(tensors(work))  # and buffers that a forward pass has made
+    changed = [
+        (name, old, new)
+        for name, old in tensors(model)
+        if (new := computed.get(name)) is not None
+        and not torch.allclose(old.to(new), new, rtol=0.0, atol=0.0, equal_nan=True)
+    ]
     for name, old, new in changed:
         if not new.to(old.dtype).isfinite().all():
-            raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "
-                             "what the init writes; initialise in float32 and convert then")
-    before = [old.clone() for _, old, _ in changed]      # all, as memory may run out
+            raise ValueError(
+                f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "
+                "what the init writes; initialise in float32 and convert then"
+            )
+    before = [old.clone() for _, old, _ in changed]  # all, as memory may run out
     try:
         for _, old, new in changed:
             old.copy_(new)
@@ -246,11 +305,18 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
     written = {name: old for name, old, _ in changed}
     every = dict(model.named_parameters(remove_duplicate=False))
     notes = {
-        "frozen, and written nevertheless": [name for name, tensor in every.items()
-                                             if name in written and not tensor.requires_grad],
-        "tied to what was written": [name for name, tensor in every.items() if name not in written
-                                     and any(tensor is old for old in written.values())],
+        "frozen, and written nevertheless": [
+            name for name, tensor in every.items() if name in written and not tensor.requires_grad
+        ],
+        "tied to what was written": [
+            name
+            for name, tensor in every.items()
+            if name not in written and any(tensor is old for old in written.values())
+        ],
         "rounded from what was computed, of which the mass is": [
-            name for name, old, new in changed if old.dtype != new.dtype]}
-    return tuple(written), tuple(f"{note}: {patterns(names)}" for note, names in notes.items()
-                                 if names)
+            name for name, old, new in changed if old.dtype != new.dtype
+        ],
+    }
+    return tuple(written), tuple(
+        f"{note}: {patterns(names)}" for note, names in notes.items() if names
+    )

@@ -20,9 +20,9 @@ from ...mixing.filters import Grid
 from .foreign_layouts import image_shape_of
 from .formula import TOLERANCE, Reached, close, passed, require_formula, turned_blocks
 
-FEW = 2                 # images on which the formula is checked
+FEW = 2  # images on which the formula is checked
 MOST_PREFIX_TOKENS = 32
-AT_ONCE = 16            # images that pass through the patch embedding together
+AT_ONCE = 16  # images that pass through the patch embedding together
 
 
 @torch.no_grad()
@@ -37,22 +37,30 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
     rng, where = Generator().manual_seed(0), "white noise"
     if images is not None:
         where = f"{min(FEW, len(images))} images"
-    elif by_hand and isinstance(layout, Layout) and all(layout.grid) and (
-            not image_shape_of(layout)):
-        return replace(layout, prefix=max(0, len(layout.pos_embed) - len(layout.positions)),
-                       checked="nothing was checked, as the Layout states no image_shape")
+    elif (
+        by_hand and isinstance(layout, Layout) and all(layout.grid) and (not image_shape_of(layout))
+    ):
+        return replace(
+            layout,
+            prefix=max(0, len(layout.pos_embed) - len(layout.positions)),
+            checked="nothing was checked, as the Layout states no image_shape",
+        )
     else:
         images = noise_images(replace(layout, image_shape=image_shape_of(layout)), FEW, rng)
     first = layout.blocks[0]
     images = images[:FEW].detach().to(first.q)
-    x = entering(layout, images)[first.norm]         # (n, T, D), (T, n, D) or a Swin's map
+    x = entering(layout, images)[first.norm]  # (n, T, D), (T, n, D) or a Swin's map
     count = by_image(x, len(images)).shape[1]
     grid = grid_of(layout, images[0], count, rng)
     channels, height, width = images.shape[1:]
     layout, what = replace(layout, image_shape=(channels, height, width)), "grid, order"
     if isinstance(layout, Layout):
-        layout = replace(layout, grid=grid, prefix=count - prod(grid),
-                         sequence_first=x.ndim == 3 and len(x) != len(images))
+        layout = replace(
+            layout,
+            grid=grid,
+            prefix=count - prod(grid),
+            sequence_first=x.ndim == 3 and len(x) != len(images),
+        )
         if len(layout.pos_embed):
             layout = replace(layout, entry=entry_of(layout, images[:1], rng))
             what += ", positions"
@@ -64,10 +72,12 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
         what += " and formula"
     if isinstance(layout, Layout):
         if not (len(layout.pos_embed) or layout.rotary):
-            raise ValueError("the model has no learned position embedding, and turns no queries, "
-                             "by which heads find their target")
+            raise ValueError(
+                "the model has no learned position embedding, and turns no queries, "
+                "by which heads find their target"
+            )
         if layout.rotary and first.k_bias is None:
-            stream_of(layout)                        # raises if MLPs have no norm of their own
+            stream_of(layout)  # raises if MLPs have no norm of their own
     return replace(layout, checked=f"{what} checked on {where}")
 
 
@@ -82,12 +92,20 @@ def entering(layout: Attentions, images: Tensor) -> dict[nn.LayerNorm, Tensor]:
             read.setdefault(module, x.clone())
         if module is first or outside and module is attention:
             raise Reached
-    passed(layout.model, images, before={
-        module: partial(keep, module) for module in layout.model.modules()
-        if isinstance(module, nn.LayerNorm) or module is attention})
+
+    passed(
+        layout.model,
+        images,
+        before={
+            module: partial(keep, module)
+            for module in layout.model.modules()
+            if isinstance(module, nn.LayerNorm) or module is attention
+        },
+    )
     if first not in read:
-        raise ValueError("the first attention is called before its norm: post-norm blocks, or "
-                         "another norm")
+        raise ValueError(
+            "the first attention is called before its norm: post-norm blocks, or another norm"
+        )
     return read
 
 
@@ -105,32 +123,42 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
     column, and change no other token. Raises ValueError.
     """
     height, width = image.shape[1:]
-    least, most, stated, fixed = count, count, (0, 0), False         # tokens of patches, their grid
+    least, most, stated, fixed = count, count, (0, 0), False  # tokens of patches, their grid
     if isinstance(layout, Layout):
         stated, fixed = layout.grid, len(layout.pos_embed) > 0
         most = min(count, len(layout.pos_embed)) if fixed else count
         least = most - MOST_PREFIX_TOKENS
-    for grid in [stated] if all(stated) and fixed else sorted(           # square patches first
+    for grid in (
+        [stated]
+        if all(stated) and fixed
+        else sorted(  # square patches first
             product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
-            key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1]))):
+            key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1])),
+        )
+    ):
         cells = prod(grid)
         if not least <= cells <= most or height % grid[0] or width % grid[1]:
             continue
         for axis, side in enumerate(grid):
             strips = torch.eye(side).bool().repeat_interleave(image.shape[1 + axis] // side, dim=1)
-            change = changes(layout, image, strips.unflatten(1, (1, -1, 1) if axis == 0 else
-                                                             (1, 1, -1)), rng)
-            share = change[:, -cells:] / change[:, -cells:].sum(0)       # (strips, N)
+            change = changes(
+                layout, image, strips.unflatten(1, (1, -1, 1) if axis == 0 else (1, 1, -1)), rng
+            )
+            share = change[:, -cells:] / change[:, -cells:].sum(0)  # (strips, N)
             place = (torch.arange(side).to(share) @ share).unflatten(0, grid)
-            if not (place.diff(dim=axis) > 0).all() or (
-                    change[:, :-cells] > TOLERANCE * change.max()).any():
+            if (
+                not (place.diff(dim=axis) > 0).all()
+                or (change[:, :-cells] > TOLERANCE * change.max()).any()
+            ):
                 break
         else:
             return grid
-    raise ValueError(f"in images of {height}×{width}, no grid of patches is seen in which each has "
-                     "a token of its own, in the order of rows, and no tokens follow those of the "
-                     f"patches{f' (the model states {stated[0]}×{stated[1]})' * all(stated)}; "
-                     "give images= of the size that it takes")
+    raise ValueError(
+        f"in images of {height}×{width}, no grid of patches is seen in which each has "
+        "a token of its own, in the order of rows, and no tokens follow those of the "
+        f"patches{f' (the model states {stated[0]}×{stated[1]})' * all(stated)}; "
+        "give images= of the size that it takes"
+    )
 
 
 def changes(layout: Attentions, image: Tensor, masks: Tensor, rng: Generator) -> Tensor:
@@ -155,12 +183,17 @@ def entry_of(vit: Layout, image: Tensor, rng: Generator) -> nn.Module:
     vit.pos_embed.add_(step)
     after = entering(vit, image)
     vit.pos_embed.copy_(as_it_was)
-    norms = [norm for norm, x in before.items()      # which read the sum
-             if close(by_image(after[norm], 1)[0, -cells:] - x[-cells:], step[-cells:].to(x))]
+    norms = [
+        norm
+        for norm, x in before.items()  # which read the sum
+        if close(by_image(after[norm], 1)[0, -cells:] - x[-cells:], step[-cells:].to(x))
+    ]
     if first in norms:
         return nn.Identity()
     for norm in norms:
         if close(norm(before[norm]), before[first]):
             return norm
-    raise ValueError("the rows of the position embedding are not added to the tokens of the "
-                     "patches, row by row and as they are, before the first block")
+    raise ValueError(
+        "the rows of the position embedding are not added to the tokens of the "
+        "patches, row by row and as they are, before the first block"
+    )

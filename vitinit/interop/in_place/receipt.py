@@ -15,8 +15,9 @@ from ...watch.mass import Masses, Targets, decimal, has_targets, masses_on, targ
 
 
 @torch.no_grad()
-def measured(vit: Attentions, name: str, options: Mapping[str, Any],
-             images: Tensor | None) -> tuple[Targets, Masses, Masses]:
+def measured(
+    vit: Attentions, name: str, options: Mapping[str, Any], images: Tensor | None
+) -> tuple[Targets, Masses, Masses]:
     """The targets of a model of any library, and the masses on them; empty where there are none.
 
     options: all options of the init. The first masses are on positions alone, for a Swin on its
@@ -33,11 +34,14 @@ def measured(vit: Attentions, name: str, options: Mapping[str, Any],
     assert isinstance(vit, Layout)
     y = vit.entry(vit.positions[None])
     targets, masses = masses_on(
-        aimed, [block.mixing_weights(block.norm(y))[0] for block in blocks], grids)
+        aimed, [block.mixing_weights(block.norm(y))[0] for block in blocks], grids
+    )
     if images is None:
         return targets, masses, ()
-    readers = [(block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
-               for block in blocks]
+    readers = [
+        (block.norm, lambda _, y, block=block: block.mixing_weights(vit.batch_first(y)))
+        for block in blocks
+    ]
     shares = mean_shares(vit.model, images.detach().to(blocks[0].q), readers, grids)
     aimed = [[[offset] for offset in of_block] for of_block in targets]
     return targets, masses, masses_on(aimed, shares, grids)[1]
@@ -47,28 +51,35 @@ def measured(vit: Attentions, name: str, options: Mapping[str, Any],
 class Description:
     """What has been recognised of a model; `describe` returns it."""
 
-    model: str                  # the model's class
-    reason: str = ""            # why nothing was recognised
+    model: str  # the model's class
+    reason: str = ""  # why nothing was recognised
     blocks: int = 0
-    heads: int = 0              # in the first block
+    heads: int = 0  # in the first block
     head_dim: int = 0
-    grid: Grid = (0, 0)               # patch tokens down and across; of a Swin's window
-    in_windows: bool = False    # whether the model is a Swin
+    grid: Grid = (0, 0)  # patch tokens down and across; of a Swin's window
+    in_windows: bool = False  # whether the model is a Swin
     prefix_tokens: int = 0
-    checked: str = ""           # what was seen in forward passes, and on which images
-    fits: tuple[tuple[str, str], ...] = ()       # (init, why not, or "")
+    checked: str = ""  # what was seen in forward passes, and on which images
+    fits: tuple[tuple[str, str], ...] = ()  # (init, why not, or "")
 
     @property
     def sizes(self) -> str:
         prefix = f" + {self.prefix_tokens}" if self.prefix_tokens else ""
-        return (f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, "
-                f"{'windows of ' * self.in_windows}{self.grid[0]}×{self.grid[1]} tokens{prefix}")
+        return (
+            f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, "
+            f"{'windows of ' * self.in_windows}{self.grid[0]}×{self.grid[1]} tokens{prefix}"
+        )
 
     def __str__(self) -> str:
         if self.reason:
             return f"{self.model}: not recognised: {self.reason}"
-        return "\n".join([f"{self.model}: {self.sizes}", f"  {self.checked}", *(
-            f"  {init}_: {why or 'fits'}" for init, why in self.fits)])
+        return "\n".join(
+            [
+                f"{self.model}: {self.sizes}",
+                f"  {self.checked}",
+                *(f"  {init}_: {why or 'fits'}" for init, why in self.fits),
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,28 +87,34 @@ class Report(Description):
     """What `init_` has done to a model. `str` of it is the receipt."""
 
     init: str
-    written: tuple[str, ...]    # names of the tensors that changed
-    kept: int                   # how many others there are
-    notes: tuple[str, ...]      # about frozen, tied and rounded weights
-    targets: Targets            # may be empty
-    mass: Masses                # share of each head's attention on its target, on positions alone
-    mass_on_images: Masses      # in a forward pass of images, or deep_impulse's noise; may be empty
+    written: tuple[str, ...]  # names of the tensors that changed
+    kept: int  # how many others there are
+    notes: tuple[str, ...]  # about frozen, tied and rounded weights
+    targets: Targets  # may be empty
+    mass: Masses  # share of each head's attention on its target, on positions alone
+    mass_on_images: Masses  # in a forward pass of images, or deep_impulse's noise; may be empty
     images: int
-    uniform: float              # the mass under uniform attention
+    uniform: float  # the mass under uniform attention
 
     def __str__(self) -> str:
-        lines = [f"{self.init}: {self.model}, {self.sizes}", self.checked,
-                 f"wrote {len(self.written)} tensors: {patterns(self.written) or 'none'}; "
-                 f"kept {self.kept} others"]
+        lines = [
+            f"{self.init}: {self.model}, {self.sizes}",
+            self.checked,
+            f"wrote {len(self.written)} tensors: {patterns(self.written) or 'none'}; "
+            f"kept {self.kept} others",
+        ]
         alone = "the relative bias alone" if self.in_windows else "positions alone"
         on_images = f"{self.images} images" if self.images else "white noise"
         for masses, where in ((self.mass, alone), (self.mass_on_images, on_images)):
             if masses:
                 blocks = {0: "first", len(masses) // 2: "middle", len(masses) - 1: "last"}
-                shown = "; ".join(f"{word} block {' '.join(map(decimal, masses[block]))}"
-                                  for block, word in sorted(blocks.items()))
-                lines.append(f"mass on the target, on {where}: {shown} "
-                             f"(uniform {decimal(self.uniform)})")
+                shown = "; ".join(
+                    f"{word} block {' '.join(map(decimal, masses[block]))}"
+                    for block, word in sorted(blocks.items())
+                )
+                lines.append(
+                    f"mass on the target, on {where}: {shown} (uniform {decimal(self.uniform)})"
+                )
         return "\n".join([*lines, *self.notes])
 
 

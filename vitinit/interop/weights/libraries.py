@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 from ...models import MODELS, model_class
 from ...models.layers import Sides, hidden_width, to_pair
 from ...models.swin import stage_grids
-from .names import (TIMM_EVA, TORCHVISION_SWIN, TORCHVISION_VIT, TRANSFORMERS_SWIN,
-                    TRANSFORMERS_VIT, WITH_TEACHER, Names)
+from .names import (
+    TIMM_EVA,
+    TORCHVISION_SWIN,
+    TORCHVISION_VIT,
+    TRANSFORMERS_SWIN,
+    TRANSFORMERS_VIT,
+    WITH_TEACHER,
+    Names,
+)
 
 Options = Mapping[str, Any]
 # How a library states an option of ours: as its argument of this name; by arguments that follow
@@ -25,10 +32,10 @@ Statement = str | Callable[[Options], Options | str] | None
 class Counterpart(NamedTuple):
     """A class or function of another library that makes a model of the same function as ours."""
 
-    model: str                                      # its name in the library
-    stated: Mapping[str, Statement]                 # all of our options that it knows
-    names: Names = {}                               # our names → its own; see names.py
-    constants: Options = {}                         # further arguments
+    model: str  # its name in the library
+    stated: Mapping[str, Statement]  # all of our options that it knows
+    names: Names = {}  # our names → its own; see names.py
+    constants: Options = {}  # further arguments
 
     def state(self, options: Options, defaults: Options) -> tuple[dict[str, Any], list[str]]:
         """Its arguments for a model of ours, and what would have to be otherwise in that model."""
@@ -49,16 +56,20 @@ def same(*names: str) -> dict[str, str]:
 
 def only(**values: Any) -> dict[str, Statement]:
     """Options of which the library has one value, which it does not state."""
+
     def statement(option: str, value: Any) -> Callable[[Options], Options | str]:
         return lambda o: {} if o[option] in (value, [value] * 2) else f"{option} = {value}"
+
     return {option: statement(option, value) for option, value in values.items()}
 
 
 def square(name: str) -> Callable[[Options], Options | str]:
     """The statement of a size as one number."""
+
     def side(options: Options) -> Options | str:
         height, width = to_pair(options[name])
         return {name: height} if height == width else f"a square {name}"
+
     return side
 
 
@@ -66,8 +77,11 @@ def whole_windows(options: Options) -> Options | str:
     """The need of a library that, unlike our Swin and timm's, cuts no window to a smaller grid."""
     patch, window = to_pair(options["patch_size"]), to_pair(options["window_size"])
     grid = tuple(side // size for side, size in zip(options["image_size"], patch))
-    cuts = any(side < w for grid in stage_grids(grid, len(options["depths"]))
-               for side, w in zip(grid, window))
+    cuts = any(
+        side < w
+        for grid in stage_grids(grid, len(options["depths"]))
+        for side, w in zip(grid, window)
+    )
     return "a window_size within every grid" if cuts else {}
 
 
@@ -86,38 +100,60 @@ def rotation(options: Options) -> Options | str:
     if kind == "axial":
         kind = "dinov3" if coordinates == "centred" else "cat"
     return {"rope_type": kind, "use_abs_pos_emb": options["pos_embed"] != "rope"} | (
-        {"ref_feat_shape": [16, 16]} if coordinates == "scaled" else {})
+        {"ref_feat_shape": [16, 16]} if coordinates == "scaled" else {}
+    )
 
 
 # For all: what training alone reads, and what is seen in a tensor that every library has.
 UNSTATED = dict.fromkeys(("drop_path", "train_filters")) | {
-    "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {}}
+    "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {}
+}
 SIDES: dict[str, Statement] = {name: square(name) for name in ("image_size", "patch_size")}
-PLAIN = {"distilled": False, "num_registers": 0}     # what most libraries' ViTs are
+PLAIN = {"distilled": False, "num_registers": 0}  # what most libraries' ViTs are
 
-SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")     # as all libraries do
+SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")  # as all libraries do
 TIMM_VIT: dict[str, Statement] = {
     **same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size"),
-    "image_size": "img_size", "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},
-    "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {}}
-TIMM_POOL: dict[str, Statement] = {"pool": lambda o: {
-    "class_token": o["pool"] == "class", "global_pool": "token" if o["pool"] == "class" else "avg"}}
+    "image_size": "img_size",
+    "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},
+    "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {},
+}
+TIMM_POOL: dict[str, Statement] = {
+    "pool": lambda o: {
+        "class_token": o["pool"] == "class",
+        "global_pool": "token" if o["pool"] == "class" else "avg",
+    }
+}
 # Its attention whose keys have a bias; without one, names.py takes Eva's to have other pairs.
+# fmt: off
 EVA = Counterpart("eva.Eva", TIMM_VIT | TIMM_POOL | only(distilled=False, norm_eps=1e-6) | {
     "fc_norm": "use_fc_norm", "num_registers": "num_reg_tokens", "rope_base": "rope_temperature",
     "mlp": lambda o: {"swiglu_mlp": True} if o["mlp"] == "swiglu" else {}, "pos_embed": rotation,
     "rope_frequencies": None, "rope_coordinates": None, "qkv_bias": None}, TIMM_EVA, {
         "attn_type": "rope", "use_rot_pos_emb": True, "rope_grid_indexing": "xy", "qkv_bias": True})
+# fmt: on
 # Norms with another epsilon are a class, which no plain value states; this function has them.
-EVA_DINOV3 = Counterpart("eva.vit_small_patch16_dinov3", {**EVA.stated, **only(norm_eps=1e-5),
-    "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else
-    "a layer_scale"}, TIMM_EVA, {**EVA.constants, "rope_rotate_half": False,
-                                  "dynamic_img_size": False})
-TIMM_MIXER = {"image_size": "img_size", "channels_ratio": None,
-              "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]}}
+EVA_DINOV3 = Counterpart(
+    "eva.vit_small_patch16_dinov3",
+    {
+        **EVA.stated,
+        **only(norm_eps=1e-5),
+        "layer_scale": lambda o: (
+            {"init_values": o["layer_scale"]} if o["layer_scale"] else "a layer_scale"
+        ),
+    },
+    TIMM_EVA,
+    {**EVA.constants, "rope_rotate_half": False, "dynamic_img_size": False},
+)
+TIMM_MIXER = {
+    "image_size": "img_size",
+    "channels_ratio": None,
+    "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]},
+}
 TIMM_CONV_MIXER = {"image_size": None} | only(num_filters=0, activation="gelu")
 # An activation is a class, which no plain value states; this function has ReLU.
 WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["convmixer_768_32"][1]))
+# fmt: off
 TIMM = {
     "vit": [EVA, EVA_DINOV3,
             Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | TIMM_POOL | only(
@@ -133,7 +169,9 @@ TIMM = {
         "depth", "kernel_size", "patch_size") | {"embed_dim": "dim"}),
                    WITH_RELU._replace(model="convmixer.convmixer_768_32")],
 }
+# fmt: on
 # The functions that timm's create_model knows by name. Those of the mixers fix sizes.
+# fmt: off
 TIMM_FUNCTIONS = {
     "vit": [counterpart._replace(model=name) for counterpart, name in zip(TIMM["vit"], (
         "eva_giant_patch14_224", "vit_small_patch16_dinov3", "vit_base_patch16_224",
@@ -145,6 +183,8 @@ TIMM_FUNCTIONS = {
                                 for name, rest in (("convmixer_1536_20", ""),
                                                    ("convmixer_1024_20", "_ks9_p14")))],
 }
+# fmt: on
+# fmt: off
 TORCHVISION = {
     "vit": [Counterpart("VisionTransformer", SIDES | {
         "num_heads": "num_heads", "depth": "num_layers", "embed_dim": "hidden_dim",
@@ -155,21 +195,35 @@ TORCHVISION = {
             "window_size": lambda o: {"window_size": list(to_pair(o["window_size"]))},
             "image_size": whole_windows}, TORCHVISION_SWIN)],
 }
+# fmt: on
 
 # Our options → keys of a config.json; of ViT and DeiT.
-VIT_OPTIONS = {"embed_dim": "hidden_size", "depth": "num_hidden_layers",
-               "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"}
+VIT_OPTIONS = {
+    "embed_dim": "hidden_size",
+    "depth": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "norm_eps": "layer_norm_eps",
+}
 A_CONFIG = {"num_channels": 3, "hidden_act": "gelu"}
 
 
-def transformers_vit(name: str, kind: str, names: Names = TRANSFORMERS_VIT, **values: Any
-                     ) -> Counterpart:
+def transformers_vit(
+    name: str, kind: str, names: Names = TRANSFORMERS_VIT, **values: Any
+) -> Counterpart:
     """A ViT of transformers. kind: its model_type. values: its only ones, beside `PLAIN`."""
-    return Counterpart(name, VIT_OPTIONS | SIDES | only(**PLAIN | values) | {
-        "qkv_bias": "qkv_bias", "mlp_ratio": mlp_width("intermediate_size")}, names, A_CONFIG | {
-            "model_type": kind, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+    return Counterpart(
+        name,
+        VIT_OPTIONS
+        | SIDES
+        | only(**PLAIN | values)
+        | {"qkv_bias": "qkv_bias", "mlp_ratio": mlp_width("intermediate_size")},
+        names,
+        A_CONFIG
+        | {"model_type": kind, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    )
 
 
+# fmt: off
 TRANSFORMERS = {
     "vit": [transformers_vit("ViTForImageClassification", "vit", pool="class"),
             transformers_vit("DeiTForImageClassificationWithTeacher", "deit",
@@ -180,13 +234,18 @@ TRANSFORMERS = {
         "window_size": lambda o: whole_windows(o) or square("window_size")(o)},
         TRANSFORMERS_SWIN, A_CONFIG | {"model_type": "swin", "layer_norm_eps": 1e-5})],
 }
-LIBRARIES = {"timm": ("timm.models", TIMM), "torchvision": ("torchvision.models", TORCHVISION),
-             "transformers": ("transformers", TRANSFORMERS),
-             "timm.create_model": ("timm", TIMM_FUNCTIONS)}
+# fmt: on
+LIBRARIES = {
+    "timm": ("timm.models", TIMM),
+    "torchvision": ("torchvision.models", TORCHVISION),
+    "transformers": ("transformers", TRANSFORMERS),
+    "timm.create_model": ("timm", TIMM_FUNCTIONS),
+}
 
 
-def counterpart(library: str, family: str, *, image_size: Sides, **options: Any
-                ) -> tuple[str, dict[str, Any], Names]:
+def counterpart(
+    library: str, family: str, *, image_size: Sides, **options: Any
+) -> tuple[str, dict[str, Any], Names]:
     """The class or function of a library that takes the weights of a model built with `options`.
 
     library: one of LIBRARIES. Returns its full name, its arguments as plain values, but for the
@@ -196,15 +255,20 @@ def counterpart(library: str, family: str, *, image_size: Sides, **options: Any
     module, table = LIBRARIES[library]
     model = model_class(family)
     parameters = inspect.signature(model).parameters
-    defaults = {name: list(value) if isinstance(value := parameter.default, tuple) else value
-                for name, parameter in parameters.items() if name != "num_classes"}
+    defaults = {
+        name: list(value) if isinstance(value := parameter.default, tuple) else value
+        for name, parameter in parameters.items()
+        if name != "num_classes"
+    }
     options = defaults | options | {"image_size": list(image_size)}
-    lacking = []                                     # of each candidate, what it would need
+    lacking = []  # of each candidate, what it would need
     for candidate in table.get(family, ()):
         arguments, needs = candidate.state(options, defaults)
         if not needs:
             return f"{module}.{candidate.model}", arguments, candidate.names
         lacking.append(needs)
     nearest = min(lacking, key=len, default=["another family"])
-    raise ValueError(f"no model of {library} takes the weights of this {model.__name__}; expected "
-                     f"{' and '.join(nearest)}")
+    raise ValueError(
+        f"no model of {library} takes the weights of this {model.__name__}; expected "
+        f"{' and '.join(nearest)}"
+    )

@@ -34,8 +34,12 @@ ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, l
 TRAPS = ROTARY | {"rpn": "norms after attention and MLP in place of before them"}
 RESAMPLE: dict[object, str] = {way.value: way.name.lower() for way in Resampling}
 # Keys of a recipe that no tensor shows.
-UNSEEN = (*FUNCTION, *(f"model.options.{key}" for key in ("pool", "pos_embed", "window_size")),
-          "data.image_size", *PREPARATION)
+UNSEEN = (
+    *FUNCTION,
+    *(f"model.options.{key}" for key in ("pool", "pos_embed", "window_size")),
+    "data.image_size",
+    *PREPARATION,
+)
 # The architectures of transformers that load: model_type → names of classes.
 ARCHITECTURES = {
     "vit": ("ViTForImageClassification", "ViTModel"),
@@ -48,19 +52,36 @@ ARCHITECTURES = {
 }
 # Arguments of timm's models → ours.
 TIMM_ARGUMENTS = {
-    "reg_tokens": "num_registers", "num_reg_tokens": "num_registers", "global_pool": "pool",
-    "use_fc_norm": "fc_norm", "init_values": "layer_scale", "rope_temperature": "rope_base"} | {
-        key: key for key in ("patch_size", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio",
-                             "qkv_bias", "fc_norm", "window_size", "qk_norm")}
-POOLS = {"token": "class", "avg": "mean"}               # timm's words → ours
+    "reg_tokens": "num_registers",
+    "num_reg_tokens": "num_registers",
+    "global_pool": "pool",
+    "use_fc_norm": "fc_norm",
+    "init_values": "layer_scale",
+    "rope_temperature": "rope_base",
+} | {
+    key: key
+    for key in (
+        "patch_size",
+        "embed_dim",
+        "depth",
+        "depths",
+        "num_heads",
+        "mlp_ratio",
+        "qkv_bias",
+        "fc_norm",
+        "window_size",
+        "qk_norm",
+    )
+}
+POOLS = {"token": "class", "avg": "mean"}  # timm's words → ours
 
 
 class ForeignConfig(NamedTuple):
     """What the files beside a checkpoint say."""
 
-    file: Path                  # config.json
-    recipe: str                 # for all that they do not say; "": they do not say the model
-    values: Mapping[str, Any]   # for keys of that recipe
+    file: Path  # config.json
+    recipe: str  # for all that they do not say; "": they do not say the model
+    values: Mapping[str, Any]  # for keys of that recipe
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
 
 
@@ -75,12 +96,14 @@ class Reader:
         self.path, self.state, self.is_ours = path, state, "recipe" in state
         self.config = None if self.is_ours else read_description(path)
 
-    def native(self, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
-               ) -> dict[str, Tensor]:
+    def native(
+        self, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         """Its tensors under this package's names, as a model with these options has them."""
         if not self.is_ours:
-            require_known(self.path, self.state.get("arch", ""),
-                          rotary="rope" in options.get("pos_embed", ""))
+            require_known(
+                self.path, self.state.get("arch", ""), rotary="rope" in options.get("pos_embed", "")
+            )
         return native_tensors(tensors, options)
 
     def assumptions(self, recipe: Recipe, *, files: bool = True) -> str:
@@ -88,13 +111,18 @@ class Reader:
         says of it, by its keys. files: those beside the checkpoint were read into it.
         """
         rotary = "rope" in str(recipe.keys.get("model.options.pos_embed"))
-        parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items()
-                 if key in UNSEEN and (rotary or ".rope_" not in key)]
+        parts = [
+            f"{key} {to_toml(value)}"
+            for key, value in recipe.keys.items()
+            if key in UNSEEN and (rotary or ".rope_" not in key)
+        ]
         read = ""
         if files and self.config:
             read = f" and {self.config.file.name}"
-        return (f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no "
-                f"other activation is named (recipe {recipe.name}{read})")
+        return (
+            f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no "
+            f"other activation is named (recipe {recipe.name}{read})"
+        )
 
 
 def read_description(path: Path) -> ForeignConfig | None:
@@ -102,7 +130,7 @@ def read_description(path: Path) -> ForeignConfig | None:
     CheckpointError for a file that cannot be read, and for a model that none of this package
     computes, as far as what the files say shows it.
     """
-    file = path.with_name("config.json")             # if the folder is the model's
+    file = path.with_name("config.json")  # if the folder is the model's
     config = _table(file) if path.name in FOREIGN_WEIGHTS else {}
     try:
         if "model_type" in config:
@@ -111,8 +139,9 @@ def read_description(path: Path) -> ForeignConfig | None:
     except FileError:
         raise
     except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
-        raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
-                              ) from None
+        raise CheckpointError(
+            f"{file}: is not what transformers or timm writes ({in_brief(error)})"
+        ) from None
 
 
 def require_known(path: Path, architecture: object, *, rotary: bool) -> None:
@@ -121,13 +150,17 @@ def require_known(path: Path, architecture: object, *, rotary: bool) -> None:
     """
     names = [path.name, str(architecture)]
     if path.name in FOREIGN_WEIGHTS:
-        names += [path.absolute().parent.name,
-                  str(_table(path.with_name("config.json")).get("architecture", ""))]
+        names += [
+            path.absolute().parent.name,
+            str(_table(path.with_name("config.json")).get("architecture", "")),
+        ]
     for word in TRAPS.keys() & set(re.split(r"[ ._-]", " ".join(names).lower())):
         if word not in ROTARY or not rotary:
-            raise CheckpointError(f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose "
-                                  "tensors would fit and compute another function here; if this "
-                                  f"model has none, rename it without '{word}'")
+            raise CheckpointError(
+                f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose "
+                "tensors would fit and compute another function here; if this "
+                f"model has none, rename it without '{word}'"
+            )
 
 
 def _table(file: Path) -> dict[str, Any]:
@@ -143,24 +176,31 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     for name in ("act_layer", "norm_layer"):
         if arguments.get(name) not in (None, "gelu"):
             raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
-    changes = {key: stated[name] for key in PREPARATION      # whose last parts are timm's names
-               if (name := key.rpartition(".")[2]) in stated}
+    changes = {
+        key: stated[name]
+        for key in PREPARATION  # whose last parts are timm's names
+        if (name := key.rpartition(".")[2]) in stated
+    }
     for name, ours in TIMM_ARGUMENTS.items():
         value = arguments.get(name)
-        if value is not None and (name, type(value)) != ("mlp_ratio", list):     # two of a Mixer
+        if value is not None and (name, type(value)) != ("mlp_ratio", list):  # two of a Mixer
             changes[f"model.options.{ours}"] = POOLS.get(value, value) if ours == "pool" else value
-    if arguments.get("use_rot_pos_emb"):             # an Eva; as `vitinit export` states it
+    if arguments.get("use_rot_pos_emb"):  # an Eva; as `vitinit export` states it
         kind = arguments.get("rope_type", "cat")
         changes |= {
             "model.options.pos_embed": "learned+" * arguments.get("use_abs_pos_emb", True) + "rope",
             "model.options.mlp": "swiglu" if arguments.get("swiglu_mlp") else "gelu",
             "model.options.norm_eps": 1e-5 if "dinov3" in config["architecture"] else 1e-6,
             "model.options.rope_frequencies": "mixed" if kind == "mixed" else "axial",
-            "model.options.rope_coordinates": "centred" if kind == "dinov3" else
-            "scaled" if arguments.get("ref_feat_shape") else "index"}
+            "model.options.rope_coordinates": "centred"
+            if kind == "dinov3"
+            else "scaled"
+            if arguments.get("ref_feat_shape")
+            else "index",
+        }
     if "input_size" in stated:
         changes["data.image_size"] = convert(stated["input_size"][1:], Size)
-    if classes := config.get("num_classes"):         # 0: a backbone
+    if classes := config.get("num_classes"):  # 0: a backbone
         changes["data.num_classes"] = classes
     return ForeignConfig(file, "", changes, _names(config.get("label_names"), classes))
 
@@ -169,24 +209,29 @@ def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
     """The name of each of `count` classes, of a list or of a table by their number."""
     labels = dict(enumerate(labels)) if isinstance(labels, list) else labels
     labels = {str(index): label for index, label in (labels or {}).items()}
-    if not labels or "LABEL_0" in labels.values():   # transformers' stand-in for a name
+    if not labels or "LABEL_0" in labels.values():  # transformers' stand-in for a name
         return None
-    return tuple(str(labels.get(str(index), index)) for index in range(
-        min(convert(count, Count), 2**20)))
+    return tuple(
+        str(labels.get(str(index), index)) for index in range(min(convert(count, Count), 2**20))
+    )
 
 
 def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
-    activation = "silu" if config.get("use_gated_mlp") else "gelu"           # of DINOv3's gate
+    activation = "silu" if config.get("use_gated_mlp") else "gelu"  # of DINOv3's gate
     stated = config.get("hidden_act", "gelu")
     if name not in ARCHITECTURES.get(kind, ()) or stated != activation:
-        raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers, with the "
-                              f"activation {stated}; ViT, DeiT, I-JEPA, "
-                              "DINOv2's and 3's backbone and Swin load, with the exact GELU")
+        raise CheckpointError(
+            f"{file}: describes {name} ({kind}) of transformers, with the "
+            f"activation {stated}; ViT, DeiT, I-JEPA, "
+            "DINOv2's and 3's backbone and Swin load, with the exact GELU"
+        )
     swin = kind == "swin"
     if swin and config.get("layer_norm_eps", 1e-5) != 1e-5:
-        raise CheckpointError(f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
-                              "1e-05, as all Swins have it here")
+        raise CheckpointError(
+            f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
+            "1e-05, as all Swins have it here"
+        )
     options = {"patch_size": config["patch_size"], "qkv_bias": config.get("qkv_bias", True)}
     options |= {ours: config[key] for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
     if swin:
@@ -195,19 +240,29 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
         distilled = name.endswith("WithTeacher")
         # A distillation token that no classifier reads takes part in attention, as a register does.
         unread = kind == "deit" and not distilled
-        options |= {"distilled": distilled, "pool": "mean" if kind == "ijepa" else "class",
-                    "num_registers": config.get("num_register_tokens", 0) + unread,
-                    "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(config["intermediate_size"],
-                                                                      options["embed_dim"])}
+        options |= {
+            "distilled": distilled,
+            "pool": "mean" if kind == "ijepa" else "class",
+            "num_registers": config.get("num_register_tokens", 0) + unread,
+            "mlp_ratio": config.get("mlp_ratio")
+            or mlp_ratio(config["intermediate_size"], options["embed_dim"]),
+        }
     if kind == "dinov3_vit":
-        options |= {"pos_embed": "rope", "rope_coordinates": "centred",
-                    "rope_base": config["rope_theta"], "layer_scale": config["layerscale_value"],
-                    "qkv_bias": config["query_bias"],
-                    "mlp": "swiglu" if config["use_gated_mlp"] else "gelu"}
-    changes = {"model.name": "swin_tiny" if swin else "vit_base", "model.options": options,
-               "data.image_size": convert(config["image_size"], Size)}
+        options |= {
+            "pos_embed": "rope",
+            "rope_coordinates": "centred",
+            "rope_base": config["rope_theta"],
+            "layer_scale": config["layerscale_value"],
+            "qkv_bias": config["query_bias"],
+            "mlp": "swiglu" if config["use_gated_mlp"] else "gelu",
+        }
+    changes = {
+        "model.name": "swin_tiny" if swin else "vit_base",
+        "model.options": options,
+        "data.image_size": convert(config["image_size"], Size),
+    }
     classes = None
-    if "Classification" in name:                     # transformers omits its default of 2 labels
+    if "Classification" in name:  # transformers omits its default of 2 labels
         labels = config.get("id2label") or {}
         changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
         classes = _names(labels, len(labels))
@@ -226,26 +281,41 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     pixels times rescale_factor, we those over 255; where it squeezes, proportions are kept here.
     """
     factor = 255 * config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 255
-    mean, std = ((config.get("image_mean"), config.get("image_std"))
-                 if config.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3))
+    mean, std = (
+        (config.get("image_mean"), config.get("image_std"))
+        if config.get("do_normalize", True)
+        else ([0.0] * 3, [1.0] * 3)
+    )
     sides = [config.get("size"), config.get("crop_size") if config.get("do_center_crop") else None]
-    size, crop = ({"height": given, "width": given} if isinstance(given, int) else given or {}
-                  for given in sides)
+    size, crop = (
+        {"height": given, "width": given} if isinstance(given, int) else given or {}
+        for given in sides
+    )
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
-    changes = {"data.mean": mean and [value / factor for value in mean],
-               "data.std": std and [value / factor for value in std],
-               "eval.interpolation": RESAMPLE.get(config.get("resample"), config.get("resample")),
-               "eval.crop_pct": min(side / shorter, 1.0) if side and shorter else None}
+    changes = {
+        "data.mean": mean and [value / factor for value in mean],
+        "data.std": std and [value / factor for value in std],
+        "eval.interpolation": RESAMPLE.get(config.get("resample"), config.get("resample")),
+        "eval.crop_pct": min(side / shorter, 1.0) if side and shorter else None,
+    }
     return {key: value for key, value in changes.items() if value is not None}
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:
     """The preprocessor_config.json with which transformers prepares images as this recipe does."""
     height, width = size
-    return {"image_processor_type": "BitImageProcessor", "do_resize": True, "do_center_crop": True,
-            "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-            "do_convert_rgb": True, "crop_size": {"height": height, "width": width},
-            "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
-            "resample": Resampling[recipe.eval.interpolation.upper()].value,
-            "image_mean": list(recipe.data.mean), "image_std": list(recipe.data.std)}
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_resize": True,
+        "do_center_crop": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "crop_size": {"height": height, "width": width},
+        "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
+        "resample": Resampling[recipe.eval.interpolation.upper()].value,
+        "image_mean": list(recipe.data.mean),
+        "image_std": list(recipe.data.std),
+    }

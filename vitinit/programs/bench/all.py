@@ -24,8 +24,21 @@ from .training import Row
 REPOSITORY = Path(__file__).resolve().parents[3]
 # pytest ends a check, and itself, after 40 seconds, and prints where it was: the first one that
 # compiles takes 25.
-CHECKS = ["-m", "pytest", "-vv", "-rN", "--tb=short", "-W", "default", "--rootdir=.",
-          "-o", "faulthandler_timeout=40", "-o", "faulthandler_exit_on_timeout=true", "tests/gpu"]
+CHECKS = [
+    "-m",
+    "pytest",
+    "-vv",
+    "-rN",
+    "--tb=short",
+    "-W",
+    "default",
+    "--rootdir=.",
+    "-o",
+    "faulthandler_timeout=40",
+    "-o",
+    "faulthandler_exit_on_timeout=true",
+    "tests/gpu",
+]
 BENCH = ["-m", "vitinit", "bench"]
 TRAINING = ["-m", "vitinit", "train", "--recipe", "quickstart", "--init", "impulse"]
 RECIPES = ("deit_small", "deit_base", "deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
@@ -33,16 +46,26 @@ RECIPES = ("deit_small", "deit_base", "deit_tiny", "swin_tiny", "mixer_b16", "co
 
 def machine(device: torch.device) -> Row:
     """The machine and the versions of the software, for the head of a report."""
-    row: Row = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-                "commit": git_commit(REPOSITORY), "device": describe_device(device)}
+    row: Row = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": git_commit(REPOSITORY),
+        "device": describe_device(device),
+    }
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        row |= {"memory": f"{memory / 2**30:.1f} GiB", "GPUs": torch.cuda.device_count(),
-                "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+        row |= {
+            "memory": f"{memory / 2**30:.1f} GiB",
+            "GPUs": torch.cuda.device_count(),
+            "CUDA": torch.version.cuda,
+            "cuDNN": torch.backends.cudnn.version(),
+        }
     name = re.search(r"model name\s*: (.+)", CPU_INFO.read_text()) if CPU_INFO.is_file() else None
-    return row | {"processor": f"{name[1] if name else platform.machine()}, {cores()} cores",
-                  "torch": torch.__version__, "torchvision": torchvision.__version__,
-                  "python": platform.python_version()}
+    return row | {
+        "processor": f"{name[1] if name else platform.machine()}, {cores()} cores",
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def speeds(device: str, data: Sequence[str]) -> list[tuple[list[str], str]]:
@@ -55,15 +78,22 @@ def speeds(device: str, data: Sequence[str]) -> list[tuple[list[str], str]]:
     memory = [*BENCH, "memory", "--recipe", *RECIPES], ""
     if device == "cpu":
         small = [*place, "--batch", "2", "--set", "engine.amp=off", *eager]
-        return [([*BENCH, "step", "--recipe", "deit_tiny", *small], ""),
-                ([*BENCH, "loader", "--recipe", "deit_tiny", "--workers", "0", "1", *small, *data],
-                 ""), memory]
-    small, base, *others = ([*BENCH, "step", "--recipe", name, *place, "--set", "engine.amp=bf16"]
-                            for name in RECIPES)
-    return [(small, "9,000 images/s, 25 % of the card's rate (published: 8,003 images/s)"),
-            (base, "3,300 images/s, 35 % of the card's rate"),
-            ([*BENCH, "loader", "--recipe", RECIPES[0], *place, *data], "fed ÷ synthetic .95"),
-            (TRAINING, ""), memory, *((words, "") for words in ([*base, *eager], *others))]
+        return [
+            ([*BENCH, "step", "--recipe", "deit_tiny", *small], ""),
+            ([*BENCH, "loader", "--recipe", "deit_tiny", "--workers", "0", "1", *small, *data], ""),
+            memory,
+        ]
+    small, base, *others = (
+        [*BENCH, "step", "--recipe", name, *place, "--set", "engine.amp=bf16"] for name in RECIPES
+    )
+    return [
+        (small, "9,000 images/s, 25 % of the card's rate (published: 8,003 images/s)"),
+        (base, "3,300 images/s, 35 % of the card's rate"),
+        ([*BENCH, "loader", "--recipe", RECIPES[0], *place, *data], "fed ÷ synthetic .95"),
+        (TRAINING, ""),
+        memory,
+        *((words, "") for words in ([*base, *eager], *others)),
+    ]
 
 
 def bench_all(out: Path | None, *, device: str, photographs: Path | None, minutes: float) -> int:
@@ -80,8 +110,11 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     deadline, streams = time.monotonic() + 60 * minutes, [sys.stdout]
     failed = []
     # The checks would else take the CPU where a GPU is lost.
-    environment = os.environ | {"VITINIT_DEVICE": device, "PYTHONUNBUFFERED": "1",
-                                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | {
+        "VITINIT_DEVICE": device,
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     data = ["--data-dir", str(photographs.resolve())] if photographs else []
     with ExitStack() as stack:
@@ -91,19 +124,20 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         place = ["--out-dir", stack.enter_context(tempfile.TemporaryDirectory()) + "/run"]
 
         def tell(text: str) -> None:
-            for stream in map(LossyStream, streams):             # a closed terminal, a full disk
+            for stream in map(LossyStream, streams):  # a closed terminal, a full disk
                 print(text, end="", file=stream, flush=True)
 
         def part(words: Sequence[str], seconds: float, looked_for: str = "") -> str:
             """Run Python within some seconds, all that one that hangs has; what it printed."""
             title = "Is it right?" if "pytest" in words else f"`python {' '.join(words)}`"
-            tell(f"\n## {title}\n\n"
-                 + f"Looked for on an H100: {looked_for}.\n\n" * bool(looked_for))
+            tell(
+                f"\n## {title}\n\n" + f"Looked for on an H100: {looked_for}.\n\n" * bool(looked_for)
+            )
             seconds = min(seconds, deadline - time.monotonic())
             if seconds <= 0:
                 tell("Not begun: the time is over.\n")
                 return ""
-            fence = "" if list(words[:3]) == BENCH else "```\n"          # which prints Markdown
+            fence = "" if list(words[:3]) == BENCH else "```\n"  # which prints Markdown
             tell(fence)
             status, printed = run_within(words, seconds, environment, tell)
             tell(fence)
@@ -118,13 +152,14 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         tell("# What vitinit does on this machine\n")
         part([*BENCH, "machine", "--device", device], 60 * minutes / 5)
         begun, end = list[str](), time.monotonic() + 60 * minutes / 2
-        count = int((REPOSITORY / CHECKS[-1]).is_dir())      # of checks; 1 until pytest says it
+        count = int((REPOSITORY / CHECKS[-1]).is_dir())  # of checks; 1 until pytest says it
         if not count:
             tell("\nNothing is checked: the checks are in the repository alone.\n")
         # A check that hangs or crashes, and an error of CUDA's, end their process; others follow.
         while len(begun) < count:
-            printed = part([*CHECKS, *(f"--deselect={name}" for name in begun)],
-                           end - time.monotonic())
+            printed = part(
+                [*CHECKS, *(f"--deselect={name}" for name in begun)], end - time.monotonic()
+            )
             names = re.findall(r"^(\S+\.py::\w+(?:\[.*?\])?) ", printed, re.MULTILINE)
             collected = re.search(r"collected (\d+)", printed)
             count = int(collected[1]) if collected and names else 0
@@ -134,18 +169,30 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     return int(any(failed))
 
 
-def run_within(words: Sequence[str], seconds: float, environment: Mapping[str, str],
-               tell: Callable[[str], object]) -> tuple[int | None, str]:
+def run_within(
+    words: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str],
+    tell: Callable[[str], object],
+) -> tuple[int | None, str]:
     """Run Python for `seconds` at most, then kill all that it started; `tell` what it prints.
 
     Returns its exit status, None if it was killed, and all that it printed. It prints to a file: a
     pipe would be open for as long as a process that cannot be killed hangs in the driver.
     """
     status, printed = None, ""
-    with tempfile.NamedTemporaryFile() as file, open(file.name, encoding="utf-8", errors="replace"
-                                                     ) as output:
-        process = subprocess.Popen([sys.executable, *words], cwd=REPOSITORY, env=environment,
-                                   stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    with (
+        tempfile.NamedTemporaryFile() as file,
+        open(file.name, encoding="utf-8", errors="replace") as output,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             while status is None and seconds > 0:
                 with suppress(subprocess.TimeoutExpired):
@@ -154,8 +201,8 @@ def run_within(words: Sequence[str], seconds: float, environment: Mapping[str, s
                 text = output.read()
                 tell(text)
                 printed += text
-        finally:                                     # also Ctrl-C, which does not reach its session
-            with suppress(OSError):                  # nothing of it is left
+        finally:  # also Ctrl-C, which does not reach its session
+            with suppress(OSError):  # nothing of it is left
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(5.0)

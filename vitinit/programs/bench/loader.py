@@ -22,12 +22,22 @@ from ...runs.data import open_data
 from ...train.metrics import Pace
 from ...watch.slowness import waits_for
 from .step import synthetic_batch
-from .training import (Row, alone, clock_of, given_step, interleave, recipe_of, row_table, set_up,
-                       times_as_fast, train_on)
+from .training import (
+    Row,
+    alone,
+    clock_of,
+    given_step,
+    interleave,
+    recipe_of,
+    row_table,
+    set_up,
+    times_as_fast,
+    train_on,
+)
 
-PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
-BATCH = 50                      # images that are augmented together
-PAIRS = 3                       # of steps that are fed from files, and steps that are not
+PHOTOGRAPHS = 200  # files that are read; an epoch has each of them many times
+BATCH = 50  # images that are augmented together
+PAIRS = 3  # of steps that are fed from files, and steps that are not
 
 
 def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
@@ -36,8 +46,11 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
     source: a folder of photographs, of which PHOTOGRAPHS are taken; None: 50 are drawn. All are in
     the disk's cache, so that the disk is not measured. Raises DataError if there are none.
     """
-    paths = draw_photographs(root / "drawn", 50) if source is None else [
-        Path(path) for path in LooseImages(source, PHOTOGRAPHS).paths]
+    paths = (
+        draw_photographs(root / "drawn", 50)
+        if source is None
+        else [Path(path) for path in LooseImages(source, PHOTOGRAPHS).paths]
+    )
     for split, number in (("train", count), ("val", 2)):
         folders = [root / split / label for label in ("one", "two")]
         for folder in folders:
@@ -61,8 +74,13 @@ def draw_photographs(folder: Path, count: int) -> list[Path]:
 
 def in_batches(batch: int) -> list[str]:
     """Overrides for steps of `batch` images in one micro-batch, at any learning rate."""
-    return [f"optim.global_batch={batch}", f"optim.max_batch_per_process={batch}",
-            f"mix.group={batch}", "schedule.warmup_lr=0", "schedule.min_lr=0"]
+    return [
+        f"optim.global_batch={batch}",
+        f"optim.max_batch_per_process={batch}",
+        f"mix.group={batch}",
+        "schedule.warmup_lr=0",
+        "schedule.min_lr=0",
+    ]
 
 
 def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
@@ -76,25 +94,40 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
     recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
     size = recipe.data.image_size
-    pipeline = transforms.Compose([                  # DeiT's, without mixing and somewhat milder
-        transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
-        transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),
-        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-        transforms.RandomErasing(0.25, value="random")])
+    pipeline = transforms.Compose(
+        [  # DeiT's, without mixing and somewhat milder
+            transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
+            transforms.RandomHorizontalFlip(),
+            transforms.RandAugment(2, 9),
+            transforms.ToTensor(),
+            transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+            transforms.RandomErasing(0.25, value="random"),
+        ]
+    )
     source, steps = LooseImages(root / "train", BATCH), steps_of(recipe, device)
-    seconds = interleave({
-        "decoding alone, each image once": lambda: [
-            source.image(index) for index in range(0, BATCH, recipe.augment.repeats)],
-        "+ crop, flip, draws: the loader": lambda: next(steps),
-        "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
-        "torchvision's pipeline on Pillow": lambda: [
-            pipeline(Image.open(path, formats=FORMATS).convert("RGB"))
-            for path in source.paths]}, clock_of(device))
+    seconds = interleave(
+        {
+            "decoding alone, each image once": lambda: [
+                source.image(index) for index in range(0, BATCH, recipe.augment.repeats)
+            ],
+            "+ crop, flip, draws: the loader": lambda: next(steps),
+            "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
+            "torchvision's pipeline on Pillow": lambda: [
+                pipeline(Image.open(path, formats=FORMATS).convert("RGB")) for path in source.paths
+            ],
+        },
+        clock_of(device),
+    )
     _, _, whole, pillow = seconds.values()
-    return [{"on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
-             "views/s": BATCH / median(times), "× as fast as torchvision's":
-             times_as_fast(times, pillow), "% of the whole": 100 * median(times) / median(whole)}
-            for part, times in seconds.items()]
+    return [
+        {
+            "on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
+            "views/s": BATCH / median(times),
+            "× as fast as torchvision's": times_as_fast(times, pillow),
+            "% of the whole": 100 * median(times) / median(whole),
+        }
+        for part, times in seconds.items()
+    ]
 
 
 def fed_steps(workers: int) -> tuple[int, int]:
@@ -123,25 +156,36 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Ro
             began = time.perf_counter()
             train_on(state, work, forward=forward, amp=recipe.engine.amp)
             return (time.perf_counter() - began) / count
+
         pairs = []
         for _ in range(PAIRS):
             seconds(itertools.islice(steps, ahead))
-            fed = seconds(itertools.islice(steps, count))    # first: loading goes on meanwhile
+            fed = seconds(itertools.islice(steps, count))  # first: loading goes on meanwhile
             pairs.append((seconds(iter(given)), fed))
         without, with_loader = zip(*pairs)
-        rows.append({"recipe": recipe.name, "batch": batch, "workers": workers,
-                     "synthetic, images/s": batch / median(without),
-                     "fed, images/s": batch / median(with_loader),
-                     "fed ÷ synthetic": times_as_fast(with_loader, without)})
+        rows.append(
+            {
+                "recipe": recipe.name,
+                "batch": batch,
+                "workers": workers,
+                "synthetic, images/s": batch / median(without),
+                "fed, images/s": batch / median(with_loader),
+                "fed ÷ synthetic": times_as_fast(with_loader, without),
+            }
+        )
     return rows
 
 
 def fed_in_words(row: Row, device: torch.device) -> str:
     """What bounds a fed step: its input, with what would help, or the step itself."""
-    images, fed = row["batch"], row["batch"] / row["fed, images/s"]      # seconds of a step
+    images, fed = row["batch"], row["batch"] / row["fed, images/s"]  # seconds of a step
     unfed = images / row["synthetic, images/s"]
-    line = waits_for([Pace(fed, unfed, 1 - unfed / fed, 1 - unfed / fed)], device,
-                     images=images, workers=row["workers"])
+    line = waits_for(
+        [Pace(fed, unfed, 1 - unfed / fed, 1 - unfed / fed)],
+        device,
+        images=images,
+        workers=row["workers"],
+    )
     return f"bound by its input, {line}" if line else "bound by the step, see bench step"
 
 

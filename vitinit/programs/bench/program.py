@@ -1,9 +1,9 @@
 """Check vitinit on this machine, and measure it beside what one could use instead.
 
-    vitinit bench all --minutes 8 --out report.md --data-dir /data/imagenet/val
-    vitinit bench step --recipe deit_base swin_tiny --batch 64
-    vitinit bench loader --recipe deit_base --data-dir /data/imagenet/val --workers 8 16
-    vitinit bench memory --recipe deit_base swin_tiny --card-gib 24
+vitinit bench all --minutes 8 --out report.md --data-dir /data/imagenet/val
+vitinit bench step --recipe deit_base swin_tiny --batch 64
+vitinit bench loader --recipe deit_base --data-dir /data/imagenet/val --workers 8 16
+vitinit bench memory --recipe deit_base swin_tiny --card-gib 24
 """
 
 import argparse
@@ -24,25 +24,38 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     here = commands.add_parser("machine", help="the hardware and the versions of the software")
     step = commands.add_parser("step", help="images/s of a training step")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
-    loader.add_argument("--workers", nargs="+", type=integer(0, 2**15), default=[cores()],
-                        help="numbers of loader processes; default: that of the cores")
+    loader.add_argument(
+        "--workers",
+        nargs="+",
+        type=integer(0, 2**15),
+        default=[cores()],
+        help="numbers of loader processes; default: that of the cores",
+    )
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
     for command in (step, memory):
-        command.add_argument("--recipe", nargs="+", required=True,
-                             help="names in recipes/, or paths")
+        command.add_argument(
+            "--recipe", nargs="+", required=True, help="names in recipes/, or paths"
+        )
     loader.add_argument("--recipe", default="deit_small", help="name in recipes/, or path")
     for command in (step, loader):
-        command.add_argument("--batch", type=integer(1), help="images per step (in `step` fewer if "
-                             "they do not fit); default: the recipe's")
+        command.add_argument(
+            "--batch",
+            type=integer(1),
+            help="images per step (in `step` fewer if they do not fit); default: the recipe's",
+        )
     for command in (step, loader, memory):
         add_set(command, "override any key of the recipe; may be repeated")
     for command in (everything, loader):
-        command.add_argument("--data-dir", type=Path,
-                             help="folder of photographs; default: drawn ones")
+        command.add_argument(
+            "--data-dir", type=Path, help="folder of photographs; default: drawn ones"
+        )
     for command in (everything, here, step, loader):
-        command.add_argument("--device", type=one_of(["cuda", "cpu"]),
-                             default="cuda" if torch.cuda.is_available() else "cpu")
+        command.add_argument(
+            "--device",
+            type=one_of(["cuda", "cpu"]),
+            default="cuda" if torch.cuda.is_available() else "cpu",
+        )
     return parser.parse_args(arguments)
 
 
@@ -52,13 +65,15 @@ def run(args: argparse.Namespace) -> int:
     from .loader import print_loader
     from .step import memory_row, print_step
     from .training import recipe_of, row_table
+
     if args.bench == "all":
-        return bench_all(args.out, device=args.device, photographs=args.data_dir,
-                         minutes=args.minutes)
+        return bench_all(
+            args.out, device=args.device, photographs=args.data_dir, minutes=args.minutes
+        )
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench in ("memory", "step"):
-        auto = "bf16" * (args.bench == "memory")     # that of a card
+        auto = "bf16" * (args.bench == "memory")  # that of a card
         recipes = [recipe_of(name, args.set, device, auto=auto) for name in args.recipe]
     if args.bench == "memory":
         print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))

@@ -27,15 +27,24 @@ from ...train.loop import AMP_DTYPES, autocast
 from ...train.metrics import training_flops
 from ...train.optim import hidden_matrices
 from ...watch.slowness import BOUNDS, bound_of
-from .training import (Part, Row, clock_of, given_step, interleave, row_table, set_up,
-                       times_as_fast, train_on)
+from .training import (
+    Part,
+    Row,
+    clock_of,
+    given_step,
+    interleave,
+    row_table,
+    set_up,
+    times_as_fast,
+    train_on,
+)
 
-STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement
-SIDES = {"cuda": 8192, "cpu": 1024}                            # of a large product's matrices
+STEPS = {"cuda": 10, "cpu": 1}  # of each measurement
+SIDES = {"cuda": 8192, "cpu": 1024}  # of a large product's matrices
 GIB, MIB = 2**30, 2**20
-STATE_BYTES = 20                # per parameter: weight, gradient, AdamW's two moments, EMA; float32
-MUON_BYTES = 16                 # the same with Muon's one moment
-SHARE = 0.5                     # of the GPU's memory; augmentation, kernels and gaps need the rest
+STATE_BYTES = 20  # per parameter: weight, gradient, AdamW's two moments, EMA; float32
+MUON_BYTES = 16  # the same with Muon's one moment
+SHARE = 0.5  # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
 def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
@@ -49,13 +58,13 @@ def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
     """
     recipe = without_data(recipe)
     while True:
-        gc.collect()                                 # frees what an earlier measurement left
+        gc.collect()  # frees what an earlier measurement left
         try:
             return measure(recipe, device, batch)
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise
-        batch //= 2                  # not inside `except`, where the exception still holds tensors
+        batch //= 2  # not inside `except`, where the exception still holds tensors
         torch.cuda.empty_cache()
 
 
@@ -74,7 +83,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
     model = state.model
-    assert isinstance(model, (Classifier, MaskedAutoencoder))        # the recipe's
+    assert isinstance(model, (Classifier, MaskedAutoencoder))  # the recipe's
     labelled, rates = synthetic_batch(recipe, batch, device), model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     task = task_of(recipe)
@@ -88,32 +97,46 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
 
     def engine(loss: Callable[..., Tensor] = task.loss, images: int = batch) -> None:
         some = part[0][:images], part[1][:images]
-        train_on(state, [given_step(number, [some]) for number in range(count)], forward=forward,
-                 drop_path=drop_path, amp=amp, clip_norm=recipe.optim.clip_norm,
-                 loss=loss)
+        train_on(
+            state,
+            [given_step(number, [some]) for number in range(count)],
+            forward=forward,
+            drop_path=drop_path,
+            amp=amp,
+            clip_norm=recipe.optim.clip_norm,
+            loss=loss,
+        )
+
     engine()
     if device.type == "cuda":
         forget_peak(device)
         engine()
-    peak = peak_gib(device)                          # before there is a second model
+    peak = peak_gib(device)  # before there is a second model
     other = model
     whose = "the same model"
     if isinstance(model, MaskedAutoencoder):
         other, whose = build(recipe).to(device), "its encoder, learning classes"
-    with suppress(ValueError):                       # torchvision has no such model
-        name, arguments, _ = counterpart("torchvision", MODELS[recipe.model.name][0],
-                                         image_size=recipe.data.image_size, **recipe.model.options)
+    with suppress(ValueError):  # torchvision has no such model
+        name, arguments, _ = counterpart(
+            "torchvision",
+            MODELS[recipe.model.name][0],
+            image_size=recipe.data.image_size,
+            **recipe.model.options,
+        )
         kind = name.rpartition(".")[2]
         other = getattr(torchvision.models, kind)(
-            **arguments, num_classes=recipe.data.num_classes).to(device)
+            **arguments, num_classes=recipe.data.num_classes
+        ).to(device)
         whose = f"torchvision's {kind}"
-    callee = (forward if other is model else
-              compiled(other) if compiles else other)
+    callee = forward if other is model else compiled(other) if compiles else other
     multiply, product_flops = product(device, amp)
-    few = max(1, batch // 8)                         # images, whose step takes as many launches
-    loops = {"engine": engine, "bare": bare_loop(other, callee, labelled, amp, count),
-             "product": multiply}
-    if not compiles:                                 # would compile again, for another size
+    few = max(1, batch // 8)  # images, whose step takes as many launches
+    loops = {
+        "engine": engine,
+        "bare": bare_loop(other, callee, labelled, amp, count),
+        "product": multiply,
+    }
+    if not compiles:  # would compile again, for another size
         loops["few"] = lambda: engine(images=few)
     if teacher:
         loops["alone"] = lambda: engine(loss=cross_entropy)
@@ -122,19 +145,30 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     flops = batch * training_flops(model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     # A step of n images takes a + b·n; its share a / second, which no image adds to, is launches.
-    launches = ((batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
-                if batch > few and "few" in seconds else 0.0)
+    launches = (
+        (batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
+        if batch > few and "few" in seconds
+        else 0.0
+    )
     way = "compiled" if compiles else "eager"
-    return {"recipe": recipe.name, "way": f"amp {amp}, {way}", "batch": batch,
-            "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
-            "beside a bare loop over": whose,
-            "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
-            "% of large products": 100 * flops / best,
-            "% not for images": 100 * launches if "few" in seconds else None,
-            "bound by": bound_of(launches=launches, products=flops / best),
-            "% of the card's rate": 100 * flops / 1e12 / card if card else None,
-            "× the time without teacher": (times_as_fast(seconds["alone"], seconds["engine"])
-                                           if teacher else None)}
+    return {
+        "recipe": recipe.name,
+        "way": f"amp {amp}, {way}",
+        "batch": batch,
+        "images/s": batch / second,
+        "ms": 1e3 * second,
+        "peak GiB": peak,
+        "beside a bare loop over": whose,
+        "× as fast": times_as_fast(seconds["engine"], seconds["bare"]),
+        "TFLOP/s": flops / 1e12,
+        "% of large products": 100 * flops / best,
+        "% not for images": 100 * launches if "few" in seconds else None,
+        "bound by": bound_of(launches=launches, products=flops / best),
+        "% of the card's rate": 100 * flops / 1e12 / card if card else None,
+        "× the time without teacher": (
+            times_as_fast(seconds["alone"], seconds["engine"]) if teacher else None
+        ),
+    }
 
 
 def synthetic_batch(recipe: Recipe, batch: int, device: torch.device) -> Part:
@@ -151,8 +185,9 @@ def first_patches(model: MaskedAutoencoder, images: Tensor) -> Tensor:
     return torch.arange(model.visible, device=images.device).expand(len(images), -1)
 
 
-def bare_loop(model: nn.Module, forward: Callable[[Tensor], Tensor], part: Part, amp: str,
-              steps: int) -> Callable[[], None]:
+def bare_loop(
+    model: nn.Module, forward: Callable[[Tensor], Tensor], part: Part, amp: str, steps: int
+) -> Callable[[], None]:
     """A function that makes `steps` steps in the training loop that one would write first."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
     images, targets = part
@@ -165,6 +200,7 @@ def bare_loop(model: nn.Module, forward: Callable[[Tensor], Tensor], part: Part,
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
     return run
 
 
@@ -176,25 +212,31 @@ def product(device: torch.device, amp: str) -> tuple[Callable[[], None], float]:
     def multiply() -> None:
         for _ in range(repeats):
             matrix @ matrix
+
     return multiply, repeats * 2 * side**3
 
 
 def saved_bytes(model: Classifier | MaskedAutoencoder, images: Tensor, amp: str) -> int:
     """Bytes of storages that a forward pass on (B, 3, H, W) saves for backward, but the model's."""
-    def storage(tensor: Tensor) -> int:              # fake tensors have one, but no address
+
+    def storage(tensor: Tensor) -> int:  # fake tensors have one, but no address
         return tensor.untyped_storage()._cdata
 
     stored = set(map(storage, (*model.parameters(), *model.buffers())))
-    saved = {}                                       # keeps tensors alive, so that ids stay unique
+    saved = {}  # keeps tensors alive, so that ids stay unique
 
     def save(tensor: Tensor) -> Tensor:
         if storage(tensor) not in stored:
             saved[storage(tensor)] = tensor
         return tensor
-    drop_path = (torch.ones(len(model.drop_path_rates), len(images)),) if any(
-        model.drop_path_rates) else ()
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), \
-            autocast(images.device, amp):
+
+    drop_path = (
+        (torch.ones(len(model.drop_path_rates), len(images)),) if any(model.drop_path_rates) else ()
+    )
+    with (
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        autocast(images.device, amp),
+    ):
         if isinstance(model, MaskedAutoencoder):
             reconstruction(model, images, drop_path, first_patches(model, images))
         else:
@@ -215,16 +257,31 @@ def memory_row(recipe: Recipe, card_gib: float) -> Row:
         assert isinstance(model, (Classifier, MaskedAutoencoder))
         # In bf16 `attend` calls no fused kernel on a CPU; fp16 has as many bytes.
         amp = recipe.engine.amp.replace("bf16", "fp16")
-        two, four = (saved_bytes(model, torch.zeros(count, 3, *recipe.data.image_size), amp)
-                     for count in (2, 4))
-    image = (four - two) // 2                        # a part that does not grow with B cancels
+        two, four = (
+            saved_bytes(model, torch.zeros(count, 3, *recipe.data.image_size), amp)
+            for count in (2, 4)
+        )
+    image = (four - two) // 2  # a part that does not grow with B cancels
     matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
-    state = sum((MUON_BYTES if name in matrices else STATE_BYTES) * p.numel()
-                for name, p in model.named_parameters())
+    state = sum(
+        (MUON_BYTES if name in matrices else STATE_BYTES) * p.numel()
+        for name, p in model.named_parameters()
+    )
     available = SHARE * card_gib * GIB - state - (two - 2 * image)
     batch = recipe.optim.global_batch
-    fits = max((size for size in range(2, batch + 1, 2)
-                if batch % size == 0 and size * image <= available), default=0)
-    return {"recipe": recipe.name, "amp": recipe.engine.amp, "MiB per image": image / MIB,
-            "GiB of weights and optimiser": state / GIB, "global batch": batch,
-            f"images that fit in half of {card_gib:g} GiB": fits}
+    fits = max(
+        (
+            size
+            for size in range(2, batch + 1, 2)
+            if batch % size == 0 and size * image <= available
+        ),
+        default=0,
+    )
+    return {
+        "recipe": recipe.name,
+        "amp": recipe.engine.amp,
+        "MiB per image": image / MIB,
+        "GiB of weights and optimiser": state / GIB,
+        "global batch": batch,
+        f"images that fit in half of {card_gib:g} GiB": fits,
+    }

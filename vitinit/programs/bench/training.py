@@ -26,8 +26,8 @@ from ...train.state import TrainState
 from ..shared.results import table
 
 ROUNDS = 7
-Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
-Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the device
+Row = dict[str, Any]  # a row of results: column → number or short text, None for no value
+Part = tuple[Tensor, Tensor]  # images (B, 3, H, W) and targets (B, K) on the device
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -43,11 +43,13 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     def read() -> float:
         torch.cuda.synchronize(device)
         return time.perf_counter()
+
     return read
 
 
-def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], float]
-               ) -> dict[str, list[float]]:
+def interleave(
+    actions: Mapping[str, Callable[[], object]], clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """The seconds of each action in ROUNDS rounds, by name; a first round does not count.
 
     The actions run in turn, in every second round in the opposite order, so that what disturbs the
@@ -55,7 +57,7 @@ def interleave(actions: Mapping[str, Callable[[], object]], clock: Callable[[], 
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(ROUNDS + 1):
-        for name in list(actions)[::1 if number % 2 else -1]:
+        for name in list(actions)[:: 1 if number % 2 else -1]:
             began = clock()
             actions[name]()
             if number:
@@ -85,8 +87,13 @@ def cell(value: Any) -> str:
     return f"{value:,.0f}" if full else f"{value:.3g}"
 
 
-def recipe_of(name: str, sets: Sequence[str] = (), device: torch.device = torch.device("cpu"), *,
-              auto: str = "") -> Recipe:
+def recipe_of(
+    name: str,
+    sets: Sequence[str] = (),
+    device: torch.device = torch.device("cpu"),
+    *,
+    auto: str = "",
+) -> Recipe:
     """The recipe `name` with init "default" and with changes such as "engine.compile=false";
     from no checkpoint. auto: what that precision is; "": what is fastest on the device.
     """
@@ -109,8 +116,10 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, nn.Module]
 
 def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[MicroBatch]]:
     """Step number `number`, on one process, of micro-batches `parts`."""
+
     def micro_batch(part: Part, end: int) -> MicroBatch:
         return MicroBatch(lambda: part, np.arange(end - len(part[0]), end))
+
     return number, [*map(micro_batch, parts, np.cumsum([len(images) for images, _ in parts]))]
 
 
@@ -140,13 +149,24 @@ class GivenSteps:
         return self.given
 
 
-def train_on(state: TrainState, steps: Iterable, *, forward: nn.Module | None = None,
-             drop_path: Tensor | None = None, **options: Any) -> None:
+def train_on(
+    state: TrainState,
+    steps: Iterable,
+    *,
+    forward: nn.Module | None = None,
+    drop_path: Tensor | None = None,
+    **options: Any,
+) -> None:
     """Train on `steps` as one epoch of the loop.
 
     forward: what computes the logits, such as a compiled model; None: the model itself.
     drop_path: scales (branches, B) of every step. options: fields of `GivenSteps`.
     """
-    given = GivenSteps(state, state.model if forward is None else forward, steps,
-                       drop_path=lambda step: drop_path, **options)
+    given = GivenSteps(
+        state,
+        state.model if forward is None else forward,
+        steps,
+        drop_path=lambda step: drop_path,
+        **options,
+    )
     train_epochs(given, alone(next(state.model.parameters()).device), StopRequest())

@@ -26,8 +26,17 @@ from ...models.simple_vit import SimpleViT
 from ...models.swin import SwinTransformer
 from ...runs.data import as_input, evaluation_view
 from ...watch.mass import Mass, has_targets, mass_on_images
-from ..shared.plot import (FigureError, Row, add_legend, draw_grid, draw_heat, looks_of, pixels,
-                           pyplot, save)
+from ..shared.plot import (
+    FigureError,
+    Row,
+    add_legend,
+    draw_grid,
+    draw_heat,
+    looks_of,
+    pixels,
+    pyplot,
+    save,
+)
 from .subjects import VITS, Subject, Vit, fitting, indices, photographs
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
@@ -36,9 +45,9 @@ KINDS = {
     "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
     "softmax": ("attention on P alone", "query token", "key token", False),
 }
-RADIUS = 3                      # largest offset of a kernel, in patches
-SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour scale
-PARTS = {"centre": "centre heads", "others": "other heads"}      # of a Mass
+RADIUS = 3  # largest offset of a kernel, in patches
+SHOWN = 0.995  # share of Q Kᵀ's entries within the colour scale
+PARTS = {"centre": "centre heads", "others": "other heads"}  # of a Mass
 
 
 @torch.no_grad()
@@ -57,33 +66,44 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
         simple = model.blocks[block].attn
         if kind == "qk":
             if simple.reads == "free":
-                raise FigureError('Q and K of this model (reads = "free") are no weights of '
-                                  "channels; expected --kinds logits softmax")
+                raise FigureError(
+                    'Q and K of this model (reads = "free") are no weights of '
+                    "channels; expected --kinds logits softmax"
+                )
             query, key = simple.factors
-            return query @ key.mT                                        # (h, D, d) @ (h, d, D)
-        share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
-        x = norm(share * model.pos_embed)[None]                          # (1, N, D)
+            return query @ key.mT  # (h, D, d) @ (h, d, D)
+        share = 1.0 - model.alpha if model.input_pos_embed else 0.0  # of P in the input
+        x = norm(share * model.pos_embed)[None]  # (1, N, D)
         if kind == "softmax":
             return simple.mixing_weights(x, model.pos_embed)[0]
-        query, key = simple.queries_keys(x, model.pos_embed)             # (1, h, N, d) each
+        query, key = simple.queries_keys(x, model.pos_embed)  # (1, h, N, d) each
         return (query @ key.mT)[0]
     attention = model.blocks[block].attn
     if kind == "qk":
-        return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
+        return attention.q_weight.mT @ attention.k_weight  # (h, D, d) @ (h, d, D)
     prefix, patches = model.num_prefix_tokens, math.prod(model.grid)
-    positions = (norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
-                 if model.pos_embed is None else model.pos_embed)
-    x = norm(positions)                                                  # (1, prefix + N, D)
+    positions = (
+        norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
+        if model.pos_embed is None
+        else model.pos_embed
+    )
+    x = norm(positions)  # (1, prefix + N, D)
     if model.rotary or isinstance(attention.q_norm, torch.nn.LayerNorm):
         query, key = (part[0] for part in attention.queries_keys_values(x)[:2])
     else:
         query, key = x @ attention.q_weight.mT, x @ attention.k_weight.mT
-    query, key = query[:, prefix:], key[:, prefix:]                      # (h, N, d)
+    query, key = query[:, prefix:], key[:, prefix:]  # (h, N, d)
     return query @ key.mT if kind == "logits" else attention_weights(query, key)
 
 
-def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
-              blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+def draw_maps(
+    out: Path,
+    subjects: Iterable[Subject],
+    *,
+    kinds: Sequence[str],
+    blocks: Sequence[int],
+    heads: Sequence[int] | None,
+) -> None:
     """Draw a row per kind, model and block; a kind has one colour scale. heads: None for all."""
     rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
     for subject in fitting(subjects, "maps"):
@@ -96,15 +116,38 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
                 # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
                 # other entries would be pale.
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
-                rows[kind].append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
-                                      diverging, peak=peak))
-    draw_grid(out, [row for kind in kinds for row in rows[kind]], heads,
-              subject.heading("each head on positions alone" if subject.model.rotary else
-                              "each head on the position embedding P"))
+                rows[kind].append(
+                    Row(
+                        f"{subject.state}\nblock {block}",
+                        maps,
+                        unit,
+                        down,
+                        across,
+                        diverging,
+                        peak=peak,
+                    )
+                )
+    draw_grid(
+        out,
+        [row for kind in kinds for row in rows[kind]],
+        heads,
+        subject.heading(
+            "each head on positions alone"
+            if subject.model.rotary
+            else "each head on the position embedding P"
+        ),
+    )
 
 
-def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
-                 blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+def draw_kernels(
+    out: Path,
+    subjects: Iterable[Subject],
+    *,
+    folder: Path | None,
+    count: int,
+    blocks: Sequence[int],
+    heads: Sequence[int] | None,
+) -> None:
     """Draw mean attention by offset, with one row per model and block and one column per head.
 
     The mean is over `count` images (`photographs`) and all query tokens. heads: None for all.
@@ -114,12 +157,22 @@ def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None,
         images = photographs(folder, count, subject.recipe)
         numbers = indices("block", blocks, len(block_grids(subject.model)))
         for block, weights in mixing_matrices(subject.model, images, blocks=numbers).items():
-            weights = weights[:, indices("head", heads, weights.shape[1])]       # (B, h, N, N)
+            weights = weights[:, indices("head", heads, weights.shape[1])]  # (B, h, N, N)
             kernel = mean_kernel(weights, subject.model.grid, RADIUS).mean(0)
-            rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
-                            "patches down", "patches right", diverging=False, centred=True))
-    draw_grid(out, rows, heads,
-              subject.heading(f"what each head attends to, mean over {count} images"))
+            rows.append(
+                Row(
+                    f"{subject.state}\nblock {block}",
+                    kernel,
+                    "mean attention",
+                    "patches down",
+                    "patches right",
+                    diverging=False,
+                    centred=True,
+                )
+            )
+    draw_grid(
+        out, rows, heads, subject.heading(f"what each head attends to, mean over {count} images")
+    )
 
 
 def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
@@ -142,30 +195,44 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
         subject = subject._replace(state=subject.state.removeprefix(f"{recipe}, "))
         mass = mass_of(subject, folder, count)
         for part in PARTS:
-            print(f"{recipe}, {subject.state}: {part}",
-                  *(f"{value:.3f}" for value in getattr(mass, part)))
+            print(
+                f"{recipe}, {subject.state}: {part}",
+                *(f"{value:.3f}" for value in getattr(mass, part)),
+            )
         by_recipe[recipe].append((subject, mass))
 
-    figure, axes = pyplot().subplots(2, len(by_recipe), squeeze=False, sharey=True,
-                                     layout="constrained",
-                                     figsize=(max(6.4, 2.2 * len(by_recipe) + 0.8), 5.6))
+    figure, axes = pyplot().subplots(
+        2,
+        len(by_recipe),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+        figsize=(max(6.4, 2.2 * len(by_recipe) + 0.8), 5.6),
+    )
     legend = {}
     for column, (name, masses) in zip(axes.T, by_recipe.items()):
         looks = looks_of([subject.recipe.init.name for subject, _ in masses])
         for axis, (part, words) in zip(column, PARTS.items()):
-            legend["uniform attention"], = axis.plot(masses[0][1].uniform, color="0.8", linewidth=6)
+            (legend["uniform attention"],) = axis.plot(
+                masses[0][1].uniform, color="0.8", linewidth=6
+            )
             for (subject, mass), (colour, line) in zip(masses, looks):
                 values = torch.tensor(getattr(mass, part))
                 known = ~values.isnan()
-                legend[subject.state], = axis.plot(
-                    known.nonzero()[:, 0], values[known], color=colour, linestyle=line, marker="o",
-                    markersize=3)
+                (legend[subject.state],) = axis.plot(
+                    known.nonzero()[:, 0],
+                    values[known],
+                    color=colour,
+                    linestyle=line,
+                    marker="o",
+                    markersize=3,
+                )
             axis.set_title(f"{name}, {words}", fontsize=10)
             axis.locator_params(axis="x", nbins=7, integer=True)
             axis.tick_params(labelsize=8)
             axis.grid(alpha=0.3)
         axis.set_xlabel("block")
-    axis.set(yscale="log", ylim=(None, 1.2))         # of all panels; with room for markers at 1
+    axis.set(yscale="log", ylim=(None, 1.2))  # of all panels; with room for markers at 1
     axis.yaxis.set_major_formatter("{x:g}")
     add_legend(figure, legend)
     figure.supylabel("share of attention on the head's target", fontsize=10)
@@ -186,9 +253,15 @@ def heat_maps(weights: Tensor, grid: Grid, query: tuple[int, int]) -> Tensor:
     return among_patches(weights, grid)[:, row * columns + column].unflatten(-1, grid)
 
 
-def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
-                   blocks: Sequence[int], heads: Sequence[int],
-                   queries: Sequence[tuple[int, int]]) -> None:
+def draw_attention(
+    out: Path,
+    subjects: Iterable[Subject],
+    photograph: Path,
+    *,
+    blocks: Sequence[int],
+    heads: Sequence[int],
+    queries: Sequence[tuple[int, int]],
+) -> None:
     """Draw one row per model, block and query: the photograph, then one heat map per head.
 
     The query patch is framed in each. All maps have one scale, which rises with the square root of
@@ -199,23 +272,36 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     for subject in fitting(subjects, "attention", (*VITS, SwinTransformer)):
         grids = block_grids(subject.model)
         blocks = indices("block", blocks, len(grids))
-        image = evaluation_view(decode_image(str(photograph)), subject.recipe)      # (3, H, W)
-        matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe),
-                                   blocks=blocks)
+        image = evaluation_view(decode_image(str(photograph)), subject.recipe)  # (3, H, W)
+        matrices = mixing_matrices(
+            subject.model, as_input(image[None], subject.recipe), blocks=blocks
+        )
         for block in blocks:
-            weights, grid = matrices[block][0], grids[block]             # (h, N, N)
+            weights, grid = matrices[block][0], grids[block]  # (h, N, N)
             weights = weights[indices("head", heads, len(weights))]
             for query in queries or [(grid[0] // 2, grid[1] // 2)]:
-                rows.append((f"{subject.state}\nblock {block}", image, grid, query,
-                             heat_maps(weights, grid, query)))
+                rows.append(
+                    (
+                        f"{subject.state}\nblock {block}",
+                        image,
+                        grid,
+                        query,
+                        heat_maps(weights, grid, query),
+                    )
+                )
 
     plt = pyplot()
     scale = plt.matplotlib.colors.PowerNorm(0.5, 0.0, max(maps.max().item() for *_, maps in rows))
-    figure, axes = plt.subplots(len(rows), len(heads) + 1, squeeze=False, layout="constrained",
-                                figsize=(1.5 * (len(heads) + 1) + 1.0, 1.55 * len(rows) + .5))
+    figure, axes = plt.subplots(
+        len(rows),
+        len(heads) + 1,
+        squeeze=False,
+        layout="constrained",
+        figsize=(1.5 * (len(heads) + 1) + 1.0, 1.55 * len(rows) + 0.5),
+    )
     for line, (label, image, grid, query, maps) in zip(axes, rows):
         height, width = image.shape[1:]
-        down, across = height / grid[0], width / grid[1]                 # a patch in pixels
+        down, across = height / grid[0], width / grid[1]  # a patch in pixels
         line[0].imshow(pixels(image), extent=(0, width, height, 0))
         line[0].set_ylabel(label, fontsize=9)
         for axis, heat in zip(line[1:], maps):
@@ -223,9 +309,12 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
         for axis in line:
             axis.set(xticks=[], yticks=[])
             corner = (query[1] * across, query[0] * down)
-            for colour, thickness in (("black", 2.0), ("white", 0.9)):   # visible on any background
-                axis.add_patch(plt.Rectangle(corner, across, down, fill=False, edgecolor=colour,
-                                             linewidth=thickness))
+            for colour, thickness in (("black", 2.0), ("white", 0.9)):  # visible on any background
+                axis.add_patch(
+                    plt.Rectangle(
+                        corner, across, down, fill=False, edgecolor=colour, linewidth=thickness
+                    )
+                )
     bar = figure.colorbar(layer, ax=list(axes.flat), label="attention", shrink=0.9, pad=0.01)
     bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph", *(f"head {h}" for h in heads))):

@@ -13,9 +13,9 @@ from ...data.sources import ImageFiles, Source
 from ...watch.survey import Survey, survey
 from ..shared.plot import BLUE, as_drawn, pixels, pyplot, save
 
-EXAMPLES, SIDE = 8, 64          # images per class, spread evenly over it, and their pixels
-LONGEST = 30                    # characters of a class's name
-MOST_CLASSES = 20               # rows; the classes with the most and with the fewest images
+EXAMPLES, SIDE = 8, 64  # images per class, spread evenly over it, and their pixels
+LONGEST = 30  # characters of a class's name
+MOST_CLASSES = 20  # rows; the classes with the most and with the fewest images
 
 
 def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
@@ -27,11 +27,13 @@ def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
     source = open_split(name, data_dir, "train", 0)
     try:
         val_set = open_split(name, data_dir, "val", len(source.classes))
-    except DataError as error:                       # training then needs data.held_out_per_class
+    except DataError as error:  # training then needs data.held_out_per_class
         print(f"val     {error}")
         val_set = source.part(np.arange(0))
-    require_no_input(out, [path for part in (source, val_set) if isinstance(part, ImageFiles)
-                           for path in part.paths])  # which a list may name
+    require_no_input(
+        out,
+        [path for part in (source, val_set) if isinstance(part, ImageFiles) for path in part.paths],
+    )  # which a list may name
     report = survey(source, val_set, image_size, most=len(source))
     print(report, end="")
     sheet(out, source, report)
@@ -41,17 +43,35 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     """Draw a row per class: its examples, and a bar as long as its number of images."""
     counts = np.bincount(source.labels, minlength=len(source.classes))
     order = np.argsort(-counts, kind="stable")
-    rows = order if len(order) <= MOST_CLASSES else np.concatenate(
-        [order[:MOST_CLASSES // 2], order[-MOST_CLASSES // 2:]])
+    rows = (
+        order
+        if len(order) <= MOST_CLASSES
+        else np.concatenate([order[: MOST_CLASSES // 2], order[-MOST_CLASSES // 2 :]])
+    )
     figure, (images, bars) = pyplot().subplots(
-        1, 2, figsize=(9.0, 0.5 * len(rows) + 1.0), width_ratios=(3, 2), layout="constrained")
-    strips = [np.hstack([example(source, index) for index in of_class(source, label)])
-              for label in rows]
-    images.imshow(np.vstack([np.pad(strip, ((0, 0), (0, EXAMPLES * SIDE - strip.shape[1]), (0, 0)),
-                                     constant_values=255) for strip in strips]))
+        1, 2, figsize=(9.0, 0.5 * len(rows) + 1.0), width_ratios=(3, 2), layout="constrained"
+    )
+    strips = [
+        np.hstack([example(source, index) for index in of_class(source, label)]) for label in rows
+    ]
+    images.imshow(
+        np.vstack(
+            [
+                np.pad(
+                    strip,
+                    ((0, 0), (0, EXAMPLES * SIDE - strip.shape[1]), (0, 0)),
+                    constant_values=255,
+                )
+                for strip in strips
+            ]
+        )
+    )
     middles = SIDE * (np.arange(len(rows)) + 0.5)
-    images.set(xticks=[], yticks=middles,
-                yticklabels=[as_drawn(one_line(source.classes[label], LONGEST)) for label in rows])
+    images.set(
+        xticks=[],
+        yticks=middles,
+        yticklabels=[as_drawn(one_line(source.classes[label], LONGEST)) for label in rows],
+    )
     bars.barh(middles, counts[rows], height=0.7 * SIDE, color=BLUE)
     bars.set(ylim=images.get_ylim(), yticks=[], xlabel="images to train on")
     for middle, count in zip(middles, counts[rows]):
@@ -60,8 +80,12 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     bars.spines[["top", "right"]].set_visible(False)
     hidden = f"; {len(order) - len(rows)} classes in between" if len(rows) < len(order) else ""
     files = "".join(line.partition(":")[2] for line in report.lines[1:])
-    save(figure, out, f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}",
-         few_colours="dithered")
+    save(
+        figure,
+        out,
+        f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}",
+        few_colours="dithered",
+    )
 
 
 def of_class(source: Source, label: int) -> np.ndarray:
@@ -73,8 +97,9 @@ def of_class(source: Source, label: int) -> np.ndarray:
 def example(source: Source, index: int) -> np.ndarray:
     """The centre of an image, (SIDE, SIDE, 3) uint8; grey if it cannot be decoded."""
     try:
-        view = source.image(index, lambda image: resize_and_centre_crop(
-            image, (SIDE, SIDE), 1.0, "bicubic"))
+        view = source.image(
+            index, lambda image: resize_and_centre_crop(image, (SIDE, SIDE), 1.0, "bicubic")
+        )
     except DataError:
         return np.full((SIDE, SIDE, 3), 200, np.uint8)
     return pixels(view)

@@ -30,11 +30,11 @@ from ..shared.plot import DIVERGING, OVERLAY, FigureError, as_png, colours, pack
 from .page import write_page
 from .subjects import Subject
 
-RADIUS = 3                      # of the mean attention by offset, in patches
-TOP = 5                         # classes shown
-LARGEST = 80_000_000            # weights, each of which takes a byte of the browser's memory
-MOST = 4_700_000                # letters of them in a page, which is then of at most 5 MB
-LEVELS = (254, 62, 14)          # the highest level of a weight: even, so that 0 has a level
+RADIUS = 3  # of the mean attention by offset, in patches
+TOP = 5  # classes shown
+LARGEST = 80_000_000  # weights, each of which takes a byte of the browser's memory
+MOST = 4_700_000  # letters of them in a page, which is then of at most 5 MB
+LEVELS = (254, 62, 14)  # the highest level of a weight: even, so that 0 has a level
 
 
 def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, dict[str, Any]]:
@@ -44,23 +44,25 @@ def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, d
     0 to LEVELS[0] with the square root of a weight, so that small ones keep more of their digits.
     They begin at 0, or for signed weights at minus the largest of the head.
     """
-    keys = weights[:, :, -grid[0] * grid[1]:]
-    largest = keys.abs().amax(dim=(1, 2)).clamp(min=1e-12)               # (h,)
+    keys = weights[:, :, -grid[0] * grid[1] :]
+    largest = keys.abs().amax(dim=(1, 2)).clamp(min=1e-12)  # (h,)
     shares = keys / largest[:, None, None]
     roots = shares.abs().sqrt() * shares.sign()
     levels = ((roots + 1) / 2 if signed else roots) * LEVELS[0]
-    patches = among_patches(weights, grid)                               # (h, N, N)
+    patches = among_patches(weights, grid)  # (h, N, N)
     kernels = by_offset(patches if signed else shares_of_patches(weights, grid), grid, RADIUS)
     # How far a head attends, in patches, over all queries and keys: arXiv 2010.11929, figure 7.
-    cells = torch.cartesian_prod(*map(torch.arange, grid)).float()       # (N, 2)
+    cells = torch.cartesian_prod(*map(torch.arange, grid)).float()  # (N, 2)
     sizes = patches.abs()
     far = (sizes * torch.cdist(cells, cells)).sum((1, 2)) / sizes.sum((1, 2))
     # Sharpness: a query's largest weight minus the 1/N of uniform attention; the mean over queries.
-    peaks = sizes.amax(2) / (sizes.sum(2) if signed else 1.0)            # (h, N)
+    peaks = sizes.amax(2) / (sizes.sum(2) if signed else 1.0)  # (h, N)
     return levels.round().to(torch.uint8).numpy(), {
-        "largest": rounded(largest.tolist()), "kernels": rounded(kernels.flatten(1).tolist()),
+        "largest": rounded(largest.tolist()),
+        "kernels": rounded(kernels.flatten(1).tolist()),
         "distance": rounded(far.tolist()),
-        "sharpness": rounded((peaks.mean(1) - 1 / len(cells)).tolist())}
+        "sharpness": rounded((peaks.mean(1) - 1 / len(cells)).tolist()),
+    }
 
 
 @torch.no_grad()
@@ -68,8 +70,10 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
     """A model's levels and `meta` on views (n, 3, H, W) uint8; FigureError for a ConvMixer."""
     model, recipe = subject.model, subject.recipe
     if isinstance(model, ConvMixer):
-        raise FigureError(f"recipe {recipe.name} makes a ConvMixer, whose kernels are the same for "
-                          "every patch of every image")
+        raise FigureError(
+            f"recipe {recipe.name} makes a ConvMixer, whose kernels are the same for "
+            "every patch of every image"
+        )
     signed = isinstance(model, MlpMixer)
     inputs, grids, levels, images = as_input(views, recipe), block_grids(model), [], []
     # Over channels: (B, C, N, N) → (B, 1, N, N).
@@ -78,9 +82,14 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
         matrices = mixing_matrices(model, image, summarise=summarise)
         blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
         levels += [part for part, _ in blocks]
-        images.append({"blocks": [view for _, view in blocks],
-                       "probabilities": rounded(model(image).softmax(1)[0].tolist())
-                       if model.num_classes else []})
+        images.append(
+            {
+                "blocks": [view for _, view in blocks],
+                "probabilities": rounded(model(image).softmax(1)[0].tolist())
+                if model.num_classes
+                else [],
+            }
+        )
     masses, init = None, recipe.init
     if has_targets(model, init.name, init.options):
         mass = mass_on_images(model, init.name, init.options, inputs)
@@ -89,9 +98,15 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
     prefix = [f"{kind} token" for kind, token in tokens.items() if hasattr(model, token)]
     prefix += [f"register {number}" for number in range(model.num_prefix_tokens - len(prefix))]
     return levels, {
-        "name": subject.state, "recipe": recipe.name, "signed": signed, "masses": masses,
-        "grids": grids, "prefix": prefix, "images": images,
-        "classes": list(subject.classes or (f"class {n}" for n in range(model.num_classes)))}
+        "name": subject.state,
+        "recipe": recipe.name,
+        "signed": signed,
+        "masses": masses,
+        "grids": grids,
+        "prefix": prefix,
+        "images": images,
+        "classes": list(subject.classes or (f"class {n}" for n in range(model.num_classes))),
+    }
 
 
 def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence[Path]) -> None:
@@ -106,8 +121,10 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
         height, width = subject.recipe.data.image_size
         sizes.append(f"{height}×{width}")
         if sizes[-1] != sizes[0]:
-            raise FigureError(f"{subject.state}: takes images of {sizes[-1]} pixels, and the model "
-                              f"before it of {sizes[0]}; draw a page each")
+            raise FigureError(
+                f"{subject.state}: takes images of {sizes[-1]} pixels, and the model "
+                f"before it of {sizes[0]}; draw a page each"
+            )
         views = torch.stack([evaluation_view(image, subject.recipe) for image in images])
         parts, view = model_view(subject, views)
         levels += parts
@@ -116,22 +133,38 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
             break
     steps, weights = coarse_enough(levels)
     names = [one_line(path.name) for path in photographs]
-    if len({*names}) < len(names):                   # then the names of their folders say more
+    if len({*names}) < len(names):  # then the names of their folders say more
         names = [one_line("/".join(path.absolute().parts[-2:])) for path in photographs]
-    write_page(out, "explore.html", {
-        "levels": steps, "top": TOP, "radius": RADIUS, "colours": colours(OVERLAY),
-        "signed_colours": colours(DIVERGING), "models": models, "height": height,
-        "width": width, "images": [{"name": name, "source": as_png(view)}
-                                   for name, view in zip(names, views)]}, weights)
+    write_page(
+        out,
+        "explore.html",
+        {
+            "levels": steps,
+            "top": TOP,
+            "radius": RADIUS,
+            "colours": colours(OVERLAY),
+            "signed_colours": colours(DIVERGING),
+            "models": models,
+            "height": height,
+            "width": width,
+            "images": [{"name": name, "source": as_png(view)} for name, view in zip(names, views)],
+        },
+        weights,
+    )
 
 
 def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:
     """The highest of LEVELS whose text of all weights has at most MOST letters, and that text."""
     count = sum(part.size for part in levels)
     for steps in LEVELS if count <= LARGEST else ():
-        text = packed(b"".join(np.rint(part * (steps / LEVELS[0])).astype(np.uint8).tobytes()
-                               for part in levels))
+        text = packed(
+            b"".join(
+                np.rint(part * (steps / LEVELS[0])).astype(np.uint8).tobytes() for part in levels
+            )
+        )
         if len(text) <= MOST:
             return steps, text
-    raise FigureError(f"{count:,} weights do not fit into a page of 5 MB; show fewer images, fewer "
-                      "models, or a smaller one")
+    raise FigureError(
+        f"{count:,} weights do not fit into a page of 5 MB; show fewer images, fewer "
+        "models, or a smaller one"
+    )

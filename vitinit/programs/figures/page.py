@@ -20,12 +20,20 @@ def write_page(out: Path, template: str, meta: dict[str, Any], weights: str = ""
     `meta`, which is JSON, and `weights`, as `packed` returns them. Nothing in `meta` can end the
     script that it stands in, or is taken for a part of the template.
     """
-    text = json.dumps(meta | {"made": f"vitinit {__version__}"}, separators=(",", ":"),
-                      allow_nan=False, ensure_ascii=False)
-    parts = {"style": (HERE / "page.css").read_text(encoding="utf-8"), "weights": weights,
-             "meta": text.replace("<", "\\u003c")}
-    page = re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]],
-                  (HERE / template).read_text(encoding="utf-8")).encode("utf-8", "replace")
+    text = json.dumps(
+        meta | {"made": f"vitinit {__version__}"},
+        separators=(",", ":"),
+        allow_nan=False,
+        ensure_ascii=False,
+    )
+    parts = {
+        "style": (HERE / "page.css").read_text(encoding="utf-8"),
+        "weights": weights,
+        "meta": text.replace("<", "\\u003c"),
+    }
+    page = re.sub(
+        r"\{\{(\w+)\}\}", lambda name: parts[name[1]], (HERE / template).read_text(encoding="utf-8")
+    ).encode("utf-8", "replace")
     with written_atomically(out) as file:
         file.write(page)
     print(f"{len(page) / 1e6:.1f} MB, a page that needs no network")

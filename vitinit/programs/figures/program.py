@@ -44,7 +44,7 @@ from .subjects import Subject, fresh, of_runs
 # for each offset of a 3×3 kernel.
 VARIANT = ["model.options.embed_dim=288", "model.options.num_heads=9"]
 VARIANT_INITS = ["default", "mimetic", "impulse"]
-MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")   # arguments about models
+MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")  # arguments about models
 
 
 def numbers(text: str) -> list[int] | Literal["all"]:
@@ -63,39 +63,62 @@ def pair(text: str) -> tuple[int, int]:
 def models(figure: Parser) -> None:
     """Add MODELS, the arguments of `subjects`."""
     source = figure.add_mutually_exclusive_group()
-    source.add_argument("--recipe", nargs="+", metavar="NAME",
-                        help="models freshly initialised from these recipes; default: quickstart "
-                             f"with nine heads, after the inits {', '.join(VARIANT_INITS)}")
-    source.add_argument("--run", nargs="+", type=Path, metavar="RUN",
-                        help="run folders or their checkpoints")
-    figure.add_argument("--init", nargs="+", metavar="NAME", type=one_of(INITS),
-                        help="for --recipe: one or more inits in place of the recipe's: "
-                             f"{', '.join(INITS)}")
+    source.add_argument(
+        "--recipe",
+        nargs="+",
+        metavar="NAME",
+        help="models freshly initialised from these recipes; default: quickstart "
+        f"with nine heads, after the inits {', '.join(VARIANT_INITS)}",
+    )
+    source.add_argument(
+        "--run", nargs="+", type=Path, metavar="RUN", help="run folders or their checkpoints"
+    )
+    figure.add_argument(
+        "--init",
+        nargs="+",
+        metavar="NAME",
+        type=one_of(INITS),
+        help=f"for --recipe: one or more inits in place of the recipe's: {', '.join(INITS)}",
+    )
     figure.add_argument("--seed", type=integer(0, 2**63), help="for --recipe: run.seed")
     add_set(figure, "for --recipe: override any key")
-    figure.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
-                        help="for --run: epochs whose checkpoints the run kept, or `all` of these "
-                             "with the last; default: last.pt")
+    figure.add_argument(
+        "--epochs",
+        type=numbers,
+        default=[],
+        metavar="0,10,300",
+        help="for --run: epochs whose checkpoints the run kept, or `all` of these "
+        "with the last; default: last.pt",
+    )
     figure.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
 
 
 def images(figure: Parser) -> None:
-    figure.add_argument("--data-dir", type=Path, dest="folder",
-                        help="a folder with photographs; default: the images that a recipe of "
-                             "`shapes` draws")
+    figure.add_argument(
+        "--data-dir",
+        type=Path,
+        dest="folder",
+        help="a folder with photographs; default: the images that a recipe of `shapes` draws",
+    )
     figure.add_argument("--count", type=integer(1), default=24, help="use the first COUNT of them")
 
 
 def blocks_and_heads(figure: Parser) -> None:
-    index = integer(-2**31)                          # range checked once the model is known
+    index = integer(-(2**31))  # range checked once the model is known
     figure.add_argument("--blocks", nargs="+", type=index, default=[0])
-    figure.add_argument("--heads", nargs="+", type=index,
-                        help="default: all, and 0 1 2 for the figure attention")
+    figure.add_argument(
+        "--heads", nargs="+", type=index, help="default: all, and 0 1 2 for the figure attention"
+    )
 
 
 def runs(figure: Parser) -> None:
-    figure.add_argument("runs", nargs="+", type=Path, metavar="RUN",
-                        help="folders of runs, archives of runs, or archive/pattern")
+    figure.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folders of runs, archives of runs, or archive/pattern",
+    )
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -103,60 +126,122 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit figures", description=__doc__)
     figures = parser.add_subparsers(metavar="FIGURE", required=True)
 
-    def figure(name: str, draw: Callable[..., None], text: str,
-               *parts: Callable[[Parser], None]) -> Parser:
+    def figure(
+        name: str, draw: Callable[..., None], text: str, *parts: Callable[[Parser], None]
+    ) -> Parser:
         added = figures.add_parser(name, help=text, description=text)
         suffix = ".html" if draw in (write_explorer, write_report) else ".png"
-        added.add_argument("--out", type=Output(suffix), required=True, metavar=f"FILE{suffix}",
-                           help="file to write")
+        added.add_argument(
+            "--out",
+            type=Output(suffix),
+            required=True,
+            metavar=f"FILE{suffix}",
+            help="file to write",
+        )
         added.set_defaults(draw=draw)
         for part in parts:
             part(added)
         return added
 
-    figure("kernels", draw_kernels, "mean attention by offset: the kernels that heads start as",
-           models, images, blocks_and_heads)
-    maps = figure("maps", draw_maps, "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs",
-                  models, blocks_and_heads)
-    maps.add_argument("--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS),
-                      help=", ".join(KINDS))
-    attention = figure("attention", draw_attention, "what tokens of a photograph attend to",
-                       models, blocks_and_heads)
+    figure(
+        "kernels",
+        draw_kernels,
+        "mean attention by offset: the kernels that heads start as",
+        models,
+        images,
+        blocks_and_heads,
+    )
+    maps = figure(
+        "maps",
+        draw_maps,
+        "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs",
+        models,
+        blocks_and_heads,
+    )
+    maps.add_argument(
+        "--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS), help=", ".join(KINDS)
+    )
+    attention = figure(
+        "attention",
+        draw_attention,
+        "what tokens of a photograph attend to",
+        models,
+        blocks_and_heads,
+    )
     attention.add_argument("photograph", type=Path)
     attention.set_defaults(heads=[0, 1, 2])
-    attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
-                           help="query patches, counted from 0; default: the one in the middle")
-    explore = figure("explore", write_explorer,
-                     "an HTML page of the attention of every head of every block", models)
+    attention.add_argument(
+        "--queries",
+        nargs="+",
+        type=pair,
+        default=[],
+        metavar="ROW,COLUMN",
+        help="query patches, counted from 0; default: the one in the middle",
+    )
+    explore = figure(
+        "explore",
+        write_explorer,
+        "an HTML page of the attention of every head of every block",
+        models,
+    )
     explore.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
     figure("mass", draw_mass, "share of attention on the heads' targets, by depth", models, images)
-    curves = figure("curves", draw_runs,
-                    "validation top-1 of finished runs by epoch, or quantities by step", runs)
+    curves = figure(
+        "curves",
+        draw_runs,
+        "validation top-1 of finished runs by epoch, or quantities by step",
+        runs,
+    )
     instead = curves.add_mutually_exclusive_group()
-    instead.add_argument("--steps", action="store_true",
-                         help="loss, learning rate, gradient norm by step; also of unfinished runs")
-    instead.add_argument("--across", metavar="SECTION.KEY",
-                         help='last top-1 by a key, such as schedule.epochs, or "training images"')
-    report = figure("report", write_report,
-                    "an HTML page about runs: curves, mistakes, recipe, comparison", runs)
+    instead.add_argument(
+        "--steps",
+        action="store_true",
+        help="loss, learning rate, gradient norm by step; also of unfinished runs",
+    )
+    instead.add_argument(
+        "--across",
+        metavar="SECTION.KEY",
+        help='last top-1 by a key, such as schedule.epochs, or "training images"',
+    )
+    report = figure(
+        "report",
+        write_report,
+        "an HTML page about runs: curves, mistakes, recipe, comparison",
+        runs,
+    )
     report.add_argument("--data-dir", help="folder of the data set, if not the recipe's")
-    report.add_argument("--images", type=integer(0), default=10_000, metavar="N",
-                        help="validation images to judge a run on, at most (10000)")
+    report.add_argument(
+        "--images",
+        type=integer(0),
+        default=10_000,
+        metavar="N",
+        help="validation images to judge a run on, at most (10000)",
+    )
     report.add_argument("--weights", choices=["model", "ema"], default="model")
-    operations = figure("operations", draw_operations,
-                        "a photograph under each of RandAugment's operations")
+    operations = figure(
+        "operations", draw_operations, "a photograph under each of RandAugment's operations"
+    )
     operations.add_argument("photograph", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
     batch = figure("batch", draw_batch, "batches after the whole augmentation")
-    batch.add_argument("--data-dir", type=Path, dest="folder", required=True,
-                       help="a folder with images in it")
+    batch.add_argument(
+        "--data-dir", type=Path, dest="folder", required=True, help="a folder with images in it"
+    )
     batch.add_argument("--seed", type=integer(0, 2**63), default=0)
     data = figure("data", draw_data, "what a folder of classes is like: examples, counts, copies")
     data.add_argument("--data-dir", required=True, help="a folder as `photos` trains on, or lists")
-    data.add_argument("--image-size", type=integer(1), default=128, metavar="PIXELS",
-                      help="of the model that is to be trained (128)")
-    reconstruct = figure("reconstruct", draw_reconstruct, "photographs, what a masked autoencoder "
-                         "sees of them, and what it makes of it")
+    data.add_argument(
+        "--image-size",
+        type=integer(1),
+        default=128,
+        metavar="PIXELS",
+        help="of the model that is to be trained (128)",
+    )
+    reconstruct = figure(
+        "reconstruct",
+        draw_reconstruct,
+        "photographs, what a masked autoencoder sees of them, and what it makes of it",
+    )
     reconstruct.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
     reconstruct.add_argument("--run", type=Path, required=True, help="a run of own_images, say")
     return parser.parse_args(arguments)
@@ -172,12 +257,22 @@ def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -
     return draw_across(out, groups, across) if across else draw_curves(out, groups)
 
 
-def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str] | None,
-             seed: int | None, set: list[str], epochs: list[int] | Literal["all"],
-             weights: str | None) -> Iterator[Subject]:
+def subjects(
+    *,
+    recipe: list[str] | None,
+    run: list[Path] | None,
+    init: list[str] | None,
+    seed: int | None,
+    set: list[str],
+    epochs: list[int] | Literal["all"],
+    weights: str | None,
+) -> Iterator[Subject]:
     """The models named, one by one; FigureError for options of --recipe with --run or reverse."""
-    unused = {"--init": init, "--seed": seed is not None, "--set": set} if run else \
-        {"--epochs": epochs, "--weights": weights}
+    unused = (
+        {"--init": init, "--seed": seed is not None, "--set": set}
+        if run
+        else {"--epochs": epochs, "--weights": weights}
+    )
     for option, given in unused.items():
         if given:
             raise FigureError(f"{option} goes with {'--recipe' if run else '--run'}")
@@ -191,10 +286,11 @@ def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str
 def main(arguments: list[str], name: str = "vitinit figures") -> int:
     def program() -> None:
         args = vars(parse_arguments(arguments))
-        pyplot()                                     # fails at once if matplotlib is missing
+        pyplot()  # fails at once if matplotlib is missing
         draw, out = args.pop("draw"), args.pop("out")
         if "recipe" in args:
             args["subjects"] = subjects(**{key: args.pop(key) for key in MODELS})
         draw(out, **args)
         print(f"wrote {out}")
+
     return run_program(name, program)

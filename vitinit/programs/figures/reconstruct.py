@@ -18,12 +18,13 @@ from ...runs.load import open_saved
 from ..shared.plot import FigureError, pixels, pyplot, save
 
 COLUMNS = ("photograph", "what the encoder sees", "reconstruction")
-GREY = 0.5                      # of hidden patches
+GREY = 0.5  # of hidden patches
 
 
 @torch.no_grad()
-def pasted(model: MaskedAutoencoder, data: DataSection, views: Tensor, visible: Tensor
-           ) -> tuple[Tensor, Tensor]:
+def pasted(
+    model: MaskedAutoencoder, data: DataSection, views: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor]:
     """Views (B, 3, H, W) uint8 with the hidden patches grey, and with them reconstructed, float32
     in [0, 1]. Where targets are normalised, a patch gets the mean and deviation that it has in the
     image, which the model does not know.
@@ -31,17 +32,24 @@ def pasted(model: MaskedAutoencoder, data: DataSection, views: Tensor, visible: 
     images, inputs = views / 255, normalise(views, data.mean, data.std)
     patches = patches_of(images, model.patch).clone()
     hidden, predicted = model.reconstruct(inputs, visible)
-    rows = torch.arange(len(images))[:, None]                            # (B, 1)
+    rows = torch.arange(len(images))[:, None]  # (B, 1)
     if model.normalise_targets:
         mean, deviation = mean_and_deviation(take(patches_of(inputs, model.patch), hidden))
         predicted = predicted * deviation + mean
-    mean, std = map(torch.tensor, (data.mean, data.std))                 # back to [0, 1]
-    colours = predicted.unflatten(2, (-1, 3)) * std + mean               # (B, hidden, p·q, 3)
+    mean, std = map(torch.tensor, (data.mean, data.std))  # back to [0, 1]
+    colours = predicted.unflatten(2, (-1, 3)) * std + mean  # (B, hidden, p·q, 3)
     both = []
     for content in (torch.tensor(GREY), colours.flatten(2).clamp(0, 1)):
         patches[rows, hidden] = content
-        both.append(rearrange(patches, "b (h w) (p q c) -> b c (h p) (w q)", h=model.grid[0],
-                              p=model.patch[0], q=model.patch[1]))
+        both.append(
+            rearrange(
+                patches,
+                "b (h w) (p q c) -> b c (h p) (w q)",
+                h=model.grid[0],
+                p=model.patch[0],
+                q=model.patch[1],
+            )
+        )
     return both[0], both[1]
 
 
@@ -49,16 +57,21 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
     """Draw each photograph, its visible patches, and the reconstruction, a row per photograph."""
     saved = open_saved(run)
     if (masks := masks_of(saved.recipe)) is None:
-        raise FigureError(f"{saved.name}: learned classes, and not to reconstruct images, as "
-                          "recipe own_images does")
+        raise FigureError(
+            f"{saved.name}: learned classes, and not to reconstruct images, as "
+            "recipe own_images does"
+        )
     model = saved.autoencoder().eval()
-    views = torch.stack([evaluation_view(decode_image(str(path)), saved.recipe)
-                         for path in photographs])                       # (B, 3, H, W) uint8
-    visible = torch.from_numpy(masks.draw(
-        keyed_generator(0, Stream.EVAL_MASK, index) for index in range(len(views))))
+    views = torch.stack(
+        [evaluation_view(decode_image(str(path)), saved.recipe) for path in photographs]
+    )  # (B, 3, H, W) uint8
+    visible = torch.from_numpy(
+        masks.draw(keyed_generator(0, Stream.EVAL_MASK, index) for index in range(len(views)))
+    )
     seen, reconstructed = pasted(model, saved.recipe.data, views, visible)
-    figure, axes = pyplot().subplots(len(views), 3, figsize=(6.0, 2.0 * len(views) + 0.3),
-                                     squeeze=False, layout="constrained")
+    figure, axes = pyplot().subplots(
+        len(views), 3, figsize=(6.0, 2.0 * len(views) + 0.3), squeeze=False, layout="constrained"
+    )
     for row, tiles in zip(axes, zip(views / 255, seen, reconstructed)):
         for axis, tile in zip(row, tiles):
             axis.imshow(pixels(tile), interpolation="nearest")
@@ -66,5 +79,9 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
     for axis, words in zip(axes[0], COLUMNS):
         axis.set_title(words, fontsize=9)
     share = 1 - masks.visible / masks.patches
-    save(figure, out, f"{saved.recipe.name}: {share:.0%} of the patches are hidden",
-         few_colours="dithered")
+    save(
+        figure,
+        out,
+        f"{saved.recipe.name}: {share:.0%} of the patches are hidden",
+        few_colours="dithered",
+    )

@@ -31,18 +31,19 @@ class Subject(NamedTuple):
     """A model and the name under which a figure shows it."""
 
     recipe: Recipe
-    state: str                  # "impulse", "impulse, epoch 10", "deit_tiny, impulse"
-    model: Classifier           # in eval mode
-    classes: Sequence[str]      # of its logits; () where they are not known
-    alone: bool                 # whether all of a figure are of its recipe; else states say which
+    state: str  # "impulse", "impulse, epoch 10", "deit_tiny, impulse"
+    model: Classifier  # in eval mode
+    classes: Sequence[str]  # of its logits; () where they are not known
+    alone: bool  # whether all of a figure are of its recipe; else states say which
 
     def heading(self, words: str) -> str:
         """The heading of the figure, with the recipe's name if there is one recipe alone."""
         return f"{self.recipe.name}: {words}" if self.alone else words
 
 
-def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None,
-          sets: Sequence[str]) -> Iterator[Subject]:
+def fresh(
+    recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None, sets: Sequence[str]
+) -> Iterator[Subject]:
     """Build each recipe's model with each init, exactly as `train.py` would start it.
 
     recipes: names in recipes/ or paths. inits: names of inits; None stands for the recipe's own.
@@ -53,30 +54,37 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
         for init in inits:
             recipe = load_recipe(name, overrides(init=init, seed=seed, sets=sets))
             if recipe.init.checkpoint:
-                raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
-                                  f"{recipe.init.checkpoint}; show a run of it, by --run and "
-                                  "--epochs 0")
+                raise RecipeError(
+                    f"recipe {recipe.name} starts from init.checkpoint = "
+                    f"{recipe.init.checkpoint}; show a run of it, by --run and "
+                    "--epochs 0"
+                )
             source = None
-            reads = reads_images(recipe.init.name,
-                                 stated_family(recipe.model.name, recipe.model.options))
+            reads = reads_images(
+                recipe.init.name, stated_family(recipe.model.name, recipe.model.options)
+            )
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data, recipe.run.seed)
                     recipe = recipe.with_data(num_classes=len(source.classes))
                 elif reads:
-                    print(f"note    recipe {recipe.name}: its init reads training images, and "
-                          f"there is no folder {recipe.data.root}: noise stands in for them; --set "
-                          "data.root=FOLDER says where they are")
+                    print(
+                        f"note    recipe {recipe.name}: its init reads training images, and "
+                        f"there is no folder {recipe.data.root}: noise stands in for them; --set "
+                        "data.root=FOLDER says where they are"
+                    )
             recipe = without_data(recipe)
             model = build(recipe)
             initialise(model, recipe, source)
             state = f"{recipe.name}, " * (len(recipes) > 1) + recipe.init.name
-            yield Subject(recipe, state, model.eval(), source.classes if source else (),
-                          len(recipes) == 1)
+            yield Subject(
+                recipe, state, model.eval(), source.classes if source else (), len(recipes) == 1
+            )
 
 
-def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weights: str
-            ) -> Iterator[Subject]:
+def of_runs(
+    runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weights: str
+) -> Iterator[Subject]:
     """Load each run's model at each of `epochs`, or from its last checkpoint if there are none.
 
     runs: run folders; without `epochs`, checkpoint files are accepted as well.
@@ -86,21 +94,31 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weight
     """
     for run in runs:
         kept = sorted(run.glob("epoch_*.pt"))
-        paths = ([*kept, run] if epochs == "all" else
-                 [RunFolder(run).kept(epoch) for epoch in epochs] or [run])
+        paths = (
+            [*kept, run]
+            if epochs == "all"
+            else [RunFolder(run).kept(epoch) for epoch in epochs] or [run]
+        )
         if lost := [described(path) for path in paths if path not in (*kept, run)]:
             numbers = ", ".join(described(path).removeprefix("epoch ") for path in kept)
-            raise CheckpointError(f"{run}: keeps no {lost[0]}; it has " + (
-                numbers or "none, which checkpoint.keep_epochs would have kept"))
+            raise CheckpointError(
+                f"{run}: keeps no {lost[0]}; it has "
+                + (numbers or "none, which checkpoint.keep_epochs would have kept")
+            )
         steps = set()
         for saved in map(open_saved, paths):
             step = saved.state.get("step")
             if epochs == "all" and step in steps:
-                continue                             # last.pt, of an epoch that was kept
+                continue  # last.pt, of an epoch that was kept
             steps.add(step)
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
-            yield Subject(saved.recipe, f"{name}, {described(saved.path)}",
-                          saved.model(weights).eval(), saved.classes or (), len(runs) == 1)
+            yield Subject(
+                saved.recipe,
+                f"{name}, {described(saved.path)}",
+                saved.model(weights).eval(),
+                saved.classes or (),
+                len(runs) == 1,
+            )
 
 
 def described(path: Path) -> str:
@@ -109,14 +127,17 @@ def described(path: Path) -> str:
     return f"epoch {int(number)}" if number.isdigit() else path.name
 
 
-def fitting(subjects: Iterable[Subject], figure: str,
-            kinds: tuple[type[Classifier], ...] = VITS) -> Iterator[Subject]:
+def fitting(
+    subjects: Iterable[Subject], figure: str, kinds: tuple[type[Classifier], ...] = VITS
+) -> Iterator[Subject]:
     """The subjects, whose models are to be of these kinds; FigureError, by the figure's name."""
     for subject in subjects:
         if not isinstance(subject.model, kinds):
-            raise FigureError(f"recipe {subject.recipe.name} makes a "
-                              f"{type(subject.model).__name__}; figure '{figure}' is defined for "
-                              f"{' and '.join(kind.__name__ for kind in kinds)}")
+            raise FigureError(
+                f"recipe {subject.recipe.name} makes a "
+                f"{type(subject.model).__name__}; figure '{figure}' is defined for "
+                f"{' and '.join(kind.__name__ for kind in kinds)}"
+            )
         yield subject
 
 
@@ -124,8 +145,9 @@ def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count:
     """The blocks or heads that are asked for, or all `count`; FigureError for one not there."""
     numbers = list(range(count)) if wanted is None else list(wanted)
     if absent := [number for number in numbers if not 0 <= number < count]:
-        raise FigureError(f"{what} {absent[0]} is asked for, but the model has {what}s "
-                          f"0…{count - 1}")
+        raise FigureError(
+            f"{what} {absent[0]} is asked for, but the model has {what}s 0…{count - 1}"
+        )
     return numbers
 
 
@@ -137,12 +159,20 @@ def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
     are fewer than `count`.
     """
     if folder is None and recipe.data.name != "shapes":
-        raise FigureError(f"recipe {recipe.name} has no images of its own: --data-dir names a "
-                          "folder with photographs")
-    source = (open_split("shapes", "", "val", recipe.data.num_classes) if folder is None else
-              LooseImages(folder, count))
+        raise FigureError(
+            f"recipe {recipe.name} has no images of its own: --data-dir names a "
+            "folder with photographs"
+        )
+    source = (
+        open_split("shapes", "", "val", recipe.data.num_classes)
+        if folder is None
+        else LooseImages(folder, count)
+    )
     if len(source) < count:
-        raise FigureError(f"{folder or 'shapes'}: holds {len(source)} images, and {count} are "
-                          "asked for")
-    return as_input(torch.stack([evaluation_view(source.image(index), recipe)
-                                 for index in range(count)]), recipe)
+        raise FigureError(
+            f"{folder or 'shapes'}: holds {len(source)} images, and {count} are asked for"
+        )
+    return as_input(
+        torch.stack([evaluation_view(source.image(index), recipe) for index in range(count)]),
+        recipe,
+    )

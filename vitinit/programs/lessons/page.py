@@ -27,16 +27,19 @@ from ...base.messages import OneLineError, in_brief
 from ..shared.plot import pyplot
 from . import IMAGES
 
-CODE = re.compile(r"^```python(?P<trains> train)?\n(?P<source>.*?)^```\n"
-                  r"(?:\n```text\n(?P<output>.*?)^```\n)?", flags=re.DOTALL | re.MULTILINE)
+CODE = re.compile(
+    r"^```python(?P<trains> train)?\n(?P<source>.*?)^```\n"
+    r"(?:\n```text\n(?P<output>.*?)^```\n)?",
+    flags=re.DOTALL | re.MULTILINE,
+)
 PICTURE = re.compile(rf"!\[[^\]]*\]\({IMAGES}/(?P<name>[^)/]+\.png)\)")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", flags=re.IGNORECASE)
-WORDS_PER_MINUTE = 150          # of prose with formulas; a line of code counts as LINE words
+WORDS_PER_MINUTE = 150  # of prose with formulas; a line of code counts as LINE words
 LINE = 6
 LONG = re.compile(r"\b(steps|images)=\d+")
-SHORT = r"\1=2"                 # in its place where nobody wants to wait
+SHORT = r"\1=2"  # in its place where nobody wants to wait
 ANSWER = re.compile(r"<details>.*?</details>", flags=re.DOTALL)
-FOLD = re.compile(r"<details>\s*<summary>.*?</summary>|</details>")      # around an answer
+FOLD = re.compile(r"<details>\s*<summary>.*?</summary>|</details>")  # around an answer
 FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]*\)")
 HIDDEN = {"jupyter": {"source_hidden": True, "outputs_hidden": True}}
@@ -53,10 +56,10 @@ class Code:
     """A block of code: its source, its line on the page, and what it prints and draws."""
 
     source: str
-    trains: bool                # for minutes
-    line: int                   # of the source's first line, counted from 1
-    output: str                 # "" if it prints nothing
-    pictures: tuple[str, ...]   # names of files
+    trains: bool  # for minutes
+    line: int  # of the source's first line, counted from 1
+    output: str  # "" if it prints nothing
+    pictures: tuple[str, ...]  # names of files
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Page:
     """A lesson: prose and code in turn, beginning and ending with prose, which may be empty."""
 
     path: Path
-    prose: tuple[str, ...]      # one more than blocks of code
+    prose: tuple[str, ...]  # one more than blocks of code
     codes: tuple[Code, ...]
 
     @property
@@ -94,11 +97,16 @@ def read_page(path: Path) -> Page:
     ends = [0, *(match.end() for match in matches)]
     starts = [*(match.start() for match in matches), len(text)]
     prose = tuple(text[end:start] for end, start in zip(ends, starts))
-    codes = tuple(Code(source=match["source"], trains=match["trains"] is not None,
-                       line=text.count("\n", 0, match.start("source")) + 1,
-                       output=match["output"] or "",
-                       pictures=tuple(picture["name"] for picture in PICTURE.finditer(after)))
-                  for match, after in zip(matches, prose[1:]))
+    codes = tuple(
+        Code(
+            source=match["source"],
+            trains=match["trains"] is not None,
+            line=text.count("\n", 0, match.start("source")) + 1,
+            output=match["output"] or "",
+            pictures=tuple(picture["name"] for picture in PICTURE.finditer(after)),
+        )
+        for match, after in zip(matches, prose[1:])
+    )
     return Page(path, prose, codes)
 
 
@@ -121,9 +129,11 @@ def run_page(page: Page, folder: Path, *, train: bool) -> Iterator[tuple[Code, s
             with chdir(folder), redirect_stdout(printed):
                 exec(program, names)
         except Exception as error:
-            raise LessonError(f"{page.path.name}:{code.line}: the code fails: "
-                              f"{type(error).__name__}: {in_brief(error)}") from error
-        plt.close("all")                             # pyplot would keep them in memory
+            raise LessonError(
+                f"{page.path.name}:{code.line}: the code fails: "
+                f"{type(error).__name__}: {in_brief(error)}"
+            ) from error
+        plt.close("all")  # pyplot would keep them in memory
         yield code, printed.getvalue()
 
 
@@ -138,8 +148,12 @@ def check_page(page: Page, folder: Path, *, train: bool = False) -> Iterator[tup
 
 def updated_page(page: Page, folder: Path) -> Page:
     """The page with what its blocks print now, after all training; pictures go to `folder`."""
-    return replace(page, codes=tuple(replace(code, output=printed) for code, printed in
-                                     run_page(page, folder, train=True)))
+    return replace(
+        page,
+        codes=tuple(
+            replace(code, output=printed) for code, printed in run_page(page, folder, train=True)
+        ),
+    )
 
 
 def difference(expected: str, printed: str) -> str | None:
@@ -168,7 +182,7 @@ def _agree(wanted: str, line: str) -> bool:
 def _unit(number: str) -> float:
     """One unit of the last digit of a number, of "2.5e-3" 1e-4; 0 for an integer."""
     mantissa, _, exponent = number.lower().partition("e")
-    digits = len(mantissa.partition(".")[2])         # of "1.", as torch prints whole numbers, none
+    digits = len(mantissa.partition(".")[2])  # of "1.", as torch prints whole numbers, none
     return 10.0 ** (int(exponent or 0) - digits) if exponent or digits else 0.0
 
 
@@ -183,7 +197,7 @@ def notebook(page: Page) -> dict[str, Any]:
     hidden = False
     for prose, code in zip_longest(page.prose, page.codes):
         for place, part in enumerate(FOLD.split(LINK.sub(r"\1", PICTURE.sub("", prose)))):
-            hidden = not hidden if place else hidden     # a fold's mark begins or ends an answer
+            hidden = not hidden if place else hidden  # a fold's mark begins or ends an answer
             if text := part.strip():
                 text = FOLDED.format(text) if hidden else text
                 cells.append({"cell_type": "markdown", "metadata": {}, "source": text})
@@ -193,13 +207,30 @@ def notebook(page: Page) -> dict[str, Any]:
                 outputs.append({"output_type": "stream", "name": "stdout", "text": code.output})
             for picture in code.pictures:
                 content = (page.path.parent / IMAGES / picture).read_bytes()
-                outputs.append({"output_type": "display_data", "metadata": {}, "data": {
-                    "image/png": base64.b64encode(content).decode("ascii")}})
-            cells.append({"cell_type": "code", "execution_count": None, "outputs": outputs,
-                          "source": code.source.rstrip("\n"),
-                          "metadata": HIDDEN if hidden else {}})
+                outputs.append(
+                    {
+                        "output_type": "display_data",
+                        "metadata": {},
+                        "data": {"image/png": base64.b64encode(content).decode("ascii")},
+                    }
+                )
+            cells.append(
+                {
+                    "cell_type": "code",
+                    "execution_count": None,
+                    "outputs": outputs,
+                    "source": code.source.rstrip("\n"),
+                    "metadata": HIDDEN if hidden else {},
+                }
+            )
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
-    return {"nbformat": 4, "nbformat_minor": 5, "cells": cells, "metadata": {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"}}}
+    return {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "cells": cells,
+        "metadata": {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        },
+    }

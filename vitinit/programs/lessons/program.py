@@ -24,14 +24,26 @@ from .page import Page, check_page, notebook, read_page, updated_page
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="vitinit lessons", description=__doc__)
-    parser.add_argument("lesson", type=integer(1), nargs="?", metavar="NUMBER",
-                        help="number of a lesson; without one, the lessons are listed")
+    parser.add_argument(
+        "lesson",
+        type=integer(1),
+        nargs="?",
+        metavar="NUMBER",
+        help="number of a lesson; without one, the lessons are listed",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--train", action="store_true", help="train for as long as the page did")
-    what.add_argument("--notebook", type=Output(".ipynb"), metavar="FILE",
-                      help="write it as a Jupyter notebook, and run nothing")
-    what.add_argument("--update", action="store_true",
-                      help="for authors: write what its code prints and draws now into the page")
+    what.add_argument(
+        "--notebook",
+        type=Output(".ipynb"),
+        metavar="FILE",
+        help="write it as a Jupyter notebook, and run nothing",
+    )
+    what.add_argument(
+        "--update",
+        action="store_true",
+        help="for authors: write what its code prints and draws now into the page",
+    )
     options = parser.parse_args(arguments)
     if options.lesson is None and (options.train or options.notebook or options.update):
         parser.error("expected the number of a lesson")
@@ -45,11 +57,16 @@ def run_lesson(page: Page, *, train: bool) -> None:
         for code, printed in check_page(page, Path(folder), train=train):
             note = " trains: not compared with the page" + ", two steps" * (not train)
             print(f"line {code.line}{note if code.trains else ''}", flush=True)
-            print("".join(f"    {line}\n" for line in (printed.splitlines() + list(code.pictures))),
-                  end="", flush=True)
+            print(
+                "".join(f"    {line}\n" for line in (printed.splitlines() + list(code.pictures))),
+                end="",
+                flush=True,
+            )
             compared += not code.trains
-    print(f"{compared} blocks of code print what the page shows, "
-          f"in {time.perf_counter() - start:.0f} s")
+    print(
+        f"{compared} blocks of code print what the page shows, "
+        f"in {time.perf_counter() - start:.0f} s"
+    )
 
 
 def main(arguments: list[str], name: str = "vitinit lessons") -> int:
@@ -67,12 +84,15 @@ def main(arguments: list[str], name: str = "vitinit lessons") -> int:
         if options.notebook:
             text = json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n"
             if read_bytes(options.notebook, default=text.encode()) != text.encode():
-                raise OneLineError(f"{options.notebook}: is there already, perhaps with answers; "
-                                   "move it away, or choose another name")
+                raise OneLineError(
+                    f"{options.notebook}: is there already, perhaps with answers; "
+                    "move it away, or choose another name"
+                )
             deliver(text, options.notebook)
         elif options.update:
             page = updated_page(page, page.path.parent / IMAGES)
             deliver(page.text(), page.path)
         else:
             run_lesson(page, train=options.train)
+
     return run_program(name, program)

@@ -24,30 +24,42 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors, and those of its subparsers, are raised as RecipeError."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                         **options)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+        )
 
     def error(self, message: str) -> NoReturn:
-        hint = ("; any key of a recipe goes by --set section.key=value"
-                if "unrecognized" in message and "--set" in self.format_usage() else "")
+        hint = (
+            "; any key of a recipe goes by --set section.key=value"
+            if "unrecognized" in message and "--set" in self.format_usage()
+            else ""
+        )
         raise RecipeError(message + hint)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         """ArgumentParser's; an error, too, if an `Output` would replace what it may not."""
         parsed, rest = super().parse_known_args(*arguments, **options)
         given = vars(parsed)
-        outputs = {action.dest: action.type for action in self._actions
-                   if isinstance(action.type, Output) and given.get(action.dest)}
-        inputs = [path for action in self._actions if action.dest not in outputs
-                  and not action.choices for path in paths_in(given.get(action.dest))]
+        outputs = {
+            action.dest: action.type
+            for action in self._actions
+            if isinstance(action.type, Output) and given.get(action.dest)
+        }
+        inputs = [
+            path
+            for action in self._actions
+            if action.dest not in outputs and not action.choices
+            for path in paths_in(given.get(action.dest))
+        ]
         for name, output in outputs.items():
             if (path := given[name]) == STDOUT and output.prints:
                 continue
             try:
                 if output.suffixes:
                     require_replaceable(path, *output.suffixes)
-                require_no_input(path, [place for place in inputs
-                                        if not (output.grows and Path(place) == path)])
+                require_no_input(
+                    path, [place for place in inputs if not (output.grows and Path(place) == path)]
+                )
             except FileError as error:
                 self.error(f"argument --{name}: {error}")
         return parsed, rest
@@ -67,10 +79,11 @@ def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
     within = Bounds(**bounds)
 
     def parse(text: str) -> Any:
-        with suppress(ValueError, TypeError):        # not a number, or NaN or infinity
+        with suppress(ValueError, TypeError):  # not a number, or NaN or infinity
             if (number := convert(kind(text), kind)) in within:
                 return number
         raise argparse.ArgumentTypeError(f"{text}: expected {accepted_values(kind)} {within}")
+
     return parse
 
 
@@ -84,10 +97,12 @@ def integer(minimum: int, below: int = 2**31) -> Callable[[str], int]:
 
 def one_of(words: Collection[str]) -> Callable[[str], str]:
     """A `type` for add_argument: one of some words. The error for another suggests a near one."""
+
     def parse(text: str) -> str:
         if text not in words:
             raise argparse.ArgumentTypeError(f"there is no '{text}'{nearest(text, words)}")
         return text
+
     return parse
 
 
@@ -110,8 +125,10 @@ def parse_sides(text: str) -> int | list[int]:
     try:
         sides = [int(side) for side in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
-                                         "height and width, such as 192,256") from None
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected a number of pixels, such as 288, or "
+            "height and width, such as 192,256"
+        ) from None
     return sides if len(sides) > 1 else sides[0]
 
 
@@ -124,35 +141,56 @@ def add_run(parser: Parser, changeable: Sequence[str]) -> None:
 
 def run_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What `vitinit.load` takes, of the arguments that `add_run` has added."""
-    return {"path": args.run, "weights": args.weights, "image_size": args.image_size,
-            "recipe": args.recipe, "overrides": args.set}
+    return {
+        "path": args.run,
+        "weights": args.weights,
+        "image_size": args.image_size,
+        "recipe": args.recipe,
+        "overrides": args.set,
+    }
 
 
 def add_options(parser: Parser, changeable: Sequence[str]) -> None:
     """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
-    parser.add_argument("--image-size", type=parse_sides, metavar="N or H,W",
-                        help="in pixels, if it is to differ from the recipe's")
+    parser.add_argument(
+        "--image-size",
+        type=parse_sides,
+        metavar="N or H,W",
+        help="in pixels, if it is to differ from the recipe's",
+    )
     parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
-    add_set(parser, "override any key of the recipe given by --recipe, and of any recipe "
-                    f"{', '.join(changeable)}")
+    add_set(
+        parser,
+        "override any key of the recipe given by --recipe, and of any recipe "
+        f"{', '.join(changeable)}",
+    )
 
 
 def add_set(parser: argparse.ArgumentParser, words: str) -> None:
     """Add --set, which may be repeated. words: what it does, for --help."""
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help=words)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=words
+    )
 
 
 def add_log(parser: Parser) -> None:
     """Add --log, with which new runs are started."""
-    parser.add_argument("--log", nargs="+", action="extend", default=[],
-                        help="show live curves: tensorboard, wandb, or both")
+    parser.add_argument(
+        "--log",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="show live curves: tensorboard, wandb, or both",
+    )
 
 
 def add_trust(parser: Parser) -> None:
     """Add --trust-teacher: no recipe, folder or archive of runs can set it."""
-    parser.add_argument("--trust-teacher", action="store_true",
-                        help="read a teacher that is a program (.pt2), which can execute any code")
+    parser.add_argument(
+        "--trust-teacher",
+        action="store_true",
+        help="read a teacher that is a program (.pt2), which can execute any code",
+    )
 
 
 def complain(program: str, error: object) -> None:
@@ -164,9 +202,9 @@ def complain(program: str, error: object) -> None:
     line = f"{program}: {one_line(error)}"
     if environment_rank() == 0 or getattr(error, "of_one_process", False):
         say(line, sys.stderr)
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")           # set by torchrun
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")  # set by torchrun
     if report and not isinstance(error, LostProcess):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)            # to end with our status, not by it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to end with our status, not by it
         # torchrun takes the earliest failure, by whole seconds, for the cause: earlier by one than
         # those of the processes that it ends because of this one.
         failure = {"message": line, "extraInfo": {"timestamp": int(time.time()) - 1}}
@@ -191,8 +229,8 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
     except OneLineError as error:
         complain(name, error)
         return error.status
-    except BrokenPipeError:                          # the reader of our output has closed the pipe
-        return 128 + 13                              # SIGPIPE, which Windows has not
+    except BrokenPipeError:  # the reader of our output has closed the pipe
+        return 128 + 13  # SIGPIPE, which Windows has not
     except OSError as error:
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         complain(name, f"{place}{error.strerror or in_brief(error)}")
@@ -208,5 +246,5 @@ def drop_unwritten() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (AttributeError, ValueError):         # None, or closed
+        except (AttributeError, ValueError):  # None, or closed
             pass

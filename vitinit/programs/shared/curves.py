@@ -17,30 +17,42 @@ from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save
 if TYPE_CHECKING:
     import matplotlib
 
-POINTS = 400                    # points per line, at most; longer lines average neighbours
-IMAGES = "training images"      # as run.json calls their number
+POINTS = 400  # points per line, at most; longer lines average neighbours
+IMAGES = "training images"  # as run.json calls their number
 SUBSET = ("data.images_per_class", "data.subset")
 # Of metrics.jsonl; and of steps.jsonl.
-EPOCHS = {"val_top1": "validation top-1 (%)", "ema_top1": "top-1 of the moving average (%)",
-          "val_loss": "validation loss", "train_loss": "training loss"}
+EPOCHS = {
+    "val_top1": "validation top-1 (%)",
+    "ema_top1": "top-1 of the moving average (%)",
+    "val_loss": "validation loss",
+    "train_loss": "training loss",
+}
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
 class Band(NamedTuple):
     """The curve of a group of runs: one row of values per seed."""
 
-    label: str                  # of the group, such as "impulse (3 seeds)"
+    label: str  # of the group, such as "impulse (3 seeds)"
     colour: str
     line: Line
-    across: Tensor              # (points,), epochs or steps
-    values: Tensor              # (seeds, points) float64; NaN where one was not measured
+    across: Tensor  # (points,), epochs or steps
+    values: Tensor  # (seeds, points) float64; NaN where one was not measured
 
 
 def by_epoch(groups: Sequence[Group], metric: str) -> list[Band]:
     """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
-    bands = [band(group, look, [{row["epoch"]: row[metric] for row in run.rows
-                                 if row[metric] is not None} for run in group.runs.values()])
-             for group, look in zip(groups, looks(groups))]
+    bands = [
+        band(
+            group,
+            look,
+            [
+                {row["epoch"]: row[metric] for row in run.rows if row[metric] is not None}
+                for run in group.runs.values()
+            ],
+        )
+        for group, look in zip(groups, looks(groups))
+    ]
     return [curve for curve in bands if len(curve.across)]
 
 
@@ -56,17 +68,26 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
     for group, look in zip(groups, looks(groups)):
         recorded = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
         for key in QUANTITIES:
-            curve = band(group, look, [{row["step"]: math.nan if row.get(key) is None else row[key]
-                                        for row in rows} for rows in recorded])
+            curve = band(
+                group,
+                look,
+                [
+                    {row["step"]: math.nan if row.get(key) is None else row[key] for row in rows}
+                    for rows in recorded
+                ],
+            )
             if not len(curve.across):
                 run, *_ = group.runs.values()
-                raise FigureError(f"{run.path.name}: no steps on record to draw; steps.jsonl has a "
-                                  "line from the tenth on, and is in no archive")
+                raise FigureError(
+                    f"{run.path.name}: no steps on record to draw; steps.jsonl has a "
+                    "line from the tenth on, and is in no archive"
+                )
             merged = -(-len(curve.across) // POINTS)
             most = max(most, merged)
             steps, values = (
                 torch.stack([part.double().nanmean(1) for part in rows.split(merged, 1)], 1)
-                for rows in (curve.across[None], curve.values))
+                for rows in (curve.across[None], curve.values)
+            )
             bands[key].append(curve._replace(across=steps[0], values=values))
     return bands, most
 
@@ -74,8 +95,9 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
 def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float]]) -> Band:
     """The band of a group, whose seeds have these values by epoch or step."""
     shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
-    values = torch.tensor([[values[place] for place in shared] for values in by_seed],
-                          dtype=torch.float64)
+    values = torch.tensor(
+        [[values[place] for place in shared] for values in by_seed], dtype=torch.float64
+    )
     label = f"{group.in_words()} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
     return Band(label, *look, torch.tensor(shared), values)
 
@@ -94,7 +116,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     heading = "Loss" if metric.endswith("loss") else "Top-1"
     figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
     draw_bands(axis, by_epoch(groups, metric))
-    axis.locator_params(axis="x", integer=True, min_n_ticks=1)           # 1 alone for one epoch
+    axis.locator_params(axis="x", integer=True, min_n_ticks=1)  # 1 alone for one epoch
     axis.set(xlabel="epoch", ylabel=EPOCHS[metric])
     finish(figure, out, groups, f"{heading} by epoch")
 
@@ -108,21 +130,32 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
         axis.set_xlabel("step")
         axis.set_title(words, fontsize=10)
         axis.locator_params(axis="x", nbins=4)
-    axis.set_yscale("log")       # of the last: gradient norms are far higher at the start
+    axis.set_yscale("log")  # of the last: gradient norms are far higher at the start
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(pyplot().matplotlib.ticker.LogFormatter())
-    finish(figure, out, groups,
-           f"Every tenth step, {merged} of them to a point" if merged > 1 else "Every tenth step")
+    finish(
+        figure,
+        out,
+        groups,
+        f"Every tenth step, {merged} of them to a point" if merged > 1 else "Every tenth step",
+    )
 
 
 def draw_bands(axis: matplotlib.axes.Axes, bands: Sequence[Band]) -> None:
     """Draw each mean over seeds as a line and, of two or more, the range as an area."""
     for label, colour, line, across, values in bands:
-        axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
-                  marker="." if len(across) < 30 else None)
+        axis.plot(
+            across,
+            values.mean(0),
+            color=colour,
+            linestyle=line,
+            label=label,
+            marker="." if len(across) < 30 else None,
+        )
         if len(values) > 1:
-            axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2,
-                              linewidth=0)
+            axis.fill_between(
+                across, values.amin(0), values.amax(0), color=colour, alpha=0.2, linewidth=0
+            )
 
 
 def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
@@ -141,15 +174,20 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
             settings = {name: value for name, value in settings.items() if name not in SUBSET}
             # Older records do not state the number, but recipes for a part of the images do.
             recorded = run.starts[-1].get("data", {}).get(IMAGES) if run.starts else None
-            settings[key] = recorded or (run.keys["data.images_per_class"]
-                                         * run.keys["data.num_classes"])
+            settings[key] = recorded or (
+                run.keys["data.images_per_class"] * run.keys["data.num_classes"]
+            )
         if type(value := settings.pop(key, None)) not in (int, float) or value <= 0:
-            raise FigureError(f"{key} is {value!r} in {group.label}; expected a key of the recipe "
-                              "with a number above 0")
+            raise FigureError(
+                f"{key} is {value!r} in {group.label}; expected a key of the recipe "
+                "with a number above 0"
+            )
         line = lines.setdefault(repr(sorted(settings.items())), {})
         if line.setdefault(value, group) is not group:
-            raise FigureError(f"{line[value].label} and {group.label} are alike but for the code; "
-                              "expected the runs of one of them")
+            raise FigureError(
+                f"{line[value].label} and {group.label} are alike but for the code; "
+                "expected the runs of one of them"
+            )
         if not group.last("val_top1"):
             raise FigureError(f"{group.label}: has no top-1 on record")
     drawn = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
@@ -160,22 +198,43 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     for line, first, (colour, dashes) in zip(drawn, firsts, looks(firsts)):
         tops = [list(group.last("val_top1").values()) for group in line.values()]
         means = [sum(values) / len(values) for values in tops]
-        ranges = [[mean - min(values) for mean, values in zip(means, tops)],
-                  [max(values) - mean for mean, values in zip(means, tops)]]
-        axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
-                      markersize=5, capsize=4,
-                      label=first.in_words((key, *(SUBSET if key == IMAGES else ()))))
+        ranges = [
+            [mean - min(values) for mean, values in zip(means, tops)],
+            [max(values) - mean for mean, values in zip(means, tops)],
+        ]
+        axis.errorbar(
+            list(line),
+            means,
+            yerr=ranges,
+            color=colour,
+            linestyle=dashes,
+            marker="o",
+            markersize=5,
+            capsize=4,
+            label=first.in_words((key, *(SUBSET if key == IMAGES else ()))),
+        )
     values = sorted({value for line in drawn for value in line})
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [f"{value:,}" for value in values], minor=False)
     words = key.rpartition(".")[2].replace("_", " ")
     axis.set(xlabel=words, ylabel="last validation top-1 (%)")
-    finish(figure, out, [group for line in drawn for group in line.values()], f"Top-1 by {words}",
-           spread="bar")
+    finish(
+        figure,
+        out,
+        [group for line in drawn for group in line.values()],
+        f"Top-1 by {words}",
+        spread="bar",
+    )
 
 
-def finish(figure: matplotlib.figure.Figure, out: Path, groups: Sequence[Group], heading: str, *,
-           spread: str = "band") -> None:
+def finish(
+    figure: matplotlib.figure.Figure,
+    out: Path,
+    groups: Sequence[Group],
+    heading: str,
+    *,
+    spread: str = "band",
+) -> None:
     """Add grids, the legend and a heading, which names the bands or bars if there are any; save."""
     if any(len(group.runs) > 1 for group in groups):
         heading += f": mean over seeds, {spread} from lowest to highest"

@@ -24,28 +24,35 @@ if TYPE_CHECKING:
     import matplotlib
 
 Line = str | tuple[int, tuple[int, ...]]
-Look = tuple[str, Line]         # a colour and a line, as matplotlib takes them
+Look = tuple[str, Line]  # a colour and a line, as matplotlib takes them
 # Each init has one colour and one line in every picture, here and in the lessons. The colours are
 # those of Okabe and Ito, which colour-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#000000"
 PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LOOKS: dict[str, Look] = {
-    "default": (BLUE, "-"), "torch": (SKY, "--"), "lecun": (BLACK, "--"),
-    "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."), "deep_impulse": (PURPLE, (0, (6, 1))),
-    "norm_matched": (ORANGE, ":"), "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-."),
-    "whitened": (ORANGE, "-")}
-OTHER = (BLACK, "-")            # an init that is not in the table
+    "default": (BLUE, "-"),
+    "torch": (SKY, "--"),
+    "lecun": (BLACK, "--"),
+    "mimetic": (GREEN, "--"),
+    "impulse": (VERMILION, "-."),
+    "deep_impulse": (PURPLE, (0, (6, 1))),
+    "norm_matched": (ORANGE, ":"),
+    "impulse_gd": (VERMILION, ":"),
+    "filters": (SKY, "-."),
+    "whitened": (ORANGE, "-"),
+}
+OTHER = (BLACK, "-")  # an init that is not in the table
 LINES = ("-", ":", "-.", "--")
-SEQUENTIAL = "cividis"          # colour map for values from 0 up
-OVERLAY = "viridis"             # the same over a grey photograph, since cividis contains greys
-DIVERGING = "RdBu_r"            # blue below 0, white at 0, red above; ColorBrewer lists it as safe
-HEAT = 0.7                      # opacity of heat over a photograph
-LEVELS = 63                     # colours in a map: odd, so that 0 is white; more make larger files
-DPI, PHOTO_DPI = 160, 95        # the latter where pictures are mostly photographs
-FEW = 256                       # colours of a picture
-LETTER, LINE = 0.07, 0.17       # width of a letter and height of a line of 8 points, in inches
-COLOURS = 64                    # of a colour map in a page
+SEQUENTIAL = "cividis"  # colour map for values from 0 up
+OVERLAY = "viridis"  # the same over a grey photograph, since cividis contains greys
+DIVERGING = "RdBu_r"  # blue below 0, white at 0, red above; ColorBrewer lists it as safe
+HEAT = 0.7  # opacity of heat over a photograph
+LEVELS = 63  # colours in a map: odd, so that 0 is white; more make larger files
+DPI, PHOTO_DPI = 160, 95  # the latter where pictures are mostly photographs
+FEW = 256  # colours of a picture
+LETTER, LINE = 0.07, 0.17  # width of a letter and height of a line of 8 points, in inches
+COLOURS = 64  # of a colour map in a page
 
 
 class FigureError(OneLineError):
@@ -57,16 +64,23 @@ def pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("vitinit figures needs matplotlib: pip install 'vitinit[figures]'"
-                         ) from None
-    matplotlib.rcdefaults()                          # else a file of this folder may ask for LaTeX
+        raise SystemExit(
+            "vitinit figures needs matplotlib: pip install 'vitinit[figures]'"
+        ) from None
+    matplotlib.rcdefaults()  # else a file of this folder may ask for LaTeX
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     return plt
 
 
-def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
-         few_colours: Literal["flat", "dithered"] = "flat") -> None:
+def save(
+    figure: matplotlib.figure.Figure,
+    out: Path,
+    heading: str,
+    *,
+    few_colours: Literal["flat", "dithered"] = "flat",
+) -> None:
     """Write a figure with its heading as a PNG file and close it, or pyplot would keep it.
 
     few_colours: it is reduced to FEW colours, which is a fourth of the bytes: "flat" for lines and
@@ -79,14 +93,14 @@ def save(figure: matplotlib.figure.Figure, out: Path, heading: str, *,
         for text in figure.findobj(pyplot().Text):
             text.set_text(as_drawn(text.get_text()))
         figure.savefig(drawn, dpi=PHOTO_DPI if few_colours == "dithered" else DPI, format="png")
-    except ValueError as error:          # a side longer than 65,535 pixels, values beyond all axes
+    except ValueError as error:  # a side longer than 65,535 pixels, values beyond all axes
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
         pyplot().close(figure)
     picture = Image.open(drawn).convert("RGB")
     if few_colours == "flat":
         few = picture.quantize(FEW, dither=Image.Dither.NONE)
-    else:                                            # this method's palette keeps rare colours
+    else:  # this method's palette keeps rare colours
         palette = picture.quantize(FEW, method=Image.Quantize.FASTOCTREE)
         few = picture.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
     few.save(drawn := io.BytesIO(), format="png", optimize=True)
@@ -107,22 +121,32 @@ def looks_of(inits: Sequence[str]) -> list[Look]:
     firsts = [LOOKS.get(init, OTHER) for init in inits]
     looks: list[Look] = []
     for look in firsts:
-        free = [(colour, line) for colour in (look[0], *PALETTE) for line in LINES
-                if (colour, line) not in {*firsts, *looks}]
+        free = [
+            (colour, line)
+            for colour in (look[0], *PALETTE)
+            for line in LINES
+            if (colour, line) not in {*firsts, *looks}
+        ]
         looks.append(look if look not in looks or not free else free[0])
     return looks
 
 
 def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
-    letters = int(figure.get_figwidth() / LETTER)    # in one row; a line before a label takes 9
+    letters = int(figure.get_figwidth() / LETTER)  # in one row; a line before a label takes 9
     labels = [textwrap.fill(label, letters - 12) for label in handles]
     abreast = min(max(letters // (max(map(len, handles)) + 9), 1), 4)
     rows = -(-len(labels) // abreast)
     lines = sum(1 + max(label.count("\n") for label in labels[row::rows]) for row in range(rows))
     figure.set_figheight(figure.get_figheight() + max(lines - 4, 0) * LINE)
-    figure.legend(handles.values(), labels, loc="outside lower center", fontsize=8, handlelength=3,
-                  ncols=-(-len(labels) // rows))     # rows of equal length
+    figure.legend(
+        handles.values(),
+        labels,
+        loc="outside lower center",
+        fontsize=8,
+        handlelength=3,
+        ncols=-(-len(labels) // rows),
+    )  # rows of equal length
 
 
 def pixels(image: Tensor) -> np.ndarray:
@@ -130,62 +154,83 @@ def pixels(image: Tensor) -> np.ndarray:
     return image.permute(1, 2, 0).numpy()
 
 
-def draw_heat(axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor,
-              scale: matplotlib.colors.Normalize) -> matplotlib.image.AxesImage:
+def draw_heat(
+    axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor, scale: matplotlib.colors.Normalize
+) -> matplotlib.image.AxesImage:
     """Draw heat (rows, columns) over an image (3, H, W) uint8 in grey; return the heat's layer."""
     grey = Image.fromarray(pixels(image)).convert("L")
-    extent = (0, grey.width, grey.height, 0)         # the same for both layers
+    extent = (0, grey.width, grey.height, 0)  # the same for both layers
     axis.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=extent)
-    return axis.imshow(heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT, extent=extent,
-                       interpolation="nearest")
+    return axis.imshow(
+        heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT, extent=extent, interpolation="nearest"
+    )
 
 
 class Row(NamedTuple):
     """A row of a grid: maps side by side, one for each head."""
 
     label: str
-    maps: Tensor                # (columns, height, width)
-    unit: str                   # label of the colour bar; neighbouring rows of one unit share it
-    down: str                   # label of the vertical axis
-    across: str                 # label of the horizontal axis
-    diverging: bool             # colours are centred at 0, else they start at 0
-    centred: bool = False       # axes count from the centre of a map, as a kernel's offsets do
-    peak: float = 0.0           # absolute value at which colours may end; 0: the row's largest
+    maps: Tensor  # (columns, height, width)
+    unit: str  # label of the colour bar; neighbouring rows of one unit share it
+    down: str  # label of the vertical axis
+    across: str  # label of the horizontal axis
+    diverging: bool  # colours are centred at 0, else they start at 0
+    centred: bool = False  # axes count from the centre of a map, as a kernel's offsets do
+    peak: float = 0.0  # absolute value at which colours may end; 0: the row's largest
 
 
 def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: str) -> None:
     """Draw maps by head (None: all); neighbouring rows of one unit share a scale and colour bar."""
     titles = [f"head {head}" for head in heads or range(max(len(row.maps) for row in rows))]
-    plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))         # inches of a map
-    figure, axes = plt.subplots(len(rows), len(titles), squeeze=False, layout="constrained",
-                                figsize=(side * len(titles) + 1.7, (side + .1) * len(rows) + .9))
+    plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))  # inches of a map
+    figure, axes = plt.subplots(
+        len(rows),
+        len(titles),
+        squeeze=False,
+        layout="constrained",
+        figsize=(side * len(titles) + 1.7, (side + 0.1) * len(rows) + 0.9),
+    )
     for (unit, diverging), lines in groupby(
-            zip(axes, rows), key=lambda line: (line[1].unit, line[1].diverging)):
+        zip(axes, rows), key=lambda line: (line[1].unit, line[1].diverging)
+    ):
         shown = list(lines)
-        largest = max(row.maps.abs().max().item() for _, row in shown) or 1.0   # no empty scale
+        largest = max(row.maps.abs().max().item() for _, row in shown) or 1.0  # no empty scale
         peak = max(row.peak or row.maps.abs().max().item() for _, row in shown) or 1.0
         cut = "neither" if peak >= largest else "both" if diverging else "max"
-        look = dict(cmap=plt.get_cmap(DIVERGING if diverging else SEQUENTIAL, LEVELS),
-                    vmin=-peak if diverging else 0.0, vmax=peak)
+        look = dict(
+            cmap=plt.get_cmap(DIVERGING if diverging else SEQUENTIAL, LEVELS),
+            vmin=-peak if diverging else 0.0,
+            vmax=peak,
+        )
         for line, row in shown:
-            for axis in line[len(row.maps):]:        # this row has fewer maps than another
+            for axis in line[len(row.maps) :]:  # this row has fewer maps than another
                 axis.set_axis_off()
             for column, (axis, values) in enumerate(zip(line, row.maps)):
                 height, width = values.shape
                 up, left = ((height - 1) // 2, (width - 1) // 2) if row.centred else (0, 0)
                 # A map with more entries than pixels is averaged; "nearest" would skip entries.
                 fine = height > side * DPI
-                image = axis.imshow(values.numpy(), **look, interpolation_stage="data",
-                                    interpolation="antialiased" if fine else "nearest", extent=(
-                                        -left - .5, width - left - .5, height - up - .5, -up - .5))
+                image = axis.imshow(
+                    values.numpy(),
+                    **look,
+                    interpolation_stage="data",
+                    interpolation="antialiased" if fine else "nearest",
+                    extent=(-left - 0.5, width - left - 0.5, height - up - 0.5, -up - 0.5),
+                )
                 axis.locator_params(nbins=4, integer=True)
-                axis.tick_params(labelsize=7, labelleft=not column,
-                                 labelbottom=row is shown[-1][1])
+                axis.tick_params(labelsize=7, labelleft=not column, labelbottom=row is shown[-1][1])
             line[0].set_ylabel(f"{row.label}\n{row.down}", fontsize=8)
-        columns = len(row.maps)                      # of the last row, in whose middle it stands
+        columns = len(row.maps)  # of the last row, in whose middle it stands
         shown[-1][0][columns // 2].set_xlabel(row.across, x=columns % 2 / 2, fontsize=8)
-        bar = figure.colorbar(image, ax=[axis for line, _ in shown for axis in line], label=unit,
-                              shrink=0.9, pad=0.01, aspect=20 * len(shown), extend=cut)
+        bar = figure.colorbar(
+            image,
+            ax=[axis for line, _ in shown for axis in line],
+            label=unit,
+            shrink=0.9,
+            pad=0.01,
+            aspect=20 * len(shown),
+            extend=cut,
+        )
         bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=9)

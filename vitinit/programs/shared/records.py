@@ -34,16 +34,16 @@ from ...train.metrics import METRICS
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
-LARGEST_ARCHIVE = 2**26         # most bytes, unpacked, of an archive; 1,000 runs have 20 million
+LARGEST_ARCHIVE = 2**26  # most bytes, unpacked, of an archive; 1,000 runs have 20 million
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """A run, as the text files in its folder describe it."""
 
-    path: Path                  # of the folder; in an archive, runs.tar.xz/<name>
-    source: str                 # its recipe, as it was asked for: a name or a path
-    keys: dict[str, Any]        # "section.key" → value, every option written out
+    path: Path  # of the folder; in an archive, runs.tar.xz/<name>
+    source: str  # its recipe, as it was asked for: a name or a path
+    keys: dict[str, Any]  # "section.key" → value, every option written out
     rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
     starts: list[dict[str, Any]]  # run.json: per start, what was asked for, commit, versions, …
     files: Mapping[str, bytes]  # the contents of those of FILES that there are
@@ -87,8 +87,14 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
     keys = parse_keys(files["recipe.toml"], path / "recipe.toml")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
-    return RunRecord(path, recipe_of(starts[0] if starts else {}), keys,
-                     [dict.fromkeys(METRICS) | row for row in rows], starts, files)
+    return RunRecord(
+        path,
+        recipe_of(starts[0] if starts else {}),
+        keys,
+        [dict.fromkeys(METRICS) | row for row in rows],
+        starts,
+        files,
+    )
 
 
 def recipe_of(start: Mapping[str, Any]) -> str:
@@ -103,8 +109,9 @@ def recipe_of(start: Mapping[str, Any]) -> str:
 
 def read_run(path: Path) -> RunRecord:
     """Read the run in the folder `path`, finished or not. Raises as `parse_run` does."""
-    return parse_run(path, {name: read_bytes(path / name) for name in FILES
-                            if (path / name).is_file()})
+    return parse_run(
+        path, {name: read_bytes(path / name) for name in FILES if (path / name).is_file()}
+    )
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
@@ -120,16 +127,25 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """
     runs, others, read_once = [], [], cache(read_archive)
     for path in map(by_name, paths):
-        archive = next((place for place in (path, path.parent)
-                        if place.name.endswith(SUFFIX) and place.is_file()), None)
+        archive = next(
+            (
+                place
+                for place in (path, path.parent)
+                if place.name.endswith(SUFFIX) and place.is_file()
+            ),
+            None,
+        )
         if archive is not None:
             held = read_once(archive)
-            selected = [run for run in held if archive == path
-                      or fnmatchcase(run.path.name, path.name)]
+            selected = [
+                run for run in held if archive == path or fnmatchcase(run.path.name, path.name)
+            ]
             if not selected:
-                raise CheckpointError(f"{path}: none of the {counted(len(held), 'run')} in the "
-                                      "archive has such a name; it holds "
-                                      f"{shortened([run.path.name for run in held])}")
+                raise CheckpointError(
+                    f"{path}: none of the {counted(len(held), 'run')} in the "
+                    "archive has such a name; it holds "
+                    f"{shortened([run.path.name for run in held])}"
+                )
             runs += selected
         elif (path / "recipe.toml").exists() or not path.exists():
             runs.append(read_run(path))
@@ -146,17 +162,17 @@ def read_archive(path: Path) -> list[RunRecord]:
     """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none."""
     files: dict[str, dict[str, bytes]] = {}
     try:
-        decoder = lzma.LZMADecompressor(memlimit=2 * LARGEST_ARCHIVE)        # of xz -9 the half
+        decoder = lzma.LZMADecompressor(memlimit=2 * LARGEST_ARCHIVE)  # of xz -9 the half
         content = decoder.decompress(read_bytes(path), LARGEST_ARCHIVE)
         if not decoder.eof:
             raise EOFError(f"cut short, or of over {LARGEST_ARCHIVE:,} bytes")
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:    # nothing packed
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:  # nothing packed
             for member in archive:
                 run, _, title = member.name.partition("/")
                 if not member.isfile() or title not in FILES:
                     continue
                 file = archive.extractfile(member)
-                if file is None or member.size > LARGEST or member.issparse():   # of holes
+                if file is None or member.size > LARGEST or member.issparse():  # of holes
                     raise ValueError(f"{member.name} has {member.size:,} bytes, or holes in it")
                 files.setdefault(run, {})[title] = file.read()
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
@@ -175,15 +191,19 @@ def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
     for run in runs:
         name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too
         if named.setdefault(name, run) is not run:
-            raise CheckpointError(f"{run.path}: called {name} like {named[name].path}; in an "
-                                  "archive each run needs a name of its own")
-    with (written_atomically(out) as file,
-          lzma.open(file, "wb", preset=6 | lzma.PRESET_EXTREME) as packed,
-          tarfile.open(fileobj=packed, mode="w") as archive):
+            raise CheckpointError(
+                f"{run.path}: called {name} like {named[name].path}; in an "
+                "archive each run needs a name of its own"
+            )
+    with (
+        written_atomically(out) as file,
+        lzma.open(file, "wb", preset=6 | lzma.PRESET_EXTREME) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
         for name, run in sorted(named.items()):
             for title, content in sorted(run.files.items()):
                 content = without_paths(content) if title == "run.json" else content
-                member = tarfile.TarInfo(f"{name}/{title}")      # mode 0644; time and owner are 0
+                member = tarfile.TarInfo(f"{name}/{title}")  # mode 0644; time and owner are 0
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
 
@@ -194,8 +214,9 @@ def without_paths(run_json: bytes) -> bytes:
     for start in starts:
         if isinstance(start.get("data"), dict):
             start["data"].pop("root", None)
-        start |= {key: without_folders(start[key]) for key in ("command", "arguments")
-                  if key in start}
+        start |= {
+            key: without_folders(start[key]) for key in ("command", "arguments") if key in start
+        }
     return (json.dumps(starts, indent=2) + "\n").encode()
 
 

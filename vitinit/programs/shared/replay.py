@@ -23,32 +23,65 @@ from .records import RunRecord
 from .results import RECORDED, t_interval, table
 
 # What the recipe determines in a row of metrics.jsonl; the others are times and memory.
-RESULTS = ("lr", "train_loss", "val_loss", "val_top1", "val_top5", "val_balanced", "ema_top1",
-           "ema_top5", "skipped_steps")
-OF_MACHINE = ("device", "torch", "python", "processes", "git_commit")      # of RECORDED
+RESULTS = (
+    "lr",
+    "train_loss",
+    "val_loss",
+    "val_top1",
+    "val_top5",
+    "val_balanced",
+    "ema_top1",
+    "ema_top5",
+    "skipped_steps",
+)
+OF_MACHINE = ("device", "torch", "python", "processes", "git_commit")  # of RECORDED
 
 
 class Replay(Run):
     """A recorded run once more, or its first `epochs` epochs alone (0: all)."""
 
-    def __init__(self, record: RunRecord, recipe: Path, epochs: int, folder: Path,
-                 data_dir: str | None, sets: Sequence[str], trust_teacher: bool) -> None:
-        super().__init__(recipe, out_dir=folder, resume="auto", data_dir=data_dir, overrides=sets,
-                         trust_teacher=trust_teacher)
+    def __init__(
+        self,
+        record: RunRecord,
+        recipe: Path,
+        epochs: int,
+        folder: Path,
+        data_dir: str | None,
+        sets: Sequence[str],
+        trust_teacher: bool,
+    ) -> None:
+        super().__init__(
+            recipe,
+            out_dir=folder,
+            resume="auto",
+            data_dir=data_dir,
+            overrides=sets,
+            trust_teacher=trust_teacher,
+        )
         self.record_of, self.first = record, epochs or record.epochs
 
     def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
         facts = super()._open_data(choice, dry_run=dry_run)
-        self.epochs = min(self.epochs, self.first)   # the learning rate still goes by all
+        self.epochs = min(self.epochs, self.first)  # the learning rate still goes by all
         began = self.record_of.began.get("data", {})
         if facts["files and labels"] != began.get("files and labels"):
-            warn(f"{self.record_of.path.name} was trained and measured on other images, by their "
-                 "names, classes and number")
+            warn(
+                f"{self.record_of.path.name} was trained and measured on other images, by their "
+                "names, classes and number"
+            )
         return facts
 
 
-def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str | None,
-           sets: Sequence[str], epochs: int, trust_teacher: bool) -> tuple[str, bool]:
+def replay(
+    runs: Sequence[RunRecord],
+    name: str,
+    *,
+    folder: Path,
+    data_dir: str | None,
+    sets: Sequence[str],
+    epochs: int,
+    trust_teacher: bool,
+) -> tuple[str, bool]:
     """Train the run called `name` of these again, in `folder`, and go on there if that was begun.
 
     runs: all those on record, among which are the other seeds of the run. sets: texts such as
@@ -60,40 +93,67 @@ def replay(runs: Sequence[RunRecord], name: str, *, folder: Path, data_dir: str 
     """
     by_name = {run.path.name: run for run in runs}
     if (record := by_name.get(name)) is None:
-        raise CheckpointError(f"--replay {name}: no such run is on record, but "
-                              f"{shortened(list(by_name))}")
+        raise CheckpointError(
+            f"--replay {name}: no such run is on record, but {shortened(list(by_name))}"
+        )
     if not record.rows:
         raise CheckpointError(f"--replay {name}: no epoch of it is on record")
     if len(RunFolder(folder).metrics.rows()) >= (epochs or record.epochs):
-        raise CheckpointError(f"{folder}: is such a replay already, perhaps by other code; "
-                              "expected another --out")
+        raise CheckpointError(
+            f"{folder}: is such a replay already, perhaps by other code; expected another --out"
+        )
     with tempfile.TemporaryDirectory() as holder:
         # The name is from run.json, which anybody may have written.
         recipe = Path(holder, re.sub(r"[^\w.-]", "_", f"{record.recipe}.toml"))
         recipe.write_bytes(record.files["recipe.toml"])
         again = Replay(record, recipe, epochs, folder, data_dir, sets, trust_teacher).train()
-    seeds = {run.seed: run for run in runs if experiment(run) == experiment(record)
-             and commit(run) == commit(record)} | {record.seed: record}
+    seeds = {
+        run.seed: run
+        for run in runs
+        if experiment(run) == experiment(record) and commit(run) == commit(record)
+    } | {record.seed: record}
     return against_record(record, again.rows, again.folder.starts(), list(seeds.values()))
 
 
-def against_record(record: RunRecord, rows: Sequence[dict[str, Any]],
-                   starts: Sequence[dict[str, Any]], seeds: Sequence[RunRecord]
-                   ) -> tuple[str, bool]:
+def against_record(
+    record: RunRecord,
+    rows: Sequence[dict[str, Any]],
+    starts: Sequence[dict[str, Any]],
+    seeds: Sequence[RunRecord],
+) -> tuple[str, bool]:
     """`replay`'s comparison. rows, starts: of the run that was trained again. seeds: the record and
     those that differ from it in the seed alone.
     """
     pairs = list(zip(record.rows, rows))
     # What both have: a run that is evaluated every fifth epoch has no top-1 in between.
-    values = [{key: (then[key], now[key]) for key in RESULTS
-               if then[key] is not None and now[key] is not None} for then, now in pairs]
+    values = [
+        {
+            key: (then[key], now[key])
+            for key in RESULTS
+            if then[key] is not None and now[key] is not None
+        }
+        for then, now in pairs
+    ]
     cells = [("train_loss", 6, 0), ("train_loss", 6, 1), ("val_top1", 2, 0), ("val_top1", 2, 1)]
-    text = table(["epoch", "loss then", "now", "top-1 then", "now"], [
-        [str(row["epoch"]), *(f"{both[key][side]:.{places}f}" if key in both else "–"
-                              for key, places, side in cells)] for row, both in zip(rows, values)])
+    text = table(
+        ["epoch", "loss then", "now", "top-1 then", "now"],
+        [
+            [
+                str(row["epoch"]),
+                *(
+                    f"{both[key][side]:.{places}f}" if key in both else "–"
+                    for key, places, side in cells
+                ),
+            ]
+            for row, both in zip(rows, values)
+        ],
+    )
     others = dict.fromkeys(
         f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
-        for key in OF_MACHINE for start in starts if record.began.get(key) != start[key])
+        for key in OF_MACHINE
+        for start in starts
+        if record.began.get(key) != start[key]
+    )
     text += f"\n\n{'; '.join(others) or 'the same kind of machine and the same code'}\n"
     done = len(values)
     if all(then == now for both in values for then, now in both.values()):
@@ -106,7 +166,9 @@ def against_record(record: RunRecord, rows: Sequence[dict[str, Any]],
     if len(on_record) < 2:
         return f"{text}; one seed is on record, so no interval\n", False
     (mean, half), n = t_interval(on_record), len(on_record)
-    half *= math.sqrt(n + 1)                         # of another seed, and not of the mean
+    half *= math.sqrt(n + 1)  # of another seed, and not of the mean
     holds = abs(now - mean) <= half
-    return (f"{text}; another seed would be expected within {mean:.4f} ± {half:.4f} "
-            f"({n} seeds, 95 %): it is {'' if holds else 'not '}within\n"), holds
+    return (
+        f"{text}; another seed would be expected within {mean:.4f} ± {half:.4f} "
+        f"({n} seeds, 95 %): it is {'' if holds else 'not '}within\n"
+    ), holds

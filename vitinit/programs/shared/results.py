@@ -20,75 +20,110 @@ from .groups import Group, finished_runs, group_runs
 from .records import RunRecord
 
 CONFIDENCE = 0.95
-BISECTIONS = 100                # each halves an interval of doubles, whose mantissa has 53 bits
+BISECTIONS = 100  # each halves an interval of doubles, whose mantissa has 53 bits
 METRICS = {"model": "val_top1", "EMA": "ema_top1"}
-RECORDED = {"git_commit": "commit", "torch": "torch", "python": "Python", "device": "device",
-            "processes": "processes"}       # key of run.json → word in the comparison
+RECORDED = {
+    "git_commit": "commit",
+    "torch": "torch",
+    "python": "Python",
+    "device": "device",
+    "processes": "processes",
+}  # key of run.json → word in the comparison
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table of cells; every column but the first is aligned to the right."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
-                     for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 class ClassScores(NamedTuple):
     """How well a class is recognised, in percent; None where there is no image to divide by."""
 
-    precision: float | None     # of the images taken for it those that are of it
-    recall: float | None        # of its images those that are taken for it
-    f1: float | None            # the harmonic mean of both
+    precision: float | None  # of the images taken for it those that are of it
+    recall: float | None  # of its images those that are taken for it
+    f1: float | None  # the harmonic mean of both
 
 
-def class_scores(hits: Sequence[int], images: Sequence[int], guesses: Sequence[int]
-                 ) -> list[ClassScores]:
+def class_scores(
+    hits: Sequence[int], images: Sequence[int], guesses: Sequence[int]
+) -> list[ClassScores]:
     """The scores of classes: images of each that are taken for it, of all its `images` and of all
     that are taken for it, its `guesses`.
     """
+
     def percent(part: int, whole: int) -> float | None:
         return 100.0 * part / whole if whole else None
-    return [ClassScores(percent(right, taken), percent(right, total),
-                        percent(2 * right, total + taken))
-            for right, total, taken in zip(hits, images, guesses)]
+
+    return [
+        ClassScores(percent(right, taken), percent(right, total), percent(2 * right, total + taken))
+        for right, total, taken in zip(hits, images, guesses)
+    ]
 
 
 class Finding(NamedTuple):
     """The results of one checkpoint on one data set."""
 
-    checkpoint: str                         # its path
-    recipe: str                             # name
+    checkpoint: str  # its path
+    recipe: str  # name
     data_set: EvaluatedSet
-    image_size: tuple[int, int]             # (height, width)
-    model_classes: int                      # number of logits of the model
-    classes: Sequence[str]                  # names of the data set's classes
-    results: Mapping[str, Evaluation]       # by weights: "model", and "ema" if there are any
+    image_size: tuple[int, int]  # (height, width)
+    model_classes: int  # number of logits of the model
+    classes: Sequence[str]  # names of the data set's classes
+    results: Mapping[str, Evaluation]  # by weights: "model", and "ema" if there are any
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
         findings = {
-            "checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
-            "data_dir": self.data_set.root, "image_size": list(self.image_size),
-            "classes": len(self.classes), "model_classes": self.model_classes}
+            "checkpoint": self.checkpoint,
+            "recipe": self.recipe,
+            "data": self.data_set.name,
+            "data_dir": self.data_set.root,
+            "image_size": list(self.image_size),
+            "classes": len(self.classes),
+            "model_classes": self.model_classes,
+        }
         for name, result in self.results.items():
             counts = result.class_hits, result.class_images, result.class_guesses
             scores = class_scores(*counts)
             findings[name] = {
-                "loss": result.loss, "top1": result.top1, "top5": result.top5,
-                "balanced_accuracy": balanced_accuracy(*counts[:2]), "images": result.images,
-                "per_class": [{"class": label, "correct": hits, "total": total} | score._asdict()
-                              for label, hits, total, score in zip(
-                                  self.classes, *counts[:2], scores)],
-                "confusion": None if result.confusion is None else result.confusion.tolist()}
+                "loss": result.loss,
+                "top1": result.top1,
+                "top5": result.top5,
+                "balanced_accuracy": balanced_accuracy(*counts[:2]),
+                "images": result.images,
+                "per_class": [
+                    {"class": label, "correct": hits, "total": total} | score._asdict()
+                    for label, hits, total, score in zip(self.classes, *counts[:2], scores)
+                ],
+                "confusion": None if result.confusion is None else result.confusion.tolist(),
+            }
         return findings
 
     def by_class(self) -> str:
         """A Markdown table of all classes with images by their top-1 accuracy, lowest first."""
-        by_class = [row for row in zip(self.classes, self.results["model"].class_images, *(
-            result.class_hits for result in self.results.values())) if row[1]]
-        return table(["class", "images", *(f"{name} top-1" for name in self.results)], [
-            [one_line(label), f"{total:,}", *(f"{100.0 * correct / total:.2f}" for correct in hits)]
-            for label, total, *hits in sorted(by_class, key=lambda row: row[2] / row[1])])
+        by_class = [
+            row
+            for row in zip(
+                self.classes,
+                self.results["model"].class_images,
+                *(result.class_hits for result in self.results.values()),
+            )
+            if row[1]
+        ]
+        return table(
+            ["class", "images", *(f"{name} top-1" for name in self.results)],
+            [
+                [
+                    one_line(label),
+                    f"{total:,}",
+                    *(f"{100.0 * correct / total:.2f}" for correct in hits),
+                ]
+                for label, total, *hits in sorted(by_class, key=lambda row: row[2] / row[1])
+            ],
+        )
 
 
 def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
@@ -101,22 +136,39 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
         deliver(text, json_file)
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
-            print(f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
-                  f"classes of {finding.checkpoint}; the others are left out of ranking and loss")
-    rows = [[finding.checkpoint, name, str(finding.data_set), f"{result.top1:.3f}",
-             "–" if result.top5 is None else f"{result.top5:.3f}", f"{result.loss:.4f}",
-             f"{result.images:,}"]
-            for finding in findings for name, result in finding.results.items()]
+            print(
+                f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
+                f"classes of {finding.checkpoint}; the others are left out of ranking and loss"
+            )
+    rows = [
+        [
+            finding.checkpoint,
+            name,
+            str(finding.data_set),
+            f"{result.top1:.3f}",
+            "–" if result.top5 is None else f"{result.top5:.3f}",
+            f"{result.loss:.4f}",
+            f"{result.images:,}",
+        ]
+        for finding in findings
+        for name, result in finding.results.items()
+    ]
     if len(findings) > 1:
-        print(table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"],
-                    rows))
+        print(
+            table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"], rows)
+        )
     else:
         for _, name, _, top1, top5, loss, images in rows:
-            print(f"{name:5}  top-1 {top1} %" + ("" if top5 == "–" else f"  top-5 {top5} %")
-                  + f"  loss {loss}  over {images} images")
+            print(
+                f"{name:5}  top-1 {top1} %"
+                + ("" if top5 == "–" else f"  top-5 {top5} %")
+                + f"  loss {loss}  over {images} images"
+            )
     for finding in findings if per_class else []:
-        print(f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
-              f"{finding.by_class()}\n")
+        print(
+            f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
+            f"{finding.by_class()}\n"
+        )
     if json_file == STDOUT:
         deliver(text, json_file)
 
@@ -128,7 +180,7 @@ def share_within(angle: float, degrees: int) -> float:
     odd = degrees % 2
     share, factor = (2 * angle / math.pi, 2 / math.pi) if odd else (math.sin(angle), 1 / 2)
     for power in range(1 if odd else 2, degrees - 1, 2):
-        share += factor * math.sin(angle) * math.cos(angle)**power
+        share += factor * math.sin(angle) * math.cos(angle) ** power
         factor *= (power + 1) / (power + 2)
     return share
 
@@ -151,10 +203,19 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
 def paired(groups: Sequence[Group]) -> list[tuple[Group, str, dict[int, float]]]:
     """For each other group and "model" or "EMA": by seed, its last top-1 minus the first one's."""
     first, *others = groups
-    return [(other, name, {seed: value - first.last(metric)[seed]
-                           for seed, value in other.last(metric).items()
-                           if seed in first.last(metric)})
-            for other in others for name, metric in METRICS.items()]
+    return [
+        (
+            other,
+            name,
+            {
+                seed: value - first.last(metric)[seed]
+                for seed, value in other.last(metric).items()
+                if seed in first.last(metric)
+            },
+        )
+        for other in others
+        for name, metric in METRICS.items()
+    ]
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
@@ -164,12 +225,17 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
     finished, unfinished = finished_runs(runs)
     groups = group_runs(finished)
     names = dict.fromkeys(run.recipe for group in groups for run in group.runs.values())
-    parts = [f"# {', '.join(names)}",
-             "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best "
-             "epoch is chosen on the images it is reported on. Seconds are those of training, "
-             "without evaluation.",
-             by_group(groups), by_seed(groups), differences(groups), origin(groups),
-             *unfinished]
+    parts = [
+        f"# {', '.join(names)}",
+        "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best "
+        "epoch is chosen on the images it is reported on. Seconds are those of training, "
+        "without evaluation.",
+        by_group(groups),
+        by_seed(groups),
+        differences(groups),
+        origin(groups),
+        *unfinished,
+    ]
     return groups, "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -182,16 +248,32 @@ def by_group(groups: Sequence[Group]) -> str:
         cells = [group.label, str(len(group.runs))]
         for metric in METRICS.values():
             curves = [run.measured(metric) for run in group.runs.values()]
-            cells += [mean_and_std([curve[-1] for curve in curves]),
-                      mean_and_std([max(curve) for curve in curves])
-                      ] if all(curves) else ["–", "–"]
+            cells += (
+                [
+                    mean_and_std([curve[-1] for curve in curves]),
+                    mean_and_std([max(curve) for curve in curves]),
+                ]
+                if all(curves)
+                else ["–", "–"]
+            )
         seconds = [[row["seconds"] for row in run.rows] for run in group.runs.values()]
         timed = not any(None in of_run for of_run in seconds)
         losses = [*group.last("val_loss").values()]
         cells += [] if all_classify else [mean_and_std(losses, places=4) if losses else "–"]
         rows.append([*cells, mean_and_std([*map(sum, seconds)], places=0) if timed else "–"])
-    return table(["group", "seeds", "last", "best", "EMA last", "EMA best",
-                  *["loss"] * (not all_classify), "seconds per run"], rows)
+    return table(
+        [
+            "group",
+            "seeds",
+            "last",
+            "best",
+            "EMA last",
+            "EMA best",
+            *["loss"] * (not all_classify),
+            "seconds per run",
+        ],
+        rows,
+    )
 
 
 def mean_and_std(values: Sequence[float], places: int = 2) -> str:
@@ -203,10 +285,12 @@ def mean_and_std(values: Sequence[float], places: int = 2) -> str:
 def by_seed(groups: Sequence[Group]) -> str:
     """A table of the last epoch's top-1 of every run."""
     seeds = sorted({seed for group in groups for seed in group.runs})
-    rows = [[group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–"
-                                  for seed in seeds)]
-            for group in groups for name, metric in METRICS.items()
-            if (values := group.last(metric))]
+    rows = [
+        [group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–" for seed in seeds)]
+        for group in groups
+        for name, metric in METRICS.items()
+        if (values := group.last(metric))
+    ]
     return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows) if rows else ""
 
 
@@ -216,15 +300,23 @@ def differences(groups: Sequence[Group]) -> str:
     for group, name, by_seed in paired(groups):
         if len(by_seed) > 1:
             mean, half = t_interval(list(by_seed.values()))
-            rows.append([group.label, name, str(len(by_seed)), f"{mean:+.2f} ± {half:.2f}",
-                         ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items())])
+            rows.append(
+                [
+                    group.label,
+                    name,
+                    str(len(by_seed)),
+                    f"{mean:+.2f} ± {half:.2f}",
+                    ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items()),
+                ]
+            )
         elif name == "model":
             unpaired.append(f"`{group.label}`")
     head = [f"minus {base}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
     parts = [table(head, rows)] if rows else []
     if unpaired:
-        parts.append(f"Fewer than two seeds are shared with `{base}` by {', '.join(unpaired)}: no "
-                     "interval.")
+        parts.append(
+            f"Fewer than two seeds are shared with `{base}` by {', '.join(unpaired)}: no interval."
+        )
     return "\n\n".join(parts)
 
 
@@ -234,14 +326,30 @@ def origin(groups: Sequence[Group]) -> str:
     """
     runs = [run for group in groups for run in group.runs.values()]
     # A run that was resumed on another machine has several values; each counts once.
-    counts = {words: Counter(value for run in runs for value in dict.fromkeys(
-        str(start.get(key, "unknown")) for start in run.starts)) for key, words in RECORDED.items()}
+    counts = {
+        words: Counter(
+            value
+            for run in runs
+            for value in dict.fromkeys(str(start.get(key, "unknown")) for start in run.starts)
+        )
+        for key, words in RECORDED.items()
+    }
     images = Counter(run.validated_on for run in runs if run.validated_on)
     if len(images) > 1:
         counts["validation images"] = images
-    alike = [f"{words} {value}" for words, values in counts.items() if len(values) == 1
-             for value in values]
-    unlike = [f"{words} " + ", ".join(f"{value} ({count})" for value, count in values.items())
-              for words, values in counts.items() if len(values) > 1]
-    return "\n\n".join(f"{words}: {'; '.join(facts)}." for words, facts in (
-        ("All runs", alike), ("Runs differ (number of runs)", unlike)) if facts)
+    alike = [
+        f"{words} {value}"
+        for words, values in counts.items()
+        if len(values) == 1
+        for value in values
+    ]
+    unlike = [
+        f"{words} " + ", ".join(f"{value} ({count})" for value, count in values.items())
+        for words, values in counts.items()
+        if len(values) > 1
+    ]
+    return "\n\n".join(
+        f"{words}: {'; '.join(facts)}."
+        for words, facts in (("All runs", alike), ("Runs differ (number of runs)", unlike))
+        if facts
+    )
