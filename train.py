@@ -3,23 +3,21 @@
     python train.py --recipe deit_base --init impulse --data-dir /data/imagenet
     torchrun --nproc_per_node=8 train.py --recipe deit_base --init impulse --data-dir /data/imagenet
 
-The parts of a run, in order; after the first they are those of `Run.train` in vitinit/run.py:
+`main` in vitinit/programs/train.py reads the command line and makes a `Run`, whose `train`, in
+vitinit/run.py, is all that happens then, from top to bottom:
 
-    arguments   vitinit/programs/train.py     parse_arguments      the command line
-    processes   vitinit/train/distributed.py  start                one, or those of torchrun
-    recipe      vitinit/runs/resume.py        choose_run           of a new run, or of one to resume
-    data        vitinit/runs/data.py          open_data            images and batches
-    task        vitinit/runs/model.py         task_of              what is learned
-    teacher     vitinit/runs/teacher.py       learn_from_teacher   if the recipe names one
-    model       vitinit/runs/model.py         build                as its constructor draws it
-    init        vitinit/runs/start.py         initialise           its weights, in place
-    optimiser   vitinit/train/optim.py        optimizer_for        AdamW, or Muon with AdamW
-    summary     vitinit/runs/summary.py       summary              all of this, printed
-    folder      vitinit/runs/folder.py        record_start         recipe.toml, run.json, last.pt, …
-    loop        vitinit/train/loop.py         train_epochs         from a batch to the checkpoint
+    recipe       vitinit/runs/resume.py   choose_run     of a new run, or of one that goes on
+    data         vitinit/runs/data.py     open_data      images, and batches of them
+    task         vitinit/runs/start.py    open_task      labels, a teacher, or hidden patches
+    model        vitinit/runs/model.py    build          as its constructor draws it
+    init         vitinit/runs/start.py    draw_weights   the first weights
+    optimiser    vitinit/runs/start.py    new_state      with loss scale and moving average
+    folder       vitinit/runs/keeper.py   begin_folder   recipe.toml, run.json, last.pt, …
+    loop         vitinit/train/loop.py    train_epochs   epochs, and their steps
+    a step       vitinit/train/loop.py    train_step     forward, loss, backward; new weights
+    epoch's end  vitinit/runs/keeper.py   end_epoch      evaluation, rows, checkpoints
 
-In Python the same is `vitinit.Run("deit_base", init="impulse", data_dir="/data/imagenet").train()`,
-and an installed package has this program as `vitinit train`.
+In Python the same is `vitinit.Run("deit_base", init="impulse", data_dir="/data/imagenet").train()`.
 """
 
 if __name__ == "__main__":

@@ -32,13 +32,14 @@ from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
 from vitinit.data.sources import ImagesInMemory
 from vitinit.models.layers import draw_drop_path
-from vitinit.programs.bench.training import GivenSteps, given_step
+from vitinit.programs.bench.training import given_step
 from vitinit.recipe.files import RECIPES, load_recipe
-from vitinit.tasks.labels import evaluate
+from vitinit.tasks.labels import cross_entropy, evaluate
 from vitinit.train import loop
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import StopRequest
-from vitinit.train.loop import train_epochs
+from vitinit.train.loop import Keeper, Training, train_epochs
+from vitinit.train.meter import StepMeter
 from vitinit.train.optim import hidden_matrices
 from vitinit.train.state import Ema, TrainState
 
@@ -135,20 +136,22 @@ def train(
         rng = np.random.default_rng(step)
         return draw_drop_path(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
 
-    train_epochs(
-        GivenSteps(
-            state,
-            state.model,
-            steps,
-            learning_rate=lambda step: 1e-3,
-            amp=amp,
-            drop_path=drop_path_at,
-            clip_norm=clip_norm,
-            global_batch=12,
-        ),
-        Processes(0, 0, 1, device),
-        StopRequest(),
+    processes, epochs = Processes(0, 0, 1, device), state.progress.epochs + 1
+    training = Training(
+        state=state,
+        forward=state.model,
+        steps=lambda epoch, done: steps,
+        loss=cross_entropy,
+        learning_rate=lambda step: 1e-3,
+        drop_path=drop_path_at,
+        processes=processes,
+        stop=StopRequest(),
+        epochs=epochs,
+        amp=amp,
+        clip_norm=clip_norm,
     )
+    meter = StepMeter(state.progress, processes, epochs=epochs, steps_per_epoch=0, global_batch=12)
+    train_epochs(training, Keeper(), meter)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from same_run import assert_identical, assert_same_run, checkpoint as left_in, f
 import vitinit.run
 from vitinit.data import augment, sources
 from vitinit.programs import train
-from vitinit.runs import data as opening
+from vitinit.runs import data as opening, keeper
 from vitinit.tasks import labels
 from vitinit.train import loop
 from vitinit.train.interruption import STOP_SIGNALS
@@ -59,13 +59,13 @@ def closing_terminal(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 PHASES = {
     "before the first step": (vitinit.run, "train_epochs", 1, 0),
     "decode": (sources.ImageFiles, "image", 22, 2),  # once for both views
-    "step": (loop, "update", 1, 3),
-    "last step of an epoch": (loop, "update", 1, 4),
+    "step": (loop, "update_weights", 1, 3),
+    "last step of an epoch": (loop, "update_weights", 1, 4),
     "validation": (augment.ToDevice, "__call__", 3, 4),
     "last batch of validation": (augment.ToDevice, "__call__", 6, 4),
-    "between epochs": (vitinit.run, "epoch_line", 1, 4),
+    "between epochs": (keeper, "epoch_line", 1, 4),
     "save": (torch, "save", 1, 5),
-    "second epoch": (loop, "update", 2, 7),
+    "second epoch": (loop, "update_weights", 2, 7),
     "last validation": (augment.ToDevice, "__call__", 3, 8),  # no step is left
 }
 
@@ -150,7 +150,7 @@ def test_running_out_of_memory_names_the_key_to_lower(
         ),
         (
             loop,
-            "update",
+            "update_weights",
             "optim.max_batch_per_process",
             RuntimeError(
                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

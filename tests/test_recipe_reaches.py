@@ -54,7 +54,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
         "EvaluationBatches",
         "optimizer_for",
         "plan_batches",
-        "learning_rate",
+        "LearningRate",
         "Ema",
         "set_precision",
         "train_epochs",
@@ -75,9 +75,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
         return save(self, state, path)
 
     monkeypatch.setattr(RunFolder, "save", saved)
-    monkeypatch.setattr(
-        vitinit.run.torch, "compile", lambda model: (compiled.append(model), model)[1]
-    )
+    monkeypatch.setattr(torch, "compile", lambda model: (compiled.append(model), model)[1])
     sets = {
         f"{title}__{key}": to_toml(value)
         for title, body in WRITTEN.items()
@@ -99,9 +97,8 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     assert optimizer.peak_lr == 3e-3 * 12 / 512
     assert plain(optimizer) == WRITTEN["optim"]
     assert seen["plan_batches"][0][0][:2] == (12, 2)
-    assert options("learning_rate")["peak"] == optimizer.peak_lr
-    assert options("learning_rate")["steps_per_epoch"] == 4
-    assert plain(options("learning_rate")["schedule"]) == schedule
+    (found, peak, steps_per_epoch), _ = seen["LearningRate"][0]
+    assert (peak, steps_per_epoch) == (optimizer.peak_lr, 4) and plain(found) == schedule
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
@@ -110,9 +107,9 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
         "EvaluationBatches": ["batch_size", "cache_gib"],
     }.items():
         assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
-    run, *_ = seen["train_epochs"][0][0]
-    assert run.epochs == 5  # with the cool-down
-    assert (run.amp, run.clip_norm, run.save_every) == ("bf16", 0.61, 3)
+    training, *_ = seen["train_epochs"][0][0]
+    assert training.epochs == 5  # with the cool-down
+    assert (training.amp, training.clip_norm, training.save_every) == ("bf16", 0.61, 3)
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.
     rows = rows_of(tmp_path / "run")

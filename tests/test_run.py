@@ -19,7 +19,9 @@ from same_run import IN_SECONDS, assert_same_run, rows_of
 import vitinit
 from vitinit.programs.shared.records import read_run
 from vitinit.recipe.files import RecipeError
+from vitinit.run import NoResult
 from vitinit.train.distributed import Processes
+from vitinit.train.interruption import Interrupted
 
 PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")
 SMALL = IN_SECONDS | {"schedule.epochs": 2, "data.workers": 1, "data.on_device_gib": 0.0}
@@ -77,16 +79,44 @@ def test_an_objective_of_ones_own_stays_and_none_asks_no_teacher(monkeypatch):
     compared = []
     monkeypatch.setattr(Processes, "require_equal", lambda self, facts: compared.append(facts))
     small = {"data.name": "shapes", "data.root": "", "data.num_classes": 0}
-    run = vitinit.Run("own_images", overrides=small | {"data.held_out_per_class": 3})
-    run.objective = len
+    small |= {"data.held_out_per_class": 3}
+    run = vitinit.Run("own_images", overrides=small, objective=len)
     run.rehearse()
     assert run.objective is len
     assert {"data.root", "data.workers", "data.image_size"} & compared[0].keys() == {
         "data.image_size"
     }
-    run = vitinit.Run("quickstart", overrides={"distill.teacher": "cifar10_small"})
-    run.objective = len
+    run = vitinit.Run("quickstart", overrides={"distill.teacher": "cifar10_small"}, objective=len)
     assert "leave one of them out" in refused(RecipeError, run.rehearse)
+
+
+def test_what_a_run_gives_before_it_began_while_it_trains_and_once_it_is_done(tmp_path):
+    """Also after an interruption; what it has not is one line, and no AttributeError of our own."""
+    run = vitinit.Run("quickstart", out_dir=tmp_path / "run", overrides=SMALL)
+    assert run.rows == [] and not hasattr(run, "state")
+    for name in ("state", "data", "folder", "recipe"):
+        assert f"{name}: this run has not begun" in refused(NoResult, getattr, run, name)
+
+    def stopped(*arguments, **options):
+        raise Interrupted(signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitinit.run.train_epochs", stopped)
+        with pytest.raises(Interrupted):
+            run.train()
+    assert run.rows == [] and run.state.progress.step == 0 and len(run.data.train_set) > 0
+    run = vitinit.Run(resume=tmp_path / "run", first_epochs=1)
+    result = run.train()
+    assert result is run.result and len(run.rows) == result.state.progress.epochs == 1
+    rest = vitinit.Run(resume=tmp_path / "run").train()
+    assert len(rest.rows) == 2 and rest.rows[0] == run.rows[0]
+    for name in ("last.pt", "previous.pt"):
+        (tmp_path / "run" / name).unlink()
+    done = vitinit.Run(
+        resume="auto", recipe="quickstart", out_dir=tmp_path / "run", overrides=SMALL
+    )
+    assert done.train().rows == rest.rows and done.folder.path == tmp_path / "run"
+    assert "was done before" in refused(NoResult, getattr, done, "state")
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
@@ -100,13 +130,11 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     assert last == f"{top1} 0.002 runs/mine"
 
 
-@pytest.mark.parametrize("program, skipped", [("train", {"learn_from_teacher"}), ("eval", set())])
-def test_the_page_of_a_program_names_its_parts_in_order(
-    program, skipped, repository, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_the_page_of_a_program_names_its_parts_in_order(program, repository, tmp_path, monkeypatch):
     page = (repository / f"{program}.py").read_text()
-    assert page.count("\n") <= 90
-    parts = re.findall(r"^    \w[\w ]*  +(vitinit/\S+\.py) +(\w+)  ", page, flags=re.MULTILINE)
+    assert page.count("\n") <= 40
+    parts = re.findall(r"^    \w[\w ']*  +(vitinit/\S+\.py) +(\w+)  ", page, flags=re.MULTILINE)
     entered, run = [], vitinit.Run("quickstart", out_dir=tmp_path / "run", overrides=SMALL)
     names = {name for _, name in parts}
     if program == "eval":
@@ -140,4 +168,4 @@ def test_the_page_of_a_program_names_its_parts_in_order(
     finally:
         sys.setprofile(None)
         signal.signal(signal.SIGINT, handler)
-    assert len(parts) >= 8 and entered == [part for part in parts if part[1] not in skipped]
+    assert len(parts) >= 8 and entered == parts

@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, family_run, rows_of
 
-import vitinit.run
+import vitinit
 from vitinit.data import images, sources
 from vitinit.programs import export
 from vitinit.recipe.files import load_recipe
+from vitinit.runs.start import drop_path_of
 from vitinit.train.metrics import METRICS, StepRow
 from vitinit.watch.mass import mass_on_images
 
@@ -400,7 +401,8 @@ def test_a_classifier_trained_alone_leaves_the_rest_and_resumes(
     changes = dict(optim__train="head", checkpoint__keep_epochs="[0]")
     assert train_program.main(small_run(straight, **changes)) == 0
     assert "AdamW for 39 weights" in (straight / "start.txt").read_text()
-    assert vitinit.run.Run(resume=straight).train().drop_path(0) is None  # as it is noise
+    again = vitinit.Run(resume=straight).train()
+    assert drop_path_of(again.state.model, again.recipe)(0) is None  # as it is noise
     monkeypatch.setattr("vitinit.run.StopRequest", stop_before(5))
     assert train_program.main(small_run(stopped, **changes)) == 143
     monkeypatch.setattr("vitinit.run.StopRequest", stop_before(10**6))

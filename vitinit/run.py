@@ -1,56 +1,58 @@
 """A run: from a recipe to its last checkpoint. programs/train.py starts one from a command line.
 
-    run = vitinit.Run("quickstart", init="impulse", out_dir="runs/mine").train()
-    run.rows[-1]["val_top1"]; run.state.model; run.folder.path
+    run = vitinit.Run("quickstart", init="impulse", out_dir="runs/mine")
+    run.train()
+    run.rows[-1]["val_top1"], run.state.model, run.folder.path
 
-`Run.train` names the parts in order: recipe → data → model, init and optimiser → folder → loop.
+`Run.train` is read from top to bottom: recipe → data → task → model and init → optimiser → folder →
+loop. The loop itself is in train/loop.py; what it calls to evaluate and save, in runs/keeper.py.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .base.files import CheckpointError, write_text_atomically
-from .base.keys import Stream, keyed_generator
-from .base.messages import ProgressBar, counted, in_brief, warn
-from .data.images import DataError
-from .data.sources import file_sizes, fingerprint, folder_of
-from .models.layers import Classifier, draw_drop_path
-from .recipe.files import RecipeError, building, overrides as recipe_changes
-from .runs.data import open_data, read_images
-from .runs.folder import Lines
-from .runs.load import fetch, published
-from .runs.model import task_of, wrap_models
-from .runs.resume import Choice, Request, RunLock, choose_run, require_same_data
-from .runs.start import initial_state
-from .runs.summary import at_a_glance, cautions, rehearsal, summary
+from .base.messages import OneLineError
+from .data.pipeline import Data
+from .models.layers import Classifier
+from .recipe.files import overrides as recipe_changes
+from .recipe.sections import Recipe
+from .runs.data import facts_of, open_data, read_images
+from .runs.folder import RunFolder
+from .runs.keeper import RunKeeper, begin_folder
+from .runs.model import build, trained_model
+from .runs.resume import Request, RunLock, choose_run, require_same_data
+from .runs.start import (
+    draw_weights,
+    drop_path_of,
+    fetch_weights,
+    model_to_train,
+    new_state,
+    open_task,
+    restore,
+)
+from .runs.summary import at_a_glance, rehearsal, start_lines
 from .runs.watching import BY_DEFAULT, Watchers
+from .tasks import Task
 from .train import distributed
-from .train.device import describe_device, forget_peak, memory_for, peak_gib
-from .train.interruption import Interrupted, StopRequest
-from .train.loop import read_losses, set_precision, train_epochs, tune_convolutions
-from .train.metrics import Diverged, StepRow, epoch_line, metrics_row, paces_of_all, training_flops
-from .train.optim import learning_rate, set_learning_rate
+from .train.distributed import Processes
+from .train.interruption import StopRequest
+from .train.loop import Training, set_precision, train_epochs, tune_convolutions
+from .train.optim import LearningRate
+from .train.state import TrainState
 
 
 class Run:
     """One run: a new one, or one that goes on. Nothing is read or written before `train`.
 
     Under torchrun every process makes the same one. Outside of the main thread, signals are left
-    to the program that has the main thread.
-
-    Once `train` has returned: `recipe`, with every option resolved; `data`, the opened images and
-    their batches; `state`, with the trained model on its device; `folder`, with all files; `rows`.
-    A run that was finished already, and of which no checkpoint is left, has folder and rows alone.
+    to the program that has the main thread. It has the attributes of its `result`, too.
     """
 
     def __init__(
@@ -66,6 +68,9 @@ class Run:
         verbose: bool = False,
         log: Sequence[str] = (),
         trust_teacher: bool = False,
+        objective: Callable[..., Tensor] | None = None,
+        first_epochs: int | None = None,
+        command: list[str] | None = None,
     ) -> None:
         """State which run is meant.
 
@@ -79,371 +84,214 @@ class Run:
             verbose: print all of what start.txt in the folder will say, not only the most of it.
             log: "tensorboard", "wandb" or both, which get the rows as they are written.
             trust_teacher: read a teacher that is a program (.pt2), which can execute any code.
+            objective: a loss in place of the task's; see `Task.loss` in tasks/.
+            first_epochs: train only so many; the learning rate still goes by all of the recipe's.
+            command: the words of the command line that asks for the run, for its record.
 
         Raises RecipeError for what cannot be a key, and loggers that are not installed.
         """
-        changes = recipe_changes(
-            init=init,
-            seed=seed,
-            sets=overrides,
-            data_dir=None if data_dir is None else os.fspath(data_dir),
-        )
-        self.request = Request(recipe, changes, None if out_dir is None else Path(out_dir), resume)
-        self.verbose, self.trust_teacher = verbose, trust_teacher
-        self.watchers = Watchers([*BY_DEFAULT, *([log] if isinstance(log, str) else log)])
-        self.command: list[str] | None = None  # that started it, if one did
-        self.objective: Callable[..., Tensor] | None = None  # in place of the task's, if any
+        root = None if data_dir is None else os.fspath(data_dir)
+        changes = recipe_changes(init=init, seed=seed, data_dir=root, sets=overrides)
+        folder = None if out_dir is None else Path(out_dir)
+        loggers = [log] if isinstance(log, str) else log
+        self.request = Request(recipe, changes, folder, resume, command)
+        self.watchers = Watchers([*BY_DEFAULT, *loggers])
+        self.verbose = verbose
+        self.trust_teacher = trust_teacher
+        self.objective = objective
+        self.first_epochs = first_epochs
+        self.result = Result()
 
-    def train(self) -> Run:
-        """Do the run, or what is left of it; return it. Raises a OneLineError, such as RecipeError,
-        DataError or CheckpointError, for what the user can mend; Diverged if the loss or a weight
-        is not finite; Interrupted after a signal, once the run is saved.
+    def train(self) -> Result:
+        """Do the run, or what is left of it; return what it gives. Raises a OneLineError, such as
+        RecipeError, DataError or CheckpointError, for what the user can mend; Diverged if the loss
+        or a weight is not finite; Interrupted after a signal, once the run is saved.
         """
-        with distributed.joined() as self.processes, RunLock() as self.lock:
-            self.folder, choice = choose_run(self.request, self.processes, self.lock)
+        with distributed.joined() as processes, RunLock() as lock:
+            # The recipe: of a new run, or of one that goes on from what it saved.
+            folder, choice = choose_run(self.request, processes, lock)
             if choice is None:
-                self.processes.say(
-                    f"done    {self.folder.path}: all epochs, by its metrics.jsonl; "
-                    "no last.pt is left"
+                self.result = Finished(folder)
+                processes.say(self.result.in_words())
+                return self.result
+            saved = choice.saved
+            if saved is None:
+                fetch_weights(choice.recipe, processes)
+
+            # The data: the images, and this process's batches of them.
+            data = open_data(choice.recipe, processes, strided=choice.strided)
+            recipe = choice.recipe.with_data(num_classes=len(data.classes))
+
+            # The task: labels, what a teacher says of the images, or their hidden patches.
+            task = open_task(recipe, data.classes, processes, self.objective, self.trust_teacher)
+            facts = facts_of(recipe, data, task, processes)
+            if saved is not None:
+                require_same_data(folder, saved, data.classes, facts, processes)
+
+            # The model, as its constructor draws it, and its init.
+            classifier = build(recipe)
+            model = trained_model(task, classifier, recipe)  # the classifier, or what holds it
+            notes: list[str] = []
+            if saved is None:
+                notes = draw_weights(
+                    model, classifier, recipe, task, processes, data.train_set, self.watchers
                 )
-                return self
-            facts = self._open_data(choice)  # images and teacher
-            self._start_state(choice)  # model, init, optimiser
-            del choice  # frees the second copy of its tensors
-            with StopRequest() as stop, ExitStack() as ending:  # there is something to save
-                self._set_up_folder(facts)
-                if self.processes.is_main:
-                    ending.callback(self._tell, "ended")
-                    self._tell(
-                        "started", self.folder, self.state.progress.step, self.steps_per_epoch
-                    )
-                self._train(stop)
-        return self
+
+            # The optimiser, with the loss scale and the moving average.
+            kept = recipe.with_data(root=choice.written_root)  # as each checkpoint has it
+            about = {"recipe": kept.as_dict(), "classes": data.classes}
+            state = new_state(model, recipe, processes, about)
+            steps_per_epoch = data.train_batches.steps_per_epoch
+            learning_rate = LearningRate(recipe.schedule, recipe.optim.peak_lr, steps_per_epoch)
+            if saved is not None:
+                restore(state, saved, folder.read_from, learning_rate)
+            del choice, saved  # or the tensors would take their memory twice
+
+            with StopRequest() as stop:  # from here on, what was trained is saved
+                # The folder, and what the terminal shows.
+                training = self._training(recipe, data, task, state, learning_rate, processes, stop)
+                start = start_lines(recipe, data, task, training, notes, folder, self.watchers)
+                begin_folder(folder, lock, self.request, recipe, training, facts, start)
+                self._show(start, processes, f"in {folder.start}")
+                self.result = Trained(folder, recipe, data, state)
+
+                # The loop.
+                keeper = RunKeeper(folder, lock, recipe, data, task, training, self.watchers)
+                with keeper.ending():
+                    train_epochs(training, keeper, keeper.meter())
+                    keeper.say_done()
+                del training, keeper  # which hold the group of the processes
+        return self.result
 
     def rehearse(self, *, read: bool = False) -> bool:
         """Build everything, print it and run one forward pass; write nothing. read: also decode all
         images, and list those that cannot be. Returns False if there are any.
         """
-        with distributed.joined() as self.processes:
-            self.folder, choice = choose_run(self.request, self.processes, RunLock(), dry_run=True)
+        with distributed.joined() as processes:
+            folder, choice = choose_run(self.request, processes, RunLock(), dry_run=True)
             assert choice is not None  # a new run is never done
-            self._open_data(choice, dry_run=True)
-            if read and read_images(self.recipe, self.data, self.processes):
+            data = open_data(choice.recipe, processes, dry_run=True)
+            recipe = choice.recipe.with_data(num_classes=len(data.classes))
+            task = open_task(recipe, data.classes, processes, self.objective, self.trust_teacher)
+            facts_of(recipe, data, task, processes, dry_run=True)
+            if read and read_images(recipe, data, processes):
                 return False
-            self._start_state(choice)
-            self._say_start("by --verbose")
-            self.processes.say(rehearsal(self.recipe, self.data, self.state, self.task))
+            classifier = build(recipe)
+            model = trained_model(task, classifier, recipe)
+            notes = draw_weights(
+                model, classifier, recipe, task, processes, data.train_set, self.watchers
+            )
+            state = new_state(model, recipe, processes)
+            steps_per_epoch = data.train_batches.steps_per_epoch
+            learning_rate = LearningRate(recipe.schedule, recipe.optim.peak_lr, steps_per_epoch)
+            training = self._training(
+                recipe, data, task, state, learning_rate, processes, StopRequest()
+            )
+            start = start_lines(recipe, data, task, training, notes, folder, self.watchers)
+            self._show(start, processes, "by --verbose")
+            processes.say(rehearsal(recipe, data, state, task))
         return True
+
+    def _training(
+        self,
+        recipe: Recipe,
+        data: Data,
+        task: Task,
+        state: TrainState,
+        learning_rate: LearningRate,
+        processes: Processes,
+        stop: StopRequest,
+    ) -> Training:
+        """All that the loop is given."""
+        set_precision(recipe.engine.tf32)
+        tune_convolutions(state.model)
+        epochs = recipe.schedule.total_epochs
+        if self.first_epochs is not None:
+            epochs = min(epochs, self.first_epochs)
+        return Training(
+            state=state,
+            forward=model_to_train(state, recipe, processes),
+            steps=data.train_batches.steps,
+            loss=self.objective or task.loss,
+            learning_rate=learning_rate,
+            drop_path=drop_path_of(cast(Classifier, state.model), recipe),
+            processes=processes,
+            stop=stop,
+            epochs=epochs,
+            amp=recipe.engine.amp,
+            clip_norm=recipe.optim.clip_norm,
+            save_every=recipe.checkpoint.every_steps,
+        )
+
+    def _show(self, start: Sequence[str], processes: Processes, elsewhere: str) -> None:
+        """Print what a terminal shows of the start. elsewhere: where all of it is."""
+        for line in start if self.verbose else at_a_glance(start, elsewhere):
+            processes.say(line)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl: a row per finished epoch."""
+        """metrics.jsonl: a row per finished epoch; [] before `train`."""
+        return self.result.rows
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.result.folder
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.result.recipe
+
+    @property
+    def data(self) -> Data:
+        return self.result.data
+
+    @property
+    def state(self) -> TrainState:
+        return self.result.state
+
+
+class NoResult(OneLineError, AttributeError):
+    """A run is asked for what it does not have."""
+
+
+class Result:
+    """What a run gives. This one is of a run that has not begun: no rows, and nothing else."""
+
+    folder: RunFolder
+    recipe: Recipe  # with every option resolved
+    data: Data  # the opened images, and their batches
+    state: TrainState  # with the trained model, on its device
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoResult(f"{name}: this run has not begun; its train() begins it")
+
+
+@dataclass(frozen=True)
+class Finished(Result):
+    """What a run gives of which all epochs were done before, and no checkpoint is left: its files."""
+
+    folder: RunFolder
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
         return self.folder.metrics.rows()
 
-    def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
-        """Fetch the weights to start from; open the images, and the teacher of their classes;
-        return the facts about both. Raises a OneLineError on all processes if these differ between
-        them, or from those that the run began with.
-        """
-        processes, recipe = self.processes, choice.recipe
-        alike = {
-            key: value
-            for key, value in recipe.keys.items()
-            if key not in ("data.root", "data.workers")
-        }
-        processes.require_equal(
-            alike
-            | {
-                "the version of torch": torch.__version__,
-                "the step to go on from": self.folder.step,
-            }
-        )
-        if choice.saved is None and not dry_run and (name := recipe.init.checkpoint):
-            with processes.together():
-                if processes.local_rank == 0 and (weights := published(name)):
-                    fetch(weights)
-        with building(f"recipe {recipe.name}", "data"):
-            self.data = data = open_data(recipe, processes, dry_run=dry_run, strided=choice.strided)
-        self.classes = classes = (
-            [*map(str, data.whole_set.classes)] if recipe.task.kind.learns_classes else []
-        )
-        self.recipe = recipe = recipe.with_data(num_classes=len(classes))
-        self.epochs, self.steps = recipe.schedule.total_epochs, data.train_batches.steps
-        self.steps_per_epoch = data.train_batches.steps_per_epoch
-        self.learning_rate = partial(
-            learning_rate,
-            schedule=recipe.schedule,
-            peak=recipe.optim.peak_lr,
-            steps_per_epoch=self.steps_per_epoch,
-        )
-        self.task = task_of(recipe, classes)
-        if recipe.distill.teacher:
-            if self.objective is not None:
-                raise RecipeError(
-                    "distill.teacher is given, and another objective, which would "
-                    "not ask it: leave one of them out"
-                )
-            from .runs.teacher import learn_from_teacher  # here, as only some runs need it
+    def in_words(self) -> str:
+        """The line that tells so."""
+        return f"done    {self.folder.path}: all epochs, by its metrics.jsonl; no last.pt is left"
 
-            with processes.together():
-                self.task = learn_from_teacher(
-                    recipe, classes, processes.device, trusted=self.trust_teacher
-                )
-        root = recipe.data.root
-        facts = {
-            "training images": len(data.train_set),
-            "validation images": len(data.val_set),
-            "files and labels": "".join(
-                fingerprint(images, root) for images in (data.train_set, data.val_set)
-            ),
-            "teacher": self.task.digest,
-        }
-        if recipe.model.name.startswith("convmixer"):  # whose BatchNorm sees a micro-batch
-            facts["images per micro-batch"] = data.plan.micro_batch_size
-        facts["strided pairs"] = data.plan.strided
-        processes.require_equal(facts)
-        if processes.is_main and not dry_run:
-            facts |= file_sizes([data.train_set, data.val_set], recipe.run.seed)
-        facts["root"] = root and str(folder_of(root).absolute())
-        if choice.saved is not None:
-            with processes.together():
-                require_same_data(self.folder, choice.saved, classes, facts)
-        return facts
+    def __getattr__(self, name: str) -> Any:
+        raise NoResult(f"{name}: {self.folder.path} has metrics alone, as the run was done before")
 
-    def _start_state(self, choice: Choice) -> None:
-        """Build the model, from its init or from what is saved, and its optimiser."""
-        recipe, data = self.recipe, self.data
-        self.state, notes = initial_state(
-            recipe,
-            self.processes,
-            self.task,
-            data.train_set,
-            choice.saved,
-            self.folder.read_from,
-            self.watchers,
-        )
-        self.state.about = {
-            "recipe": recipe.with_data(root=choice.written_root).as_dict(),
-            "classes": self.classes,
-        }
-        progress = self.state.progress
-        steps = progress.epochs * self.steps_per_epoch + progress.epoch_steps
-        if progress.step != steps or progress.epoch_steps and not progress.seconds:
-            raise CheckpointError(
-                f"{self.folder.read_from}: its progress contradicts itself: "
-                f"{in_brief(progress)}, of {self.steps_per_epoch:,} per epoch"
-            )
-        if step := progress.step:  # for a checkpoint before the next step
-            set_learning_rate(self.state.optimizer, self.learning_rate(step - 1))
-        set_precision(recipe.engine.tf32)
-        tune_convolutions(self.state.model)
-        self.start = summary(
-            recipe,
-            data,
-            self.state.model,
-            [*notes, *self.task.notes()],
-            self.state.optimizer,
-            self.learning_rate,
-            self.processes,
-        )
-        seen = []
-        if choice.saved is None and self.processes.is_main:
-            seen = self.watchers.tell("opened", data, recipe)
-        warned = [line for line in seen if line.startswith("warning ")]
-        self.start += [line for line in seen if line not in warned]
-        self.start.append(
-            f"run     {self.folder.path}" + (f", resumed at step {step:,}" if choice.saved else "")
-        )
-        self.start += [
-            *warned,
-            *(
-                f"warning {line}"
-                for line in cautions(
-                    recipe, data, cast(Classifier, self.state.model).grid, self.processes.device
-                )
-            ),
-        ]
 
-    def _say_start(self, elsewhere: str) -> None:
-        """Print what a terminal shows of the start. elsewhere: where all of it is."""
-        for line in self.start if self.verbose else at_a_glance(self.start, elsewhere):
-            self.processes.say(line)
+@dataclass(frozen=True)
+class Trained(Finished):
+    """What a run gives that trains in this process: all there is."""
 
-    def _set_up_folder(self, facts: Mapping[str, Any]) -> None:
-        """Lock the folder, write what it holds before the first step, and say what starts. In a
-        resumed run, what is newer than its checkpoint is removed. Raises CheckpointError if the
-        folder cannot be used.
-        """
-        folder, progress, processes = self.folder, self.state.progress, self.processes
-        with processes.together():
-            if processes.is_main:
-                folder.make()
-                self.lock.take(folder.path)
-                if folder.step is not None:  # of the checkpoint that was read
-                    folder.tidy(epochs=progress.epochs, steps=progress.step)
-                else:
-                    folder.require_unused(starts_again=self.request.resume is not None)
-                    write_text_atomically(self.recipe.as_toml(), folder.recipe)
-                    folder.save(self.state.state_dict(), folder.last)  # which a restart finds
-                if progress.step == 0 and 0 in self.recipe.checkpoint.keep_epochs:
-                    folder.save(self.state.weights(), folder.kept(0))
-                folder.record_start(
-                    self.recipe.name,
-                    self.request.as_dict(),
-                    self.command,
-                    processes=processes.world_size,
-                    data=facts,
-                    device=describe_device(processes.device),
-                )
-                write_text_atomically("\n".join([*self.start, ""]), folder.start)
-        self._say_start(f"in {folder.start}")
-
-    def _train(self, stop: StopRequest) -> None:
-        """Train, evaluate and save until the run ends or is stopped."""
-        recipe, progress, plan = self.recipe, self.state.progress, self.data.plan
-        processes, self.stop = self.processes, stop
-        self.global_batch, self.clip_norm = recipe.optim.global_batch, recipe.optim.clip_norm
-        self.amp: str = recipe.engine.amp
-        self.save_every = recipe.checkpoint.every_steps
-        self.flops = training_flops(self.state.model, plan.micro_batch_size, recipe.data.image_size)
-        self.forward, self.measured = wrap_models(self.state, recipe, processes)
-        forget_peak(processes.device)
-        try:
-            with memory_for("optim.max_batch_per_process", plan.micro_batch_size):
-                train_epochs(self, processes, stop)
-        except (Interrupted, DataError) as ended:  # between two steps
-            self.save()
-            if processes.is_main and isinstance(ended, DataError):
-                self.folder.forget_sizes()
-            why = (
-                f"the run is safe at step {progress.step:,}; once that is mended,"
-                if isinstance(ended, DataError)
-                else f"stopped by signal {ended.number} after step {progress.step:,};"
-            )
-            processes.say(f"{why} go on with --resume {self.folder.path}")
-            raise
-        except Diverged as diverged:
-            fault = self.task.fault(processes)
-            advice = (
-                f"; {self.folder.last} is from before, but would go the same way again: "
-                "start anew with a lower optim.base_lr, say, or optim.clip_norm"
-            )
-            raise Diverged(f"{diverged}{fault or advice}") from None
-        finally:
-            del self.forward, self.measured  # which hold the group of the processes
-        best = "none" if progress.best is None else f"{progress.best:.2f}"
-        path = shlex.quote(str(self.folder.path))
-        processes.say(
-            f"done    {counted(self.epochs, 'epoch')}, best {recipe.checkpoint.best_by} "
-            f"{best}, peak memory {peak_gib(processes.device):.2f} GiB\n"
-            f"next    vitinit figures report {path} --out report.html\n"
-            f"        {self.task.next_step(path)}"
-        )
-
-    def drop_path(self, step: int) -> Tensor | None:
-        """The drop-path scales (branches, global batch) of a step; None without drop path, and
-        where the blocks are not trained.
-        """
-        rates = cast(Classifier, self.state.model).drop_path_rates
-        if not any(rates) or self.recipe.optim.train == "head":
-            return None
-        return draw_drop_path(
-            rates,
-            self.recipe.optim.global_batch,
-            keyed_generator(self.recipe.run.seed, Stream.DROP_PATH, step),
-        )
-
-    def loss(
-        self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor], targets: Tensor
-    ) -> Tensor:
-        """The loss of a micro-batch: the task's, or the user's own."""
-        return (self.objective or self.task.loss)(forward, images, scales, targets)
-
-    def record(self, row: StepRow) -> None:
-        with self.processes.together():
-            if self.processes.is_main:
-                self._append(self.folder.steps, row._asdict())
-        self._explain_waiting(rows=10)
-
-    def _explain_waiting(self, *, rows: int) -> None:
-        """Say what the run waits for, once, as soon as this start has that many rows of steps."""
-        progress, processes = self.state.progress, self.processes
-        if progress.paces is None or len(progress.paces) < rows:
-            return
-        paces, progress.paces = paces_of_all(progress.paces, processes), None
-        if processes.is_main:
-            for line in self.watchers.tell("paced", paces, self.recipe, processes):
-                warn(line)
-
-    def _append(self, lines: Lines, row: Mapping[str, Any]) -> None:
-        """Append a row to a file of the folder, and send it on."""
-        self.lock.keep()
-        lines.append(row)
-        self._tell("row", lines, row)
-
-    def _tell(self, event: str, *facts: Any) -> None:
-        """Tell the watchers, and print what they answer."""
-        for line in self.watchers.tell(event, *facts):
-            self.processes.say(line)
-
-    def save(self) -> None:
-        """Write last.pt; all processes wait until the main one has written it."""
-        read_losses(self.state, self.processes)
-        with self.processes.together():
-            if self.processes.is_main:
-                self.lock.keep()
-                self.folder.save(self.state.state_dict(), self.folder.last)
-
-    def finish_epoch(self, epoch: int) -> None:
-        """Evaluate and save, where the recipe says so, and append a line to metrics.jsonl."""
-        recipe, progress, processes = self.recipe, self.state.progress, self.processes
-        self._explain_waiting(rows=3)
-        save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == self.epochs
-        evaluations = []
-        if len(self.data.val_set) and (
-            epoch % recipe.eval.every_epochs == 0 or epoch == self.epochs
-        ):
-            if save_due:  # an error in evaluation then loses no training
-                self.save()
-            processes.share(*self.measured)
-            batches = self.data.val_batches
-            with (
-                ProgressBar(
-                    "validate",
-                    len(batches),
-                    items=batches,
-                    shown=processes.is_main,
-                    scale=batches.batch_size * processes.world_size,
-                ) as bar,
-                memory_for("eval.batch_size", batches.batch_size),
-            ):
-                evaluations = self.task.measure(
-                    self.measured,
-                    bar,
-                    loss=self.loss,
-                    amp=self.amp,
-                    processes=processes,
-                    stop=self.stop,
-                )
-        row = metrics_row(
-            progress,
-            evaluations,
-            lr=self.learning_rate(progress.step - 1),
-            flops=self.flops,
-            global_batch=self.global_batch,
-            processes=processes,
-        )
-        progress.finish_epoch()
-        processes.say(epoch_line(row, self.epochs))
-        best_by, folder = recipe.checkpoint.best_by, self.folder
-        is_best = progress.improves(row[best_by], best_by)
-        with processes.together():
-            if processes.is_main:
-                # If the run dies before last.pt is written, resuming removes the line of metrics.
-                self._append(folder.metrics, row)
-                if is_best:
-                    folder.save(self.state.weights(), folder.best)
-                if epoch in recipe.checkpoint.keep_epochs:
-                    folder.save(self.state.weights(), folder.kept(epoch))
-        if save_due:
-            self.save()
+    recipe: Recipe
+    data: Data
+    state: TrainState

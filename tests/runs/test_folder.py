@@ -16,8 +16,8 @@ import pytest
 import torch
 from refused import refused
 
-import vitinit.run
 from vitinit.base.files import CheckpointError
+from vitinit.runs import keeper
 from vitinit.runs.checkpoint import read_checkpoint_file as load
 from vitinit.runs.folder import Lines, RunFolder, git_commit
 from vitinit.runs.resume import RunLock
@@ -326,8 +326,8 @@ def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(
         kept.update({path.name: path.read_bytes() for path in folder.iterdir()})
         save(self)
 
-    save = vitinit.run.Run.save
-    monkeypatch.setattr(vitinit.run.Run, "save", stolen)
+    save = keeper.RunKeeper.save
+    monkeypatch.setattr(keeper.RunKeeper, "save", stolen)
     assert train_program.main(small_run(folder, schedule__epochs="1")) == 2
     assert capsys.readouterr().err == (
         f"train.py: {folder}: run.lock was deleted, and another run "

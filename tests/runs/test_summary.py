@@ -240,7 +240,9 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(
     train_program, small_run, tmp_path, monkeypatch, capsys
 ):
     """Six of eleven cautions; the last of them says where the others are."""
-    monkeypatch.setattr("vitinit.run.cautions", lambda *_: [f"caution {n}" for n in range(11)])
+    monkeypatch.setattr(
+        "vitinit.runs.summary.cautions", lambda *_: [f"caution {n}" for n in range(11)]
+    )
     monkeypatch.setattr("vitinit.run.train_epochs", lambda *_: None)
     folder = tmp_path / ("name" * 20)
     assert train_program.main(small_run(folder)) == 0

@@ -37,7 +37,10 @@ def agreements(processes: Processes) -> list[str]:
     lines = [
         str(processes.sum(torch.tensor([rank + 1.0])).item()),
         str(processes.maximum(15 * rank)),
+        processes.from_main(lambda: f"by {rank}"),
     ]
+    with pytest.raises(LaunchError, match="nothing of 0"):
+        processes.from_main(lambda: refuse(f"nothing of {rank}"))
     for broken in (0, 1):  # the error of either is raised on both
         try:
             with processes.together():
@@ -51,13 +54,17 @@ def agreements(processes: Processes) -> list[str]:
     norm.running_mean.fill_(rank + 5.0)
     processes.share(torch.nn.Sequential(norm))
     lines.append(str(norm.running_mean.tolist()))
-    forward, _ = model.wrap_models(
-        SimpleNamespace(model=norm, ema=None), load_recipe("quickstart"), processes
+    forward = start.model_to_train(
+        SimpleNamespace(model=norm), load_recipe("quickstart"), processes
     )
     for _ in range(2):  # its statistics stay those of its images
         forward(torch.full((2, 3), rank + 1.0))
     assert norm.running_mean.tolist() == pytest.approx([0.81 * 5 + 0.19 * (rank + 1)] * 3)
     return lines
+
+
+def refuse(words: str) -> None:
+    raise LaunchError(words)
 
 
 def broken(count: int):
@@ -131,9 +138,10 @@ def started(processes: Processes, folder: Path) -> dict:
     with pytest.raises(OneLineError) as refused:  # rank 1 has fewer images than a batch
         data.open_data((recipe, fewer)[processes.rank], processes, dry_run=True)
     _, images = data.open_training_set(recipe.data, recipe.run.seed)
-    state, notes = start.initial_state(
-        recipe, processes, train_set=images, watchers=Watchers(["mass"])
-    )
+    classifier, task = model.build(recipe), model.task_of(recipe)
+    watchers = Watchers(["mass"])
+    notes = start.draw_weights(classifier, classifier, recipe, task, processes, images, watchers)
+    state = start.new_state(classifier, recipe, processes)
     return {
         "drawn": drawn,
         "model": dict(state.model.state_dict()),
@@ -165,7 +173,7 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(im
     (first, items, main), (second, other_items, other) = (
         ended.result for ended in in_two_processes(everything, tmp_path, image_tree)
     )
-    assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]
+    assert first == second == ["3.0", "15", "by 0", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]
     assert items == [
         "[0, 1, None, None, None] end",
         "[0, 1, 2] broken after 3",

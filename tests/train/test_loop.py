@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from small_models import written
 
 import vitinit
 from vitinit.data.augment import smooth_one_hot
-from vitinit.programs.bench.training import GivenSteps, given_step
+from vitinit.programs.bench.training import given_step
 from vitinit.tasks import labels as labels_module, reconstruction
-from vitinit.tasks.labels import evaluate
+from vitinit.tasks.labels import cross_entropy, evaluate
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import StopRequest
-from vitinit.train.loop import read_losses, train_epochs
+from vitinit.train.loop import Training, read_losses, train_epochs
+from vitinit.train.meter import Meter, StepMeter
 from vitinit.train.metrics import Diverged, Progress
 from vitinit.train.state import Ema, TrainState
 
@@ -63,6 +65,10 @@ def train(
     *,
     size: int = GLOBAL_BATCH,
     change=lambda micro_batch: micro_batch,
+    on_row=lambda row: None,
+    save=lambda: None,
+    end_epoch=lambda epoch: None,
+    measured: bool = True,
     **options,
 ) -> None:
     """Train the state on these global batches, in micro-batches of `size`, as one epoch."""
@@ -71,8 +77,28 @@ def train(
         for number, batch in enumerate(steps, state.progress.step)
     )
     given = ((number, [*map(change, micro_batches)]) for number, micro_batches in given)
-    options = dict(learning_rate=lambda step: 1e-2, global_batch=GLOBAL_BATCH) | options
-    train_epochs(GivenSteps(state, state.model, given, **options), ALONE, StopRequest())
+    usual = dict(
+        loss=cross_entropy, learning_rate=lambda step: 1e-2, drop_path=lambda step: None, epochs=1
+    )
+    training = Training(
+        state=state,
+        forward=state.model,
+        steps=lambda epoch, done: given,
+        processes=ALONE,
+        stop=StopRequest(),
+        **usual | options,
+    )
+    meter = Meter()
+    if measured:
+        meter = StepMeter(
+            state.progress,
+            ALONE,
+            epochs=1,
+            steps_per_epoch=0,
+            global_batch=GLOBAL_BATCH,
+            on_row=on_row,
+        )
+    train_epochs(training, SimpleNamespace(save=save, end_epoch=end_epoch), meter)
 
 
 def trained(
@@ -134,7 +160,7 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
         progress=Progress(step=3),
         clip_norm=clip_norm,
         learning_rate=lambda step: 1e-3 * (step + 1),
-        record=rows.append,
+        on_row=rows.append,
     )
     assert_close(state.model, model, atol=1e-5)
     assert state.progress.loss_sum == pytest.approx(sum(loss for _, loss, *_ in expected), rel=1e-5)
@@ -185,6 +211,21 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_o
     assert torch.equal(torch.cat(seen, dim=1), torch.cat([*drawn], dim=1))
 
 
+def test_what_measures_beside_the_loop_changes_no_weight_nor_what_is_saved_but_times():
+    states = [fresh(small_model(), ema=None) for _ in range(2)]
+    for state, measured in zip(states, (True, False)):
+        train(state, batches(21), size=4, clip_norm=0.3, measured=measured)
+    told, untold = (state.state_dict() for state in states)
+    for name, value in told["model"].items():
+        assert torch.equal(value, untold["model"][name]), name
+    times = {"seconds", "cpu_seconds", "waiting_seconds"}
+    assert told["progress"]["seconds"] > 0 and untold["progress"]["seconds"] == 0
+    assert {**told["progress"], **dict.fromkeys(times)} == {
+        **untold["progress"],
+        **dict.fromkeys(times),
+    }
+
+
 class OverflowingScaler(torch.amp.GradScaler):
     """A GradScaler under which gradients overflow in the backward pass of one step."""
 
@@ -205,9 +246,9 @@ class OverflowingScaler(torch.amp.GradScaler):
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3])
 def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed(clip_norm):
     plain, rows, steps = [], [], batches(20)
-    trained(steps, clip_norm=clip_norm, record=plain.append)
+    trained(steps, clip_norm=clip_norm, on_row=plain.append)
     state = trained(
-        steps, clip_norm=clip_norm, record=rows.append, scaler=OverflowingScaler(9), ema_decay=0.5
+        steps, clip_norm=clip_norm, on_row=rows.append, scaler=OverflowingScaler(9), ema_decay=0.5
     )
     assert (state.progress.skipped_steps, int(state.ema.updates)) == (1, 19)
     assert [row.scale for row in rows] == [8.0, 4.0] and rows[0].grad_norm is None
@@ -248,8 +289,8 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         save_every=15,
         save=take_long,
         learning_rate=lambda step: after(3, 1e-3),
-        finish_epoch=take_long,
-        record=rows.append,
+        end_epoch=take_long,
+        on_row=rows.append,
     )
     read_losses(state, ALONE)  # as after an evaluation that was stopped
     since_last = [10 * 4.0 + 1.0, 10 * 4.0 + 2.0 + 3.0]

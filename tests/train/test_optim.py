@@ -9,7 +9,7 @@ import torch
 
 import vitinit
 from vitinit.recipe.files import RECIPES, load_recipe
-from vitinit.train.optim import Schedule, learning_rate, parameter_groups
+from vitinit.train.optim import LearningRate, Schedule, parameter_groups
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_the_trace_of_deit_base_is_the_published_schedule(step_on):
             if time < 5
             else 1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * min(time, 300) / 300))
         )
-        assert learning_rate(
-            step, schedule, steps_per_epoch=steps, peak=recipe.optim.peak_lr
-        ) == pytest.approx(expected, rel=1e-12)
+        assert LearningRate(schedule, recipe.optim.peak_lr, steps)(step) == pytest.approx(
+            expected, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -60,12 +60,9 @@ def test_the_trace_of_swin_tiny_is_that_of_timms_scheduler_as_swins_code_sets_it
             if step < warmup
             else end + 0.5 * (peak - end) * (1 + math.cos(math.pi * along / cycle))
         )
-        assert learning_rate(
-            step,
-            replace(recipe.schedule, cosine_after_warmup=prefix),
-            steps_per_epoch=per_epoch,
-            peak=recipe.optim.peak_lr,
-        ) == pytest.approx(expected, rel=1e-12)
+        schedule = replace(recipe.schedule, cosine_after_warmup=prefix)
+        found = LearningRate(schedule, recipe.optim.peak_lr, per_epoch)(step)
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("step_on", ["epoch", "update"])
@@ -87,6 +84,6 @@ def test_one_cycle_is_conv_mixers_interpolation(step_on):
         expected = np.interp(
             time, [0, epochs * 2 / 5, epochs * 4 / 5, epochs], [1e-3, peak, peak / 20, 1e-4]
         )
-        assert learning_rate(step, schedule, steps_per_epoch=steps, peak=peak) == pytest.approx(
+        assert LearningRate(schedule, peak, steps)(step) == pytest.approx(
             expected, rel=1e-12, abs=1e-18
         )

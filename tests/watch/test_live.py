@@ -86,7 +86,7 @@ def test_the_curves_of_a_run_that_was_stopped_and_killed_are_its_rows(
         checkpoint__every_steps="10",
         eval__every_epochs="6",
     )
-    update, steps = engine.update, []
+    update, steps = engine.update_weights, []
 
     def killed(*arguments, **keywords):
         steps.append(None)
@@ -98,7 +98,7 @@ def test_the_curves_of_a_run_that_was_stopped_and_killed_are_its_rows(
         patch.setattr("vitinit.run.StopRequest", stop_before(2))
         assert train_program.main(command) == 128 + 15
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "update", killed)
+        patch.setattr(engine, "update_weights", killed)
         assert train_program.main(["--resume", str(folder), *log]) == 2
     assert rows_of(folder)[-1]["epoch"] == 3  # of step 12, after the last checkpoint
     with monkeypatch.context() as patch:

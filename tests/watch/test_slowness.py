@@ -76,7 +76,7 @@ def test_a_run_says_once_what_it_waits_for(
 
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(loop, "update", taking(0.5, loop.update))
+    monkeypatch.setattr(loop, "update_weights", taking(0.5, loop.update_weights))
     monkeypatch.setattr(
         loader.TrainViews, "__getitem__", taking(1.5, loader.TrainViews.__getitem__)
     )

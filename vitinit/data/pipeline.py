@@ -263,3 +263,4 @@ class Data(NamedTuple):
     plan: BatchPlan
     train_batches: TrainingBatches
     val_batches: EvaluationBatches
+    classes: list[str]  # that are learned, in the order of the labels; []: none are

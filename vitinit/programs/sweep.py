@@ -36,7 +36,7 @@ from ..base.files import FileError
 from ..base.messages import ProgressBar, counted, say
 from ..recipe.files import PACKAGE, RecipeError, load_recipe, overrides
 from ..runs.folder import RunFolder
-from ..runs.resume import DONE, begun_amp, require_same_recipe, task_in
+from ..runs.resume import ToDo, begun_amp, require_same_recipe, to_do_in
 from ..runs.watching import Watchers
 from ..train.device import cores, fastest_amp, this_device
 from ..train.interruption import StopRequest
@@ -188,7 +188,7 @@ def plan_run(
         require_same_recipe(folder, read_run(folder).keys, recipe.keys)
         done = run.load_last(glance=True)["progress"]["epochs"]
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
-    elif task_in(run, recipe) == DONE:  # its checkpoints may be deleted
+    elif to_do_in(run, recipe) is ToDo.NOTHING:  # its checkpoints may be deleted
         state = "done"
     return PlannedRun(folder, arguments, state, epochs, recipe.engine.amp)
 

@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
 
     def program() -> int:
         args = parse_arguments(arguments, name)
+        words = sys.argv[1:] if arguments is None else arguments
         run = Run(
             args.recipe,
             init=args.init,
@@ -73,8 +74,8 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
             verbose=args.verbose,
             log=args.log,
             trust_teacher=args.trust_teacher,
+            command=[*name.split(), *words],
         )
-        run.command = [*name.split(), *(sys.argv[1:] if arguments is None else arguments)]
         if args.dry_run:
             return 0 if run.rehearse(read=args.read_images) else 1
         try:

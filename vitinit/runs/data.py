@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,19 @@ from ..data.images import DataError, resize_and_centre_crop
 from ..data.loader import EvalViews, prepare_workers
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
-from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
+from ..data.sources import (
+    Source,
+    file_sizes,
+    fingerprint,
+    folder_of,
+    held_out_part,
+    oriented,
+    stratified_part,
+)
 from ..models.layers import patch_grid, to_pair
 from ..recipe.files import building
 from ..recipe.sections import DataSection, Recipe
+from ..tasks import Task
 from ..train.distributed import Processes
 from .folder import RunFolder, image_digests
 from .model import task_of
@@ -74,23 +83,19 @@ class EvaluatedSet(NamedTuple):
         """Open the images; DataError as by `open_split`, and if a class has too few images."""
         if self.data is None:
             number = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
-            return open_split(
-                self.name,
-                self.root,
-                "whole" if self.whole else "val",
-                (self.classes or number) if number else 0,
-            )
+            split = "whole" if self.whole else "val"
+            if number > 0:  # else as many classes as the folder holds
+                number = self.classes or number
+            return open_split(self.name, self.root, split, number)
         whole, trained_on = open_training_set(self.data, self.run_seed)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)
 
 
 def own_set(data: DataSection) -> EvaluatedSet:
     """What a recipe, with this data section, validates on."""
-    return (
-        EvaluatedSet("held_out", data.root, data)
-        if data.held_out_per_class
-        else EvaluatedSet(data.name, data.root, classes=data.num_classes)
-    )
+    if data.held_out_per_class:
+        return EvaluatedSet("held_out", data.root, data)
+    return EvaluatedSet(data.name, data.root, classes=data.num_classes)
 
 
 def trained_set(recipe: Recipe) -> EvaluatedSet:
@@ -107,13 +112,17 @@ def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
 
     source: its images. run: the folder of the run, which has a digest of it on record, or not.
     """
-    held_out = part.name == "held_out"
-    began = part.data and image_digests(RunFolder(run).data_of(0))[1 if held_out else 0]
+    if part.data is None:
+        return
+    of_training, of_validation = image_digests(RunFolder(run).data_of(0))
+    began, use, expected = of_training, "was trained on", "the same files"
+    if part.name == "held_out":
+        began, use = of_validation, "held out"
+        expected += ", or others by --data NAME=DIR"
     if began and fingerprint(source, part.root) != began:
         raise DataError(
-            f"{part}: files have changed since the run in {run} began: these are not "
-            f"the images that it {'held out' if held_out else 'was trained on'}; "
-            f"expected the same files{', or others by --data NAME=DIR' * held_out}"
+            f"{part}: files have changed since the run in {run} began: these are not the images "
+            f"that it {use}; expected {expected}"
         )
 
 
@@ -163,7 +172,7 @@ def evaluation_batches(
 
 
 def open_data(
-    recipe: Recipe, processes: Processes, *, dry_run: bool, strided: bool = False
+    recipe: Recipe, processes: Processes, *, dry_run: bool = False, strided: bool = False
 ) -> Data:
     """Open the data sets and make this process's batches. dry_run: neither download nor decode.
     strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs.
@@ -227,7 +236,32 @@ def open_data(
         rank=processes.rank,
         world_size=processes.world_size,
     )
-    return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
+    learned = list(map(str, whole_set.classes)) if recipe.task.kind.learns_classes else []
+    return Data(whole_set, train_set, val_set, plan, train_batches, val_batches, learned)
+
+
+def facts_of(
+    recipe: Recipe, data: Data, task: Task, processes: Processes, *, dry_run: bool = False
+) -> dict[str, Any]:
+    """What run.json records of the data and the teacher, and a run that goes on has to find again.
+    Raises LaunchError, on all processes, if these have other images. dry_run: without the sizes of
+    files.
+    """
+    root, sources = recipe.data.root, (data.train_set, data.val_set)
+    facts: dict[str, Any] = {
+        "training images": len(data.train_set),
+        "validation images": len(data.val_set),
+        "files and labels": "".join(fingerprint(source, root) for source in sources),
+        "teacher": task.digest,
+    }
+    if recipe.model.name.startswith("convmixer"):  # whose BatchNorm sees a micro-batch
+        facts["images per micro-batch"] = data.plan.micro_batch_size
+    facts["strided pairs"] = data.plan.strided
+    processes.require_equal(facts)
+    if processes.is_main and not dry_run:
+        facts |= file_sizes(sources, recipe.run.seed)
+    facts["root"] = root and str(folder_of(root).absolute())
+    return facts
 
 
 def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:

@@ -5,7 +5,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..data.datasets import DATA_SETS
 from ..models import build_model
@@ -13,8 +12,6 @@ from ..models.layers import Classifier
 from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..tasks import Task
-from ..train.distributed import Processes
-from ..train.state import TrainState
 
 
 def build(recipe: Recipe, source: str = "") -> Classifier:
@@ -43,22 +40,6 @@ def trained_model(task: Task, classifier: Classifier, recipe: Recipe) -> nn.Modu
     """What is trained: the classifier, or what holds it, such as one that reconstructs images."""
     with building(f"recipe {recipe.name}", "task"):
         return task.model(classifier)
-
-
-def wrap_models(
-    state: TrainState, recipe: Recipe, processes: Processes
-) -> tuple[nn.Module, list[nn.Module]]:
-    """The state's model as it is called to train it, and those to evaluate, which share its
-    weights: it and, if there is one, its moving average.
-    """
-    forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
-    if processes.world_size > 1:
-        forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
-        # Only BatchNorm's statistics change; before evaluation `Processes.share` sends them.
-        forward.broadcast_buffers = False  # an argument that torch 2.14 deprecates
-    if recipe.engine.compile:
-        forward, measured = compiled(forward), [*map(compiled, measured)]
-    return forward, measured
 
 
 def compiled(model: nn.Module) -> nn.Module:

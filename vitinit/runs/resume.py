@@ -14,8 +14,12 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from ..base.files import CheckpointError, in_one_line, require_no_links
 from ..base.messages import warn
@@ -28,13 +32,12 @@ from ..train.distributed import Processes
 from ..train.loop import AMP_DTYPES
 from .folder import RunFolder
 
-NEW, GO_ON, DONE = range(3)  # what to do in a folder; all processes do the largest
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
 # among the data's facts says.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
+MAY_DIFFER = ("data.root", "data.workers")  # between the processes of a run
 OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
 TAKEN = dict[tuple[int, Path], "RunLock"]()  # a record lock does not stop its own process
-AMPS = [*AMP_DTYPES]  # all processes take the main one's index in it; the others' are 0
 
 
 class Request(NamedTuple):
@@ -44,14 +47,30 @@ class Request(NamedTuple):
     changes: Sequence[Override]  # of the recipe's keys, in the order in which they apply
     out_dir: Path | None  # None: runs/<recipe>-<init>-s<seed>
     resume: str | os.PathLike | None  # None: a new run; "auto": that in out_dir; or a folder
+    command: list[str] | None = None  # the words of the command line, if one asks for it
 
     def as_dict(self) -> dict[str, Any]:
         """The request as run.json states it; what was not given is left out."""
-        return {
-            key: str(value)
-            for key, value in self._asdict().items()
-            if key != "changes" and value is not None
-        } | {"changes": {change.key: plain(change.value) for change in self.changes}}
+        given = {"recipe": self.recipe, "out_dir": self.out_dir, "resume": self.resume}
+        stated: dict[str, Any] = {
+            key: str(value) for key, value in given.items() if value is not None
+        }
+        return stated | {"changes": {change.key: plain(change.value) for change in self.changes}}
+
+
+class ToDo(Enum):
+    """What is to be done in the folder of a run."""
+
+    BEGIN = "begin a new run"
+    GO_ON = "go on from its checkpoint"
+    NOTHING = "nothing: the run is finished, and no checkpoint is left"
+
+
+class Decision(NamedTuple):
+    """What the main process decides for all, by what it sees on disk."""
+
+    to_do: ToDo
+    amp: str  # engine.amp of a new run, where its recipe says auto; else ""
 
 
 class Choice(NamedTuple):
@@ -132,42 +151,69 @@ def choose_run(
     request: Request, processes: Processes, lock: RunLock, *, dry_run: bool = False
 ) -> tuple[RunFolder, Choice | None]:
     """The folder of the run to train, and the run; None if it is finished already. A dry run is a
-    new one, and looks at no folder. Raises the same OneLineError on all processes.
+    new one, and looks at no folder. Raises the same OneLineError on all processes, also if their
+    recipes or versions of torch differ.
     """
-    recipe, task, amp = None, NEW, 0
     with processes.together():
-        if request.resume in (None, "auto"):
-            recipe = load_recipe(request.recipe, request.changes)
-            folder = RunFolder(
-                request.out_dir
-                or Path("runs") / f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}"
-            )
-        elif os.fspath(request.resume):
-            folder = RunFolder(Path(request.resume))
-        else:
-            raise RecipeError("--resume is empty; expected the folder of a run, or auto")
-        # The main process's view of the disk decides for all processes.
-        if processes.is_main and not dry_run:
-            if request.resume is None:
-                folder.require_unused()
-            else:
-                if (
-                    folder.results()
-                    or folder.holds_checkpoint()
-                    or (request.resume == "auto" and folder.path.is_dir())
-                ):
-                    lock.take(folder.path)
-                task = task_in(folder, recipe)
-        if processes.is_main and task == NEW and recipe is not None and recipe.engine.amp == "auto":
-            begun = None if dry_run else begun_amp([folder.path])
-            amp = AMPS.index(begun or fastest_amp(processes.device))
-    task, amp = processes.maximum(task), processes.maximum(amp)
-    if task == DONE:
+        recipe, folder = asked_for(request)
+    decision = processes.from_main(
+        partial(decide, request, folder, recipe, lock, processes.device, dry_run=dry_run)
+    )
+    if decision.to_do is ToDo.NOTHING:
         return folder, None
-    if recipe is not None and task == NEW:
-        return folder, Choice(recipe.with_amp(AMPS[amp]), None, recipe.data.root)
-    with processes.together():
-        return folder, resumed_run(request, folder, recipe)
+    if decision.to_do is ToDo.BEGIN:
+        assert recipe is not None  # --resume FOLDER never begins a run
+        choice = Choice(recipe.with_amp(decision.amp or recipe.engine.amp), None, recipe.data.root)
+    else:
+        with processes.together():
+            choice = resumed_run(request, folder, recipe)
+    keys = {key: value for key, value in choice.recipe.keys.items() if key not in MAY_DIFFER}
+    facts = {"the version of torch": torch.__version__, "the step to go on from": folder.step}
+    processes.require_equal(keys | facts)
+    return folder, choice
+
+
+def asked_for(request: Request) -> tuple[Recipe | None, RunFolder]:
+    """The recipe and the folder of the run that is asked for. The recipe is None where --resume
+    names the folder of a run, whose own recipe counts.
+    """
+    if request.resume not in (None, "auto"):
+        path = os.fspath(request.resume)
+        if path == "":
+            raise RecipeError("--resume is empty; expected the folder of a run, or auto")
+        return None, RunFolder(Path(path))
+    recipe = load_recipe(request.recipe, request.changes)
+    name = f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}"
+    return recipe, RunFolder(request.out_dir or Path("runs", name))
+
+
+def decide(
+    request: Request,
+    folder: RunFolder,
+    recipe: Recipe | None,
+    lock: RunLock,
+    device: torch.device,
+    *,
+    dry_run: bool,
+) -> Decision:
+    """What to do in the folder of a run; it is locked from here on if it may hold one.
+
+    recipe: as of `asked_for`. Raises CheckpointError as `to_do_in` does, or RunFolder's
+    `require_unused`.
+    """
+    to_do = ToDo.BEGIN
+    if request.resume is not None and not dry_run:
+        found_in_it = folder.results() or folder.holds_checkpoint()
+        if found_in_it or (request.resume == "auto" and folder.path.is_dir()):
+            lock.take(folder.path)
+        to_do = to_do_in(folder, recipe)
+    elif not dry_run:
+        folder.require_unused()
+    amp = ""
+    if to_do is ToDo.BEGIN and recipe is not None and recipe.engine.amp == "auto":
+        begun = None if dry_run else begun_amp([folder.path])
+        amp = begun or fastest_amp(device)
+    return Decision(to_do, amp)
 
 
 def begun_amp(folders: Iterable[Path]) -> str | None:
@@ -177,30 +223,30 @@ def begun_amp(folders: Iterable[Path]) -> str | None:
         for folder in folders
         if (folder / "recipe.toml").exists()
     )
-    return next((amp for amp in begun if amp in AMPS), None)
+    return next((amp for amp in begun if amp in list(AMP_DTYPES)), None)
 
 
-def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
-    """What to do in a folder by --resume: NEW, GO_ON or DONE.
+def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
+    """What to do in a folder by --resume.
 
     recipe: the one that the command line asks for; None if --resume names the folder. Raises
     CheckpointError where nothing can go on and a new run would overwrite results, or another run.
     """
     results = folder.results()
     if folder.holds_checkpoint() or recipe is None and not folder.path.is_dir():
-        return GO_ON  # without the folder, reading it says so
+        return ToDo.GO_ON  # without the folder, reading it says so
     if not results and recipe is None:
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint to go on from yet; the command "
             "that started it, with --resume auto, starts it again"
         )
     if not results and not folder.recipe.exists():
-        return NEW
+        return ToDo.BEGIN
     began, done = folder.keys(), len(folder.metrics.rows())
     if recipe is not None:
         require_same_recipe(folder.path, began, recipe.keys)
     if not results:
-        return NEW
+        return ToDo.BEGIN
     epochs = began["schedule.epochs"] + began["schedule.cooldown_epochs"]
     if done != epochs:
         raise CheckpointError(
@@ -208,7 +254,7 @@ def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
             f"{epochs} epochs but no last.pt to go on from; start anew in "
             "another --out-dir, or move this folder away"
         )
-    return DONE
+    return ToDo.NOTHING
 
 
 def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> Choice:
@@ -264,29 +310,38 @@ def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str,
     """Raise RecipeError if the keys of a run's recipe differ from those that it is to go on with.
     run: its folder. A model's or init's name comes before its options.
     """
-    asked = {**asked, **{key: began.get(key) for key in OPEN if asked[key] == OPEN[key]}}
-    require_same(
-        run,
-        *(
-            {key: value for key, value in keys.items() if key not in MAY_CHANGE}
-            for keys in (began, asked)
-        ),
+    asked = dict(asked)
+    for key, left_open in OPEN.items():
+        if asked[key] == left_open:
+            asked[key] = began.get(key)
+    before, now = (
+        {key: value for key, value in keys.items() if key not in MAY_CHANGE}
+        for keys in (began, asked)
     )
+    require_same(run, before, now)
 
 
 def require_same_data(
-    folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str], now: Mapping[str, Any]
+    folder: RunFolder,
+    saved: Mapping[str, Any],
+    classes: Sequence[str],
+    now: Mapping[str, Any],
+    processes: Processes,
 ) -> None:
-    """Raise RecipeError if a run would go on with other images, or another teacher. What it has not
-    recorded is not compared.
+    """Raise RecipeError, on all processes, if a run would go on with other images, or another
+    teacher. What it has not recorded is not compared.
 
     saved: the checkpoint to resume from. classes: of the images now. now: the next start's `data`.
     """
-    began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
-    named = saved.get("classes") or classes
-    began |= {f"class {number}": name for number, name in enumerate(named)}
-    began |= {SIZES: folder.data_of(-1).get(SIZES, now.get(SIZES))}  # mended images have others
-    now = {f"class {number}": name for number, name in enumerate(classes)} | {
-        key: value for key, value in now.items() if key != "root"
-    }
-    require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)
+    with processes.together():
+        began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
+        began |= numbered(saved.get("classes") or classes)
+        # Images that had to be mended have other sizes since the last start.
+        began[SIZES] = folder.data_of(-1).get(SIZES, now.get(SIZES))
+        now = numbered(classes) | {key: value for key, value in now.items() if key != "root"}
+        require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)
+
+
+def numbered(classes: Sequence[str]) -> dict[str, str]:
+    """The classes as facts that are compared one by one."""
+    return {f"class {number}": name for number, name in enumerate(classes)}

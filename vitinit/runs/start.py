@@ -1,27 +1,30 @@
-"""What a run starts from: its init, or the weights of another run or project."""
+"""What a run starts from: its task; its init, or the weights of another run or project; its state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..base.files import CheckpointError
-from ..base.values import flat, plain, to_toml
+from ..base.keys import Stream, keyed_generator
+from ..base.messages import in_brief
+from ..base.values import ReadOnly, flat, plain, to_toml
 from ..data.sources import Source, are_names, rows_by_name
 from ..init import family_of, init_weights, reads_images
-from ..models.layers import Classifier
-from ..recipe.files import building
+from ..models.layers import Classifier, draw_drop_path
+from ..recipe.files import RecipeError, building
 from ..recipe.sections import Recipe
 from ..tasks import Task
 from ..train.distributed import Processes
 from ..train.metrics import Progress
-from ..train.optim import freeze_below_head, optimizer_for
+from ..train.optim import LearningRate, freeze_below_head, optimizer_for, set_learning_rate
 from ..train.state import Ema, TrainState
 from .data import training_views
-from .load import Saved, open_file, published, rows_of
-from .model import build, task_of, trained_model
+from .load import Saved, fetch, open_file, published, rows_of
+from .model import compiled, task_of
 from .transfer import start_from
 from .watching import Watchers
 
@@ -45,6 +48,39 @@ PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
 INIT_IMAGES = 512  # training images that an init may read
 
 
+def fetch_weights(recipe: Recipe, processes: Processes) -> None:
+    """Fetch the published weights that the recipe starts from, if any, once on each machine."""
+    if not recipe.init.checkpoint:
+        return
+    weights = published(recipe.init.checkpoint)
+    with processes.together():
+        if weights is not None and processes.local_rank == 0:
+            fetch(weights)
+
+
+def open_task(
+    recipe: Recipe,
+    classes: Sequence[str],
+    processes: Processes,
+    objective: Callable[..., Tensor] | None = None,
+    trust_teacher: bool = False,
+) -> Task:
+    """What the recipe learns of these classes, with the teacher that it names, if any. objective:
+    a loss in place of the task's, if any. Raises the same OneLineError on all processes.
+    """
+    if not recipe.distill.teacher:
+        return task_of(recipe, classes)
+    if objective is not None:
+        raise RecipeError(
+            "distill.teacher is given, and another objective, which would not ask it: leave one of "
+            "them out"
+        )
+    from .teacher import learn_from_teacher  # here, as only some runs need it
+
+    with processes.together():
+        return learn_from_teacher(recipe, classes, processes.device, trusted=trust_teacher)
+
+
 def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torch.Generator:
     """Apply the recipe's init to its model, on the CPU, from a generator of the run's seed, which
     is returned. source: the training images, of which some inits read INIT_IMAGES; None: there are
@@ -52,64 +88,105 @@ def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torc
     """
     init = recipe.init
     with building(f"recipe {recipe.name}", "init"):
-        images = (
-            training_views(recipe, source, INIT_IMAGES)
-            if source is not None
-            and not init.checkpoint  # which replaces what they show
-            and reads_images(init.name, family_of(model))
-            else None
-        )
+        images = None
+        replaced = init.checkpoint != ""  # by weights for which no image counts
+        if source is not None and not replaced and reads_images(init.name, family_of(model)):
+            images = training_views(recipe, source, INIT_IMAGES)
         generator = torch.Generator().manual_seed(recipe.run.seed)
         init_weights(model, init.name, **init.options, images=images, generator=generator)
     return generator
 
 
-def initial_state(
+def draw_weights(
+    model: nn.Module,
+    classifier: Classifier,
     recipe: Recipe,
+    task: Task,
     processes: Processes,
-    task: Task | None = None,
     train_set: Source | None = None,
-    saved: dict[str, Any] | None = None,
-    path: Path = Path(),
     watchers: Watchers | None = None,
-) -> tuple[TrainState, list[str]]:
-    """The state that training starts from, and lines for the terminal about it.
+) -> list[str]:
+    """Give a new run its first weights: those of the init, or of the checkpoint that the recipe
+    names. Returns lines about it for the start of the run; raises the same on all processes.
 
-    In a new run the weights are those of the init, or of the checkpoint that the recipe names. All
-    processes take the main one's, before the moving average copies them.
-
-    task: by default the recipe's. train_set: the training images, which some inits read, if they
-    are there. watchers: which see the init.
-    saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
+    classifier: the part of `model` that has an init, or all of it. train_set: the training images,
+        which some inits read, if they are there. watchers: which see the init.
     """
-    task = task or task_of(recipe)
-    classifier, notes = build(recipe), []
-    model = trained_model(task, classifier, recipe)
-    if saved is None:
-        with processes.together():
-            generator = initialise(classifier, recipe, train_set)
-            task.initialise(model, generator)
-            if recipe.init.checkpoint:
-                notes = fine_tune(classifier, recipe, task)
-            elif processes.is_main and watchers is not None:
-                notes = watchers.tell("initialised", classifier, recipe, train_set)
-    model.to(processes.device).to(
-        memory_format=(
-            torch.channels_last if recipe.engine.channels_last else torch.contiguous_format
-        )
-    )
-    if saved is None:
-        processes.share(model)
+    with processes.together():
+        generator = initialise(classifier, recipe, train_set)
+        task.initialise(model, generator)
+        if recipe.init.checkpoint:
+            return fine_tune(classifier, recipe, task)
+        if processes.is_main and watchers is not None:
+            return watchers.tell("initialised", classifier, recipe, train_set)
+    return []
+
+
+def new_state(
+    model: nn.Module, recipe: Recipe, processes: Processes, about: Mapping[str, Any] = ReadOnly()
+) -> TrainState:
+    """The state that training starts from: the model, which moves to the device, its optimiser,
+    loss scale and moving average. about: further entries of every checkpoint.
+
+    All processes take the main one's weights, before the moving average copies them.
+    """
+    memory_format = torch.contiguous_format
+    if recipe.engine.channels_last:
+        memory_format = torch.channels_last
+    model.to(processes.device).to(memory_format=memory_format)
+    processes.share(model)
     if recipe.optim.train == "head":
         freeze_below_head(model)
     with building(f"recipe {recipe.name}", "optim"):
         optimizer = optimizer_for(model, recipe.optim)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
-    ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
-    state = TrainState(model, optimizer, scaler, ema, Progress())
-    if saved is not None:
-        state.load_state_dict(saved, path)
-    return state, notes
+    ema = None
+    if recipe.ema.decay:
+        ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup)
+    return TrainState(model, optimizer, scaler, ema, Progress(), dict(about))
+
+
+def restore(
+    state: TrainState, saved: Mapping[str, Any], path: Path, learning_rate: LearningRate
+) -> None:
+    """Let a run go on from what it saved in the checkpoint at `path`. Raises CheckpointError if
+    that is not of this run.
+    """
+    state.load_state_dict(saved, path)
+    progress = state.progress
+    steps = progress.epochs * learning_rate.steps_per_epoch + progress.epoch_steps
+    if progress.step != steps or (progress.epoch_steps and not progress.seconds):
+        raise CheckpointError(
+            f"{path}: its progress contradicts itself: {in_brief(progress)}, of "
+            f"{learning_rate.steps_per_epoch:,} per epoch"
+        )
+    if progress.step:  # for a checkpoint before the next step
+        set_learning_rate(state.optimizer, learning_rate(progress.step - 1))
+
+
+def model_to_train(state: TrainState, recipe: Recipe, processes: Processes) -> nn.Module:
+    """The state's model as it is called to train it: of several processes, and compiled, if so."""
+    model = state.model
+    if processes.world_size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # Only BatchNorm's statistics change; before evaluation `Processes.share` sends them.
+        model.broadcast_buffers = False  # an argument that torch 2.14 deprecates
+    return compiled(model) if recipe.engine.compile else model
+
+
+def drop_path_of(model: Classifier, recipe: Recipe) -> Callable[[int], Tensor | None]:
+    """Step → its drop-path scales (branches, global batch), keyed by the run's seed; or → None,
+    without drop path, and where the blocks are not trained.
+    """
+    rates = model.drop_path_rates
+    if not any(rates) or recipe.optim.train == "head":
+        return lambda step: None
+
+    def scales(step: int) -> Tensor:
+        generator = keyed_generator(recipe.run.seed, Stream.DROP_PATH, step)
+        return draw_drop_path(rates, recipe.optim.global_batch, generator)
+
+    return scales
 
 
 def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:

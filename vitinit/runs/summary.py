@@ -2,22 +2,25 @@
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import nn
 
 from ..base.messages import counted, one_line
 from ..base.values import to_toml
 from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles
+from ..models.layers import Classifier
 from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..tasks import Task
 from ..train.device import describe_device, fastest_amp
-from ..train.distributed import Processes
+from ..train.loop import Training
 from ..train.state import TrainState
+from .folder import RunFolder
+from .watching import Watchers
 
 REHEARSED_IMAGES = 8  # of a dry run's forward pass, which a CPU has to do in seconds
 FEW_UPDATES = 1_000  # steps; fewer than that from scratch give a warning
@@ -50,16 +53,10 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
     return []
 
 
-def summary(
-    recipe: Recipe,
-    data: Data,
-    model: nn.Module,
-    notes: Sequence[str],
-    optimizer: torch.optim.Optimizer,
-    lr_at: Callable[[int], float],
-    processes: Processes,
-) -> list[str]:
-    """Describe the run in lines. notes: on the first weights. lr_at: step → learning rate."""
+def summary(recipe: Recipe, data: Data, training: Training, notes: Sequence[str]) -> list[str]:
+    """Describe the run in lines. notes: on the first weights, and the task."""
+    processes, lr_at = training.processes, training.learning_rate
+    model, optimizer = training.state.model, training.state.optimizer
     schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
     steps_per_epoch, epochs = data.train_batches.steps_per_epoch, schedule.total_epochs
     part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
@@ -106,6 +103,31 @@ def summary(
         f"lr      peak {optim.peak_lr:g}; first step {lr_at(0):g}, last step "
         f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}",
     ]
+
+
+def start_lines(
+    recipe: Recipe,
+    data: Data,
+    task: Task,
+    training: Training,
+    notes: Sequence[str],
+    folder: RunFolder,
+    watchers: Watchers,
+) -> list[str]:
+    """All that there is to say at the start of a run, line by line: the run in words, then cautions.
+    notes: on the first weights. watchers: of which some look at a new run's images.
+    """
+    processes, grid = training.processes, cast(Classifier, training.state.model).grid
+    lines = summary(recipe, data, training, [*notes, *task.notes()])
+    seen = []
+    if folder.step is None and processes.is_main:
+        seen = watchers.tell("opened", data, recipe)
+    warnings = [line for line in seen if line.startswith("warning ")]
+    lines += [line for line in seen if line not in warnings]
+    resumed = "" if folder.step is None else f", resumed at step {folder.step:,}"
+    lines.append(f"run     {folder.path}{resumed}")
+    cautious = cautions(recipe, data, grid, processes.device)
+    return [*lines, *warnings, *(f"warning {line}" for line in cautious)]
 
 
 def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:

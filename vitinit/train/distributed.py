@@ -10,11 +10,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from ..base.messages import OneLineError, environment_rank, in_brief, say, short
 from .device import this_device
 from .interruption import Interrupted, StopRequest
 
-# Announced in `agreed`, where the largest decides: 0, "go on"; the number of a signal, 1 … 64; or
-BROKEN_DATA = 1_000  # this process's data cannot be read; overrides any signal
-ALL_DONE = -1  # no more items here; anything else overrides it
 PATIENCE = timedelta(minutes=30)  # how long a process waits for a silent one
 ARRIVAL = timedelta(seconds=60)  # and for one that torchrun has started, too
 CONNECTION = timedelta(seconds=12)  # for each of five times that gloo tries to connect
@@ -76,11 +73,34 @@ class Processes:
 
     def maximum(self, value: int) -> int:
         """The largest of the integers that the processes pass; all of them get it."""
+        return self.maxima([value])[0]
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """Of each of some integers the largest that a process passes; for facts, whether any."""
         if self.world_size == 1:
-            return value
-        largest = torch.tensor(value)
+            return [int(value) for value in values]
+        largest = torch.tensor([int(value) for value in values])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return largest.tolist()
+
+    def from_main(self, decide: Callable[[], T]) -> T:
+        """What `decide` returns, which the main process alone calls; all processes get it, or the
+        OneLineError that it raises.
+        """
+        answer: Any = None
+        error: OneLineError | None = None
+        if self.is_main:
+            try:
+                answer = decide()
+            except OneLineError as raised:
+                error = raised
+        if self.world_size > 1:
+            shared = [answer, error]
+            dist.broadcast_object_list(shared, src=0)
+            answer, error = shared
+        if error is not None:
+            raise error from None
+        return answer
 
     def require_equal(self, facts: Mapping[str, object]) -> None:
         """Raise LaunchError on all processes, naming the first fact (name → value) that differs."""
@@ -132,17 +152,17 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
             item = next(items, None)
         except OneLineError as error:
             problem = error
-        verdict = processes.maximum(
-            BROKEN_DATA if problem else stop.number or (ALL_DONE if item is None else 0)
+        some_broken, signal, some_left = processes.maxima(
+            [problem is not None, stop.number, item is not None]
         )
-        if verdict == ALL_DONE:
-            return
-        if verdict == BROKEN_DATA:
+        if some_broken:
             with processes.together():
                 if problem:
                     raise problem
-        if verdict:
-            raise Interrupted(verdict)
+        if signal:
+            raise Interrupted(signal)
+        if not some_left:
+            return
         yield item
 
 

@@ -1,31 +1,29 @@
-"""The training loop, from a batch to the checkpoint.
-
-Images and the model meet here, and in the measures of tasks.
+"""The training loop, from a batch to the next weights.
 
 A *step* is one update of the weights, computed from one global batch. Each process works through
 its share of it in micro-batches and accumulates their gradients; during the last one
 DistributedDataParallel averages the gradients over the processes. On a GPU the host only launches
-kernels: nothing within a step waits for a value from the device. Only every tenth step
-(`STEPS_PER_ROW`) are the losses copied to the host.
+kernels: nothing within a step waits for a value from the device.
+
+`Training` is all that the loop is given. A `Keeper` saves and evaluates, a `Meter` measures.
 """
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base.messages import ProgressBar
 from .device import copy_to
 from .distributed import Processes, agreed
 from .interruption import StopRequest
-from .metrics import STEPS_PER_ROW, Diverged, Progress, StepRow
+from .meter import Meter, Update
+from .metrics import Diverged
 from .optim import set_learning_rate
 from .state import TrainState
 
-T = TypeVar("T")
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,147 +50,128 @@ def autocast(device: torch.device, amp: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
 
 
-class Training(Protocol):
-    """What `train_epochs` trains, what it is told, and what it calls on the way: a `Run`, say."""
+@dataclass(frozen=True)
+class Training:
+    """What the loop is given."""
 
     state: TrainState  # changed in place; consistent between two steps
-    forward: nn.Module  # the model, perhaps compiled, perhaps in DistributedDataParallel
-    epochs: int  # at the end of which training ends
-    steps_per_epoch: int  # of the progress bar; 0: none is shown
-    global_batch: int  # images of a step, over all processes
-    amp: str  # "off", "bf16" or "fp16"
-    clip_norm: float  # the largest norm of the gradients; 0: no clipping
-    save_every: int  # steps of the run from one `save` to the next; 0: never
-
-    def steps(self, epoch: int, done: int, /) -> Iterable[tuple[int, Sequence[Any]]]:
-        """The steps of an epoch, from 0, of which some are done: numbers within the run, from 0,
-        each with this process's micro-batches, which have been loaded.
-
-        A micro-batch has `positions`, (B,), of its images in the global batch, and `prepare()` →
-        images (B, 3, H, W) and targets (B, K), class probabilities, on the device.
-        """
-
-    def loss(
-        self, forward: nn.Module, images: Tensor, scales: Sequence[Tensor], targets: Tensor, /
-    ) -> Tensor:
-        """The loss of a micro-batch, within autocast; see `Task.loss` in tasks/__init__.py."""
-
-    def learning_rate(self, step: int, /) -> float: ...
-    def drop_path(self, step: int, /) -> Tensor | None: ...  # scales (branches, global batch)
-    def record(self, row: StepRow, /) -> object: ...  # on all processes, each tenth step
-    def save(self) -> object: ...  # after multiples of `save_every`
-    def finish_epoch(self, epoch: int, /) -> object: ...  # from 1, after its last step
+    forward: nn.Module  # the state's model, perhaps compiled, perhaps in DistributedDataParallel
+    # (epoch from 0, how many of its steps are done) → the others: the number of each within the
+    # run, from 0, and this process's micro-batches, which are loaded; see `MicroBatch` in data/.
+    steps: Callable[[int, int], Iterable[tuple[int, Sequence[Any]]]]
+    # (forward, images, scales, targets) → the mean loss of a micro-batch; see `Task.loss` in tasks/.
+    loss: Callable[..., Tensor]
+    learning_rate: Callable[[int], float]  # of a step
+    drop_path: Callable[[int], Tensor | None]  # of a step: scales (branches, global batch), if any
+    processes: Processes
+    stop: StopRequest
+    epochs: int  # of the whole run
+    amp: str = "off"  # "off", "bf16" or "fp16"
+    clip_norm: float = 0.0  # the largest norm of the gradients; 0: no clipping
+    save_every: int = 0  # steps of the run from one `Keeper.save` to the next; 0: none
 
 
-def train_epochs(run: Training, processes: Processes, stop: StopRequest) -> None:
-    """Train from where the run's state is to the end of its last epoch.
+class Keeper:
+    """What the loop calls on all processes, to keep what is trained. This one keeps nothing."""
+
+    def save(self) -> None:
+        """A multiple of `Training.save_every` steps is done."""
+
+    def end_epoch(self, epoch: int) -> None:
+        """The last step of an epoch, from 1, is done."""
+
+
+def train_epochs(training: Training, keeper: Keeper, meter: Meter) -> None:
+    """Train from where the state is to the end of the last epoch.
 
     Raises Diverged if a loss or a weight is infinite or NaN, and, between two steps, Interrupted
-    after a signal and the OneLineErrors of `run.steps`; each on all processes together.
+    after a signal and the OneLineErrors of `Training.steps`; each on all processes together.
     """
-    state, progress, device = run.state, run.state.progress, processes.device
+    for epoch in range(training.state.progress.epochs, training.epochs):
+        train_epoch(training, epoch, keeper, meter)
+        keeper.end_epoch(epoch + 1)
+
+
+def train_epoch(training: Training, epoch: int, keeper: Keeper, meter: Meter) -> None:
+    """Train on the steps of an epoch, from 0, that are not done yet; see `train_epochs`."""
+    state, processes, save_every = training.state, training.processes, training.save_every
+    training.forward.train()
+    with meter.epoch(epoch):
+        steps = meter.loading(training.steps(epoch, state.progress.epoch_steps))
+        for item in agreed(steps, processes, training.stop):
+            assert item is not None  # all processes have as many steps
+            step, micro_batches = item
+            measured = meter.begin_step(step)
+            update = train_step(training, step, micro_batches, measured=measured)
+            meter.end_step(update)
+            if save_every and (step + 1) % save_every == 0:
+                keeper.save()
+                meter.saved()
+        read_losses(state, processes)
+
+
+def train_step(
+    training: Training, step: int, micro_batches: Sequence[Any], *, measured: bool
+) -> Update:
+    """Update the weights once, by the gradients of this process's micro-batches, which
+    DistributedDataParallel averages over the processes. measured: as of `update_weights`.
+    """
+    state, device = training.state, training.processes.device
+    lr = training.learning_rate(step)
+    set_learning_rate(state.optimizer, lr)
+    drop_path = training.drop_path(step)  # (branches, global batch)
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
     # pass stay local. Those of the last micro-batch are averaged, with all accumulated before.
-    keep_local = getattr(run.forward, "no_sync", nullcontext)
-    start, done, last_loss = time.perf_counter(), 0, ""  # for the bar
-    for epoch in range(progress.epochs, run.epochs):
-        run.forward.train()
-        progress.start_clocks()
-        idle_since = time.perf_counter()
-        with ProgressBar(
-            f"epoch {epoch + 1}/{run.epochs}",
-            run.steps_per_epoch,
-            initial=progress.epoch_steps,
-            scale=run.global_batch,
-            run=(start, done, (run.epochs - epoch - 1) * run.steps_per_epoch),
-            shown=processes.is_main and run.steps_per_epoch > 0,
-        ) as bar:
-            bar.set_postfix_str(last_loss, refresh=False)
-            steps = timed(run.steps(epoch, progress.epoch_steps), progress)
-            for item in agreed(steps, processes, stop):
-                assert item is not None  # all processes have as many steps
-                step, micro_batches = item
-                progress.waiting_seconds += time.perf_counter() - idle_since
-                row_due = (step + 1) % STEPS_PER_ROW == 0
-                if row_due and progress.paces is not None and device.type == "cuda":
-                    torch.cuda.synchronize(device)  # this step is measured alone
-                began = time.perf_counter()
-                lr = run.learning_rate(step)
-                set_learning_rate(state.optimizer, lr)
-                drop_path = run.drop_path(step)  # (branches, global batch)
-                step_loss = torch.zeros((), device=device)
-                for number, micro_batch in enumerate(micro_batches, 1):
-                    images, targets = micro_batch.prepare()  # (B, 3, H, W), (B, K)
-                    scales = (
-                        ()
-                        if drop_path is None
-                        else (copy_to(drop_path[:, micro_batch.positions], device),)
-                    )  # (branches, B)
-                    last = number == len(micro_batches)
-                    with nullcontext() if last else keep_local():
-                        with autocast(device, run.amp):
-                            loss = run.loss(run.forward, images, scales, targets)
-                        loss = loss / len(micro_batches)
-                        state.scaler.scale(loss).backward()
-                    step_loss += loss.detach()
-                grad_norm, scale, skipped = update(state, run.clip_norm, measure=row_due)
-                progress.add(step_loss, skipped)
-                if row_due:
-                    assert grad_norm is not None  # since it was measured
-                    progress.read_losses(processes)
-                    row = progress.step_row(lr, grad_norm, scale, run.global_batch, began)
-                    run.record(row)
-                    last_loss = f"loss {row.loss:.3f}"
-                    bar.set_postfix_str(last_loss, refresh=False)
-                if run.save_every and (step + 1) % run.save_every == 0:
-                    run.save()
-                    progress.start_clocks()  # saving is not training
-                bar.update()
-                done += 1
-                idle_since = time.perf_counter()
-        read_losses(state, processes)
-        progress.clocks = None  # nor is evaluating
-        run.finish_epoch(epoch + 1)
+    keep_local = getattr(training.forward, "no_sync", nullcontext)
+    step_loss = torch.zeros((), device=device)
+    for number, micro_batch in enumerate(micro_batches, 1):
+        is_last = number == len(micro_batches)
+        images, targets = micro_batch.prepare()  # (B, 3, H, W), (B, K)
+        scales: tuple[Tensor, ...] = ()
+        if drop_path is not None:
+            scales = (copy_to(drop_path[:, micro_batch.positions], device),)  # (branches, B)
+        with nullcontext() if is_last else keep_local():
+            with autocast(device, training.amp):
+                loss = training.loss(training.forward, images, scales, targets)
+            loss = loss / len(micro_batches)
+            state.scaler.scale(loss).backward()
+        step_loss += loss.detach()
+    grad_norm, scale, skipped = update_weights(state, training.clip_norm, measured=measured)
+    state.progress.add(step_loss, skipped)
+    return Update(lr, grad_norm, scale)
 
 
-def timed(steps: Iterable[T], progress: Progress) -> Iterator[T]:
-    """The steps; the time until each of them is loaded is added to the progress."""
-    began = time.perf_counter()
-    for step in steps:
-        progress.loading += time.perf_counter() - began
-        yield step
-        began = time.perf_counter()
-
-
-def update(
-    state: TrainState, clip_norm: float, *, measure: bool
+def update_weights(
+    state: TrainState, clip_norm: float, *, measured: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Do one optimiser step; GradScaler skips it if gradients overflowed in fp16.
+    """Clip the gradients, do one optimiser step, and let the moving average follow. GradScaler
+    skips the step if gradients overflowed in fp16.
 
-    measure: whether to compute the norm of the gradients. Clipping computes it in any case.
+    measured: whether to compute the norm of the gradients. Clipping computes it in any case.
     Returns scalars on the device: the norm of the gradients before clipping, or None; the loss
     scale of this step, and whether it was skipped, each None without fp16.
 
     The host never asks whether the step was skipped, since that would wait for the device: the
     fused optimiser and the moving average read the answer there.
     """
-    scaler, norm, scale, skipped = state.scaler, None, None, None
+    scaler, model = state.scaler, state.model
+    norm = scale = skipped = None
     if scaler.is_enabled():
-        unit = torch.ones((), device=next(state.model.parameters()).device)
-        scale = scaler.scale(unit)
+        one = torch.ones((), device=next(model.parameters()).device)
+        scale = scaler.scale(one)
     if clip_norm > 0:
         scaler.unscale_(state.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
-    elif measure:
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in state.model.parameters() if p.grad is not None]
-        )
-        norm = norm if scale is None else norm / scale
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    elif measured:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if scale is not None:
+            norm = norm / scale
     scaler.step(state.optimizer)
     scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     if scale is not None:
-        skipped = scaler.scale(unit) < scale  # it falls exactly when a step is skipped
+        skipped = scaler.scale(one) < scale  # it falls exactly when a step is skipped
     if state.ema is not None:
         state.ema.update(skipped)
     return norm, scale, skipped

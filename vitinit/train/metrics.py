@@ -1,4 +1,4 @@
-"""What is recorded of a run: progress, and a row per ten steps and per epoch."""
+"""What is recorded of a run: its progress, and the rows of steps.jsonl and metrics.jsonl."""
 
 import math
 import time
@@ -22,7 +22,6 @@ METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_to
            "waiting", "tflops_per_device", "share_of_rate", "peak_memory_gib")
 # fmt: on
 BACKWARD_COST = 2  # in forward passes: gradients of the inputs and of the weights
-STEPS_PER_ROW = 10  # steps between two rows of steps.jsonl; a row waits for the device
 
 
 class Pace(NamedTuple):  # of the steps of one process
@@ -50,6 +49,29 @@ class Diverged(OneLineError):
     status = 1  # exit status: the recipe is valid, but training failed
 
 
+class Clock:
+    """Wall-clock time, and processor time of all threads of this process, while it runs."""
+
+    def __init__(self) -> None:
+        self.runs = False
+        self.since = 0.0, 0.0  # when it was started, or asked last: by wall clock, and processor
+
+    def start(self) -> None:
+        self.runs = True
+        self.since = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self.runs = False
+
+    def lap(self) -> tuple[float, float]:
+        """The seconds since it was started or last asked, of both kinds; zeros while it stands."""
+        if not self.runs:
+            return 0.0, 0.0
+        before, processor = self.since
+        self.start()
+        return self.since[0] - before, self.since[1] - processor
+
+
 @dataclass
 class Progress:
     """How far a run has come, and the sums of its current epoch; every checkpoint has the fields.
@@ -71,10 +93,7 @@ class Progress:
         self.losses: list[Tensor] = []  # of steps not yet read, () on the device
         self.skipped: list[Tensor] = []
         self.last_loss = math.nan
-        self.clocks: tuple[float, float] | None = None  # at the last update of `seconds`
-        self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
-        self.loading = 0.0  # part of the waiting since the last row
-        self.paces: list[Pace] | None = []  # of the first rows of this process
+        self.clock = Clock()  # runs while the time is spent on training
 
     def add(self, loss: Tensor, skipped: Tensor | None) -> None:
         """Add a step that was launched: its loss, () on the device, and whether fp16 skipped it."""
@@ -82,24 +101,19 @@ class Progress:
         if skipped is not None:
             self.skipped.append(skipped)
 
-    def start_clocks(self) -> None:
-        """From now on, time is spent on training."""
-        self.clocks = time.perf_counter(), time.process_time()
-
     def read_losses(self, processes: Processes) -> None:
         """Add the steps since the last call; raises Diverged if a loss is infinite or NaN."""
         losses = []
         if self.losses:
             mean = processes.sum(torch.stack(self.losses)) / processes.world_size
-            losses, self.losses = mean.tolist(), []  # waits for the device
+            losses = mean.tolist()  # waits for the device
+            self.losses = []
         if self.skipped:
             self.skipped_steps += int(torch.stack(self.skipped).sum())
             self.skipped = []
-        if self.clocks is not None:  # now the steps are done, and not only launched
-            before, processor = self.clocks
-            self.start_clocks()
-            self.seconds += self.clocks[0] - before
-            self.cpu_seconds += self.clocks[1] - processor
+        seconds, cpu_seconds = self.clock.lap()  # now the steps are done, and not only launched
+        self.seconds += seconds
+        self.cpu_seconds += cpu_seconds
         for loss in losses:
             if not math.isfinite(loss):
                 raise Diverged(f"the loss of step {self.step + 1} is {loss}")
@@ -107,36 +121,6 @@ class Progress:
             self.epoch_steps += 1
             self.step += 1
             self.last_loss = loss
-
-    def step_row(
-        self, lr: float, grad_norm: Tensor, scale: Tensor | None, global_batch: int, began: float
-    ) -> StepRow:
-        """The row of the last step that was read; its rates are those since the previous row.
-        began: when its images were loaded, as time.perf_counter says.
-        """
-        here = self.epoch_steps, self.seconds, self.waiting_seconds
-        steps, seconds, waiting = (now - then for now, then in zip(here, self.at_last_row))
-        self.at_last_row = here
-        loading, self.loading = self.loading, 0.0
-        if self.paces is not None:
-            self.paces.append(
-                Pace(
-                    seconds / steps,
-                    time.perf_counter() - began,
-                    waiting / seconds,
-                    loading / seconds,
-                )
-            )
-        norm = grad_norm.item()
-        return StepRow(
-            self.step,
-            self.last_loss,
-            lr,
-            norm if math.isfinite(norm) else None,
-            None if scale is None else scale.item(),
-            steps * global_batch / seconds,
-            waiting / seconds,
-        )
 
     def improves(self, value: float | None, by: str) -> bool:
         """Whether `value` of the metric `by` is the best so far, and remember it; NaN never is."""
@@ -151,7 +135,6 @@ class Progress:
         self.epochs += 1
         self.epoch_steps = 0
         self.loss_sum = self.seconds = self.cpu_seconds = self.waiting_seconds = 0.0
-        self.at_last_row, self.loading = (0, 0.0, 0.0), 0.0
 
 
 @torch.no_grad()
@@ -253,10 +236,3 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
             *(text.format(row[key]) for key, text in texts.items() if row[key] is not None),
         ]
     )
-
-
-def paces_of_all(paces: Sequence[Pace], processes: Processes) -> list[Pace]:
-    """The median of each process's paces."""
-    medians = torch.zeros(processes.world_size, len(Pace._fields))
-    medians[processes.rank] = torch.tensor(paces).median(dim=0).values
-    return [Pace(*pace) for pace in processes.sum(medians).tolist()]

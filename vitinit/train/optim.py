@@ -197,8 +197,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("layer_factor", 1.0)
 
 
-def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: float) -> float:
-    """The learning rate of step number `step`, counted from 0.
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate as a function of the step.
 
     Let t = step / steps_per_epoch be the time in epochs, rounded down if step_on is "epoch", and
     T = schedule.epochs. With shape "cosine" the learning rate is
@@ -214,17 +215,27 @@ def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: 
     With shape "one_cycle", the schedule of ConvMixer's code (arXiv 2201.09792), the learning rate
     is piecewise linear: warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at T.
     """
-    epochs, warmup_lr, min_lr = schedule.epochs, schedule.warmup_lr, schedule.min_lr
-    time = step / steps_per_epoch if schedule.step_on == "update" else step // steps_per_epoch
-    if time >= epochs:
-        return min_lr
-    if schedule.shape == "one_cycle":
-        corners = [(0.0, warmup_lr), (0.4, peak), (0.8, peak / 20), (1.0, min_lr)]
-        for (start, low), (end, high) in pairwise(corners):
-            if time / epochs < end:
-                return low + (high - low) * (time / epochs - start) / (end - start)
-    if time < schedule.warmup_epochs:
-        return warmup_lr + (peak - warmup_lr) * time / schedule.warmup_epochs
-    start = schedule.warmup_epochs if schedule.cosine_after_warmup else 0
-    turned = math.pi * (time - start) / (epochs - start)
-    return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(turned))
+
+    schedule: Schedule
+    peak: float
+    steps_per_epoch: int
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a step of the run, counted from 0."""
+        schedule, peak = self.schedule, self.peak
+        epochs, warmup_lr, min_lr = schedule.epochs, schedule.warmup_lr, schedule.min_lr
+        time = step / self.steps_per_epoch
+        if schedule.step_on == "epoch":
+            time = step // self.steps_per_epoch
+        if time >= epochs:
+            return min_lr
+        if schedule.shape == "one_cycle":
+            corners = [(0.0, warmup_lr), (0.4, peak), (0.8, peak / 20), (1.0, min_lr)]
+            for (start, low), (end, high) in pairwise(corners):
+                if time / epochs < end:
+                    return low + (high - low) * (time / epochs - start) / (end - start)
+        if time < schedule.warmup_epochs:
+            return warmup_lr + (peak - warmup_lr) * time / schedule.warmup_epochs
+        start = schedule.warmup_epochs if schedule.cosine_after_warmup else 0
+        turned = math.pi * (time - start) / (epochs - start)
+        return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(turned))

@@ -4,7 +4,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 from ...data.pipeline import MicroBatch
 from ...recipe.files import load_recipe, overrides
 from ...recipe.sections import Recipe
-from ...runs.model import wrap_models
-from ...runs.start import initial_state
+from ...runs.model import build, task_of, trained_model
+from ...runs.start import draw_weights, model_to_train, new_state
 from ...tasks.labels import cross_entropy
 from ...train.device import fastest_amp, keep_freed_memory
 from ...train.distributed import Processes
 from ...train.interruption import StopRequest
-from ...train.loop import set_precision, train_epochs, tune_convolutions
-from ...train.metrics import StepRow
+from ...train.loop import Keeper, Training, set_precision, train_epochs, tune_convolutions
+from ...train.meter import StepMeter
 from ...train.state import TrainState
 from ..shared.results import table
 
@@ -109,9 +108,12 @@ def alone(device: torch.device) -> Processes:
 def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, nn.Module]:
     """A run's first state, if its init reads no images, and the (compiled) model to call."""
     set_precision(recipe.engine.tf32)
-    state, _ = initial_state(recipe, alone(device))
+    processes, task, classifier = alone(device), task_of(recipe), build(recipe)
+    model = trained_model(task, classifier, recipe)
+    draw_weights(model, classifier, recipe, task, processes)
+    state = new_state(model, recipe, processes)
     tune_convolutions(state.model)
-    return state, wrap_models(state, recipe, alone(device))[0]
+    return state, model_to_train(state, recipe, processes)
 
 
 def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[MicroBatch]]:
@@ -123,50 +125,33 @@ def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[MicroBatch
     return number, [*map(micro_batch, parts, np.cumsum([len(images) for images, _ in parts]))]
 
 
-@dataclass
-class GivenSteps:
-    """One epoch of given steps; what the loop's `Training` says of each field holds here."""
-
-    state: TrainState
-    forward: nn.Module
-    given: Iterable[tuple[int, Sequence[Any]]]
-    loss: Callable[..., Tensor] = cross_entropy
-    learning_rate: Callable[[int], float] = lambda step: 1e-4
-    drop_path: Callable[[int], Tensor | None] = lambda step: None
-    amp: str = "off"
-    clip_norm: float = 0.0
-    global_batch: int = 1
-    steps_per_epoch: int = 0
-    save_every: int = 0
-    save: Callable[[], object] = lambda: None
-    record: Callable[[StepRow], object] = lambda row: None
-    finish_epoch: Callable[[int], object] = lambda epoch: None
-
-    def __post_init__(self) -> None:
-        self.epochs = self.state.progress.epochs + 1
-
-    def steps(self, epoch: int, done: int) -> Iterable[tuple[int, Sequence[Any]]]:
-        return self.given
-
-
 def train_on(
     state: TrainState,
-    steps: Iterable,
+    steps: Iterable[tuple[int, Sequence[Any]]],
     *,
     forward: nn.Module | None = None,
     drop_path: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Train on `steps` as one epoch of the loop.
+    """Train on `steps` as one epoch of the loop, measured as a run is.
 
     forward: what computes the logits, such as a compiled model; None: the model itself.
-    drop_path: scales (branches, B) of every step. options: fields of `GivenSteps`.
+    drop_path: scales (branches, B) of every step. options: further fields of `Training`, where
+    cross-entropy, a small constant learning rate, float32 and no clipping are not wanted.
     """
-    given = GivenSteps(
-        state,
-        state.model if forward is None else forward,
-        steps,
+    processes, progress = alone(next(state.model.parameters()).device), state.progress
+    usual = {"loss": cross_entropy, "learning_rate": lambda step: 1e-4}
+    training = Training(
+        state=state,
+        forward=state.model if forward is None else forward,
+        steps=lambda epoch, done: steps,
         drop_path=lambda step: drop_path,
-        **options,
+        processes=processes,
+        stop=StopRequest(),
+        epochs=progress.epochs + 1,
+        **usual | options,
     )
-    train_epochs(given, alone(next(state.model.parameters()).device), StopRequest())
+    meter = StepMeter(
+        progress, processes, epochs=training.epochs, steps_per_epoch=0, global_batch=1
+    )
+    train_epochs(training, Keeper(), meter)

@@ -17,7 +17,6 @@ from ...base.files import CheckpointError
 from ...base.messages import shortened, warn
 from ...run import Run
 from ...runs.folder import RunFolder
-from ...runs.resume import Choice
 from .groups import commit, experiment
 from .records import RunRecord
 from .results import RECORDED, t_interval, table
@@ -35,41 +34,6 @@ RESULTS = (
     "skipped_steps",
 )
 OF_MACHINE = ("device", "torch", "python", "processes", "git_commit")  # of RECORDED
-
-
-class Replay(Run):
-    """A recorded run once more, or its first `epochs` epochs alone (0: all)."""
-
-    def __init__(
-        self,
-        record: RunRecord,
-        recipe: Path,
-        epochs: int,
-        folder: Path,
-        data_dir: str | None,
-        sets: Sequence[str],
-        trust_teacher: bool,
-    ) -> None:
-        super().__init__(
-            recipe,
-            out_dir=folder,
-            resume="auto",
-            data_dir=data_dir,
-            overrides=sets,
-            trust_teacher=trust_teacher,
-        )
-        self.record_of, self.first = record, epochs or record.epochs
-
-    def _open_data(self, choice: Choice, *, dry_run: bool = False) -> dict[str, Any]:
-        facts = super()._open_data(choice, dry_run=dry_run)
-        self.epochs = min(self.epochs, self.first)  # the learning rate still goes by all
-        began = self.record_of.began.get("data", {})
-        if facts["files and labels"] != began.get("files and labels"):
-            warn(
-                f"{self.record_of.path.name} was trained and measured on other images, by their "
-                "names, classes and number"
-            )
-        return facts
 
 
 def replay(
@@ -106,7 +70,21 @@ def replay(
         # The name is from run.json, which anybody may have written.
         recipe = Path(holder, re.sub(r"[^\w.-]", "_", f"{record.recipe}.toml"))
         recipe.write_bytes(record.files["recipe.toml"])
-        again = Replay(record, recipe, epochs, folder, data_dir, sets, trust_teacher).train()
+        again = Run(
+            recipe,
+            out_dir=folder,
+            resume="auto",
+            data_dir=data_dir,
+            overrides=sets,
+            trust_teacher=trust_teacher,
+            first_epochs=epochs or record.epochs,
+        ).train()
+    images = "files and labels"
+    if again.folder.data_of(-1).get(images) != record.began.get("data", {}).get(images):
+        warn(
+            f"{record.path.name} was trained and measured on other images, by their names, classes "
+            "and number"
+        )
     seeds = {
         run.seed: run
         for run in runs

@@ -1,0 +1,259 @@
+"""What keeps a run: its folder's files at the start, at each row, save and epoch, and at its end."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..base.files import write_text_atomically
+from ..base.messages import ProgressBar, counted, warn
+from ..data.images import DataError
+from ..data.pipeline import Data
+from ..recipe.sections import Recipe
+from ..tasks import Task
+from ..train.device import describe_device, forget_peak, memory_for, peak_gib
+from ..train.interruption import Interrupted
+from ..train.loop import Keeper, Training, read_losses
+from ..train.meter import StepMeter
+from ..train.metrics import (
+    Diverged,
+    Evaluation,
+    Pace,
+    StepRow,
+    epoch_line,
+    metrics_row,
+    training_flops,
+)
+from ..train.state import TrainState
+from .folder import Lines, RunFolder
+from .model import compiled
+from .resume import Request, RunLock
+from .watching import Watchers
+
+
+def begin_folder(
+    folder: RunFolder,
+    lock: RunLock,
+    request: Request,
+    recipe: Recipe,
+    training: Training,
+    facts: Mapping[str, Any],
+    start: Sequence[str],
+) -> None:
+    """Lock the folder, and write what it holds before the first step. In a resumed run, what is
+    newer than its checkpoint is removed. facts: about the data. start: the lines of start.txt.
+
+    Raises CheckpointError, on all processes, if the folder cannot be used.
+    """
+    state, processes = training.state, training.processes
+    progress = state.progress
+    with processes.together():
+        if not processes.is_main:
+            return
+        folder.make()
+        lock.take(folder.path)
+        if folder.step is not None:  # of the checkpoint that was read
+            folder.tidy(epochs=progress.epochs, steps=progress.step)
+        else:
+            folder.require_unused(starts_again=request.resume is not None)
+            write_text_atomically(recipe.as_toml(), folder.recipe)
+            folder.save(state.state_dict(), folder.last)  # which a restart finds
+        if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
+            folder.save(state.weights(), folder.kept(0))
+        folder.record_start(
+            recipe.name,
+            request.as_dict(),
+            request.command,
+            processes=processes.world_size,
+            data=facts,
+            device=describe_device(processes.device),
+        )
+        write_text_atomically("\n".join([*start, ""]), folder.start)
+
+
+class RunKeeper(Keeper):
+    """Keeps what is trained in the run's folder, evaluates it, and tells the watchers.
+
+    Its methods are called on all processes; the main one alone writes.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        lock: RunLock,
+        recipe: Recipe,
+        data: Data,
+        task: Task,
+        training: Training,
+        watchers: Watchers,
+    ) -> None:
+        self.folder, self.lock = folder, lock
+        self.recipe, self.data, self.task = recipe, data, task
+        self.training, self.watchers = training, watchers
+        self.models = models_to_measure(training.state, recipe)
+        micro_batch_size, image_size = data.plan.micro_batch_size, recipe.data.image_size
+        self.flops = training_flops(training.state.model, micro_batch_size, image_size)
+
+    def meter(self) -> StepMeter:
+        """What measures the run, and calls this keeper."""
+        return StepMeter(
+            self.training.state.progress,
+            self.training.processes,
+            epochs=self.training.epochs,
+            steps_per_epoch=self.data.train_batches.steps_per_epoch,
+            global_batch=self.recipe.optim.global_batch,
+            on_row=self.add_row,
+            on_paces=self.tell_paces,
+        )
+
+    def save(self) -> None:
+        """Write last.pt; all processes wait until the main one has written it."""
+        state, processes = self.training.state, self.training.processes
+        read_losses(state, processes)
+        with processes.together():
+            if processes.is_main:
+                self.lock.keep()
+                self.folder.save(state.state_dict(), self.folder.last)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Evaluate and save, where the recipe says so, and append a line to metrics.jsonl."""
+        recipe, training = self.recipe, self.training
+        state, processes = training.state, training.processes
+        progress, is_last = state.progress, epoch == training.epochs
+        save_due = is_last or epoch % recipe.checkpoint.every_epochs == 0
+        evaluation_due = is_last or epoch % recipe.eval.every_epochs == 0
+        evaluations = []
+        if evaluation_due and len(self.data.val_set) > 0:
+            if save_due:
+                self.save()  # an error in evaluation then loses no training
+            evaluations = self.evaluate()
+        row = metrics_row(
+            progress,
+            evaluations,
+            lr=training.learning_rate(progress.step - 1),
+            flops=self.flops,
+            global_batch=recipe.optim.global_batch,
+            processes=processes,
+        )
+        progress.finish_epoch()
+        processes.say(epoch_line(row, training.epochs))
+        best_by = recipe.checkpoint.best_by
+        is_best = progress.improves(row[best_by], best_by)
+        with processes.together():
+            if processes.is_main:
+                # If the run dies before last.pt is written, resuming removes the line of metrics.
+                self.append(self.folder.metrics, row)
+                if is_best:
+                    self.folder.save(state.weights(), self.folder.best)
+                if epoch in recipe.checkpoint.keep_epochs:
+                    self.folder.save(state.weights(), self.folder.kept(epoch))
+        if save_due:
+            self.save()
+
+    def evaluate(self) -> list[Evaluation]:
+        """Measure the model and its moving average on all validation images."""
+        training, batches = self.training, self.data.val_batches
+        processes = training.processes
+        processes.share(*self.models)
+        bar = ProgressBar(
+            "validate",
+            len(batches),
+            items=batches,
+            shown=processes.is_main,
+            scale=batches.batch_size * processes.world_size,
+        )
+        with bar, memory_for("eval.batch_size", batches.batch_size):
+            return self.task.measure(
+                self.models,
+                bar,
+                loss=training.loss,
+                amp=training.amp,
+                processes=processes,
+                stop=training.stop,
+            )
+
+    def append(self, lines: Lines, row: Mapping[str, Any]) -> None:
+        """By the main process: append a row to a file of the folder, and tell the watchers."""
+        self.lock.keep()
+        lines.append(row)
+        self.tell("row", lines, row)
+
+    def add_row(self, row: StepRow) -> None:
+        """Append a row to steps.jsonl."""
+        processes = self.training.processes
+        with processes.together():
+            if processes.is_main:
+                self.append(self.folder.steps, row._asdict())
+
+    def tell_paces(self, paces: Sequence[Pace]) -> None:
+        """Warn of what the run waits for. paces: of the first steps of each process."""
+        processes = self.training.processes
+        if processes.is_main:
+            for line in self.watchers.tell("paced", paces, self.recipe, processes):
+                warn(line)
+
+    def tell(self, event: str, *facts: Any) -> None:
+        """By the main process: tell the watchers, and print what they answer."""
+        for line in self.watchers.tell(event, *facts):
+            self.training.processes.say(line)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """A context for the training. If it is stopped, the run is saved, and prints how to go on.
+        If it diverges, the error gives advice. Watchers are told of the start and of any end.
+        """
+        folder, progress = self.folder, self.training.state.progress
+        processes, data = self.training.processes, self.data
+        forget_peak(processes.device)
+        if processes.is_main:
+            steps_per_epoch = data.train_batches.steps_per_epoch
+            self.tell("started", folder, progress.step, steps_per_epoch)
+        try:
+            with memory_for("optim.max_batch_per_process", data.plan.micro_batch_size):
+                yield
+        except Interrupted as ended:  # between two steps
+            self.save()
+            why = f"stopped by signal {ended.number} after step {progress.step:,};"
+            processes.say(f"{why} go on with --resume {folder.path}")
+            raise
+        except DataError:  # likewise
+            self.save()
+            if processes.is_main:
+                folder.forget_sizes()
+            why = f"the run is safe at step {progress.step:,}; once that is mended,"
+            processes.say(f"{why} go on with --resume {folder.path}")
+            raise
+        except Diverged as diverged:
+            advice = self.task.fault(processes) or (
+                f"; {folder.last} is from before, but would go the same way again: start anew "
+                "with a lower optim.base_lr, say, or optim.clip_norm"
+            )
+            raise Diverged(f"{diverged}{advice}") from None
+        finally:
+            if processes.is_main:
+                self.tell("ended")
+
+    def say_done(self) -> None:
+        """Print how good the run is, and what can be done with it."""
+        training, best = self.training, self.training.state.progress.best
+        value = "none" if best is None else f"{best:.2f}"
+        memory = peak_gib(training.processes.device)
+        path = shlex.quote(str(self.folder.path))
+        training.processes.say(
+            f"done    {counted(training.epochs, 'epoch')}, best {self.recipe.checkpoint.best_by} "
+            f"{value}, peak memory {memory:.2f} GiB\n"
+            f"next    vitinit figures report {path} --out report.html\n"
+            f"        {self.task.next_step(path)}"
+        )
+
+
+def models_to_measure(state: TrainState, recipe: Recipe) -> list[nn.Module]:
+    """What is evaluated: the state's model and, if there is one, its moving average. They share
+    its weights, and call no other process.
+    """
+    models = [state.model]
+    if state.ema is not None:
+        models.append(state.ema.model)
+    return list(map(compiled, models)) if recipe.engine.compile else models
