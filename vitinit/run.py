@@ -111,7 +111,7 @@ class Run:
             # The recipe: of a new run, or of one that goes on from what it saved.
             folder, choice = choose_run(self.request, processes, lock)
             if choice is None:
-                self.result = Finished(folder)
+                self.result = FinishedBefore(folder)
                 processes.say(self.result.in_words())
                 return self.result
             saved = choice.saved
@@ -153,7 +153,7 @@ class Run:
                 start = start_lines(recipe, data, task, training, notes, folder, self.watchers)
                 begin_folder(folder, lock, self.request, recipe, training, facts, start)
                 self._show(start, processes, f"in {folder.start}")
-                self.result = Trained(folder, recipe, data, state)
+                self.result = TrainedHere(folder, recipe, data, state)
 
                 # The loop.
                 keeper = RunKeeper(folder, lock, recipe, data, task, training, self.watchers)
@@ -271,7 +271,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Finished(Result):
+class FinishedBefore(Result):
     """What a run gives of which all epochs were done before, and no checkpoint is left: its files."""
 
     folder: RunFolder
@@ -289,7 +289,7 @@ class Finished(Result):
 
 
 @dataclass(frozen=True)
-class Trained(Finished):
+class TrainedHere(FinishedBefore):
     """What a run gives that trains in this process: all there is."""
 
     recipe: Recipe

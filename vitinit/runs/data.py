@@ -16,7 +16,7 @@ from ..data.draw import Augmentation, Masks
 from ..data.images import DataError, resize_and_centre_crop
 from ..data.loader import EvalViews, prepare_workers
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
-from ..data.sampler import TrainSampler, plan_batches
+from ..data.sampler import BatchPlan, TrainSampler, plan_batches
 from ..data.sources import (
     Source,
     file_sizes,
@@ -39,14 +39,13 @@ def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]
     """The whole training set of a recipe, and the part of it that is trained on, perhaps drawn by
     the recipe's run.seed. Raises DataError if it cannot be opened, or has a single class.
     """
-    whole = oriented(
-        open_split(data.name, data.root, "train", data.num_classes), data.apply_exif_orientation
-    )
+    stored = open_split(data.name, data.root, "train", data.num_classes)
+    whole = oriented(stored, data.apply_exif_orientation)
     if len(whole.classes) < 2 and data.name != "images":
         raise DataError(
             f"{data.root}: one class found, '{whole.classes[0]}'; expected two at least"
         )
-    return whole, stratified_part(
+    part = stratified_part(
         whole,
         share=data.subset,
         images_per_class=data.images_per_class,
@@ -54,6 +53,7 @@ def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]
         seed=run_seed if data.subset_seed == "run" else data.subset_seed,
         held_out_seed=held_out_seed(data),
     )
+    return whole, part
 
 
 def held_out_seed(data: DataSection) -> int:
@@ -101,9 +101,8 @@ def own_set(data: DataSection) -> EvaluatedSet:
 def trained_set(recipe: Recipe) -> EvaluatedSet:
     """The images that a recipe trains on."""
     data = recipe.data
-    return EvaluatedSet(
-        "train", data.root, data, recipe.run.seed if data.subset_seed == "run" else 0
-    )
+    seed = recipe.run.seed if data.subset_seed == "run" else 0
+    return EvaluatedSet("train", data.root, data, seed)
 
 
 def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
@@ -131,8 +130,9 @@ def masks_of(recipe: Recipe) -> Masks | None:
     if not recipe.task.kind.hides_patches:
         return None
     with building(f"recipe {recipe.name}", "task"):
-        grid = patch_grid(recipe.data.image_size, to_pair(recipe.model.options["patch_size"]))
-        patches = grid[0] * grid[1]
+        patch_size = to_pair(recipe.model.options["patch_size"])
+        rows, columns = patch_grid(recipe.data.image_size, patch_size)
+        patches = rows * columns
         return Masks(patches, task_of(recipe).visible(patches))
 
 
@@ -177,49 +177,29 @@ def open_data(
     """Open the data sets and make this process's batches. dry_run: neither download nor decode.
     strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs.
     """
-    data, optim, augment = recipe.data, recipe.optim, recipe.augment
+    data = recipe.data
     prepare_workers(data.workers)
     with processes.together():
         if processes.local_rank == 0 and not dry_run:
             download(data.name, data.root)
     with processes.together():
         whole_set, train_set = open_training_set(data, recipe.run.seed)
-        classes = len(whole_set.classes)
-        val_set = (
-            open_held_out(data, whole_set)
-            if data.held_out_per_class
-            else open_split(data.name, data.root, "val", classes)
-        )
+        if data.held_out_per_class:
+            val_set = open_held_out(data, whole_set)
+        else:
+            val_set = open_split(data.name, data.root, "val", len(whole_set.classes))
         with building(f"recipe {recipe.name}", "optim"):
-            plan = plan_batches(
-                optim.global_batch,
-                optim.max_batch_per_process,
-                processes.world_size,
-                group=recipe.mix.group if recipe.mix.mixes else 1,
-                strided=strided or recipe.model.name.startswith("convmixer"),
-            )
+            plan = plan_of(recipe, processes, strided=strided)
             sampler = TrainSampler(
                 len(train_set),
                 plan,
                 rank=processes.rank,
                 seed=recipe.run.seed,
-                repeats=augment.repeats,
+                repeats=recipe.augment.repeats,
             )
-    augmentation = Augmentation(
-        recipe.run.seed, data.image_size, augment, recipe.rand_augment, recipe.mix, masks_of(recipe)
-    )
-    prepare = TrainToDevice(
-        processes.device,
-        augmentation,
-        mean=data.mean,
-        std=data.std,
-        channels_last=recipe.engine.channels_last,
-        num_classes=classes,
-    )
-    with (
-        ProgressBar("decode", len(train_set), shown=processes.is_main) as bar,
-        processes.together(),
-    ):
+    prepare = augmentation_of(recipe, len(whole_set.classes), processes.device)
+    bar = ProgressBar("decode", len(train_set), shown=processes.is_main)
+    with bar, processes.together():
         train_batches = TrainingBatches(
             train_set,
             sampler,
@@ -238,6 +218,39 @@ def open_data(
     )
     learned = list(map(str, whole_set.classes)) if recipe.task.kind.learns_classes else []
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches, learned)
+
+
+def plan_of(recipe: Recipe, processes: Processes, *, strided: bool) -> BatchPlan:
+    """How a global batch is shared among processes and micro-batches; ValueError if it cannot."""
+    optim, mix = recipe.optim, recipe.mix
+    return plan_batches(
+        optim.global_batch,
+        optim.max_batch_per_process,
+        processes.world_size,
+        group=mix.group if mix.mixes else 1,
+        strided=strided or recipe.model.name.startswith("convmixer"),
+    )
+
+
+def augmentation_of(recipe: Recipe, classes: int, device: torch.device) -> TrainToDevice:
+    """What makes training images and targets of views, on the device. classes: of the data."""
+    data = recipe.data
+    augmentation = Augmentation(
+        recipe.run.seed,
+        data.image_size,
+        recipe.augment,
+        recipe.rand_augment,
+        recipe.mix,
+        masks_of(recipe),
+    )
+    return TrainToDevice(
+        device,
+        augmentation,
+        mean=data.mean,
+        std=data.std,
+        channels_last=recipe.engine.channels_last,
+        num_classes=classes,
+    )
 
 
 def facts_of(
@@ -283,15 +296,9 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     fewer. Which ones is keyed by the run's seed.
     """
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
-    return as_input(
-        torch.stack(
-            [
-                source.image(int(index), partial(evaluation_view, recipe=recipe))
-                for index in order[:count]
-            ]
-        ),
-        recipe,
-    )
+    view = partial(evaluation_view, recipe=recipe)
+    views = [source.image(int(index), view) for index in order[:count]]
+    return as_input(torch.stack(views), recipe)
 
 
 def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
@@ -311,21 +318,18 @@ def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
         for source in (data.train_set, data.val_set)
         for index in range(processes.rank, len(source), processes.world_size)
     ]
-    broken = 0
-    with (
-        ProgressBar("read", len(images), shown=processes.is_main) as bar,
-        ThreadPoolExecutor(recipe.data.workers or 1) as pool,
-    ):
+    found = 0
+    bar = ProgressBar("read", len(images), shown=processes.is_main)
+    with bar, ThreadPoolExecutor(recipe.data.workers or 1) as pool:
         for start in range(0, len(images), 1_024):  # all at once, they would take gigabytes
             for line in pool.map(problem, images[start : start + 1_024]):
                 bar.update()
                 if line:
                     say(line)
-                    broken += 1
-    total, broken = processes.sum(torch.tensor([len(images), broken])).tolist()
-    processes.say(
-        f"images  {broken:,} of {total:,} cannot be read; nothing was written"
-        if broken
-        else f"images  all {total:,} can be read"
-    )
+                    found += 1
+    total, broken = processes.sum(torch.tensor([len(images), found])).tolist()
+    if broken:
+        processes.say(f"images  {broken:,} of {total:,} cannot be read; nothing was written")
+    else:
+        processes.say(f"images  all {total:,} can be read")
     return broken

@@ -55,53 +55,81 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
 
 def summary(recipe: Recipe, data: Data, training: Training, notes: Sequence[str]) -> list[str]:
     """Describe the run in lines. notes: on the first weights, and the task."""
-    processes, lr_at = training.processes, training.learning_rate
-    model, optimizer = training.state.model, training.state.optimizer
-    schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
-    steps_per_epoch, epochs = data.train_batches.steps_per_epoch, schedule.total_epochs
-    part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
-    height, width = recipe.data.image_size
-    weights = {True: 0, False: 0}  # trained by Muon, by AdamW
-    for group in optimizer.param_groups:
-        weights[group["muon"]] += sum(p.numel() for p in group["params"])
-    trained_by = f"AdamW for {weights[False]:,}{'' if weights[True] else ' weights'}"
-    if weights[True]:
-        trained_by = (
-            f"Muon (factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}) for "
-            f"{weights[True]:,} weights, {trained_by}"
-        )
+    # run.json keeps the plural, or new runs would differ from older ones in a comparison.
+    device = describe_device(training.processes.device).replace(" 1 threads", " 1 thread")
+    precision = recipe.engine.amp.replace("off", "float32")
+    model, init = training.state.model, recipe.init
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    options = reversed(list(recipe.model.options.items()))  # those without a default first
+    return [
+        f"recipe  {recipe.name}, seed {recipe.run.seed}, in {precision} on {device}",
+        *lines_on_data(recipe, data),
+        f"model   {recipe.model.name}: {weights:,} weights, {to_toml(dict(options))}",
+        f"init    {init.name}: {to_toml(init.options)}",
+        *notes,
+        *lines_on_steps(recipe, data, training),
+    ]
+
+
+def lines_on_data(recipe: Recipe, data: Data) -> list[str]:
+    """The images in words, and what becomes of them."""
+    section, augment, mix = recipe.data, recipe.augment, recipe.mix
+    images = f"{len(data.train_set):,}"
+    if len(data.train_set) < len(data.whole_set):
+        images += f" of {len(data.whole_set):,}"
+    classes = section.num_classes or "no"
+    height, width = section.image_size
+    use = "held out" if section.held_out_per_class else "to validate"
+    lines = [
+        f"data    {section.name}: {images} images, {classes} classes, {height}×{width}; "
+        f"{len(data.val_set):,} {use}"
+    ]
+    if section.root:
+        lines.append(f"root    {section.root}")
+    views = f"validation: {data.val_batches.in_words()}"
+    if data.train_batches.resident:
+        views = f"training: all images on the device; {views}"
+    lines.append(f"views   {views}")
+    randomly = f"{recipe.rand_augment.layers} × magnitude {recipe.rand_augment.magnitude:g}"
+    lines.append(
+        f"augment {counted(augment.repeats, 'view')} per image, RandAugment {randomly}, "
+        f"erasing {augment.erase_probability:g}, mixup {mix.mixup_alpha:g}, "
+        f"cutmix {mix.cutmix_alpha:g}, label smoothing {mix.label_smoothing:g}"
+    )
+    return lines
+
+
+def lines_on_steps(recipe: Recipe, data: Data, training: Training) -> list[str]:
+    """Batches, steps, optimiser and learning rate in words."""
+    optim, plan, learning_rate = recipe.optim, data.plan, training.learning_rate
+    by_muon = by_adamw = 0  # weights
+    for group in training.state.optimizer.param_groups:
+        weights = sum(parameter.numel() for parameter in group["params"])
+        if group["muon"]:
+            by_muon += weights
+        else:
+            by_adamw += weights
+    optimisers, trained_by = "AdamW", f"AdamW for {by_adamw:,} weights"
+    if by_muon:
+        optimisers = "Muon and AdamW"
+        settings = f"factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}"
+        trained_by = f"Muon ({settings}) for {by_muon:,} weights, AdamW for {by_adamw:,}"
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
-    # run.json keeps the plural, or new runs would differ from older ones in a comparison.
-    device = describe_device(processes.device).replace(" 1 threads", " 1 thread")
+    if optim.train == "head":
+        optimisers += " of the head alone"
+    steps_per_epoch, epochs = data.train_batches.steps_per_epoch, recipe.schedule.total_epochs
+    steps = steps_per_epoch * epochs
+    processes = counted(training.processes.world_size, "process")
+    micro_batches = counted(plan.accumulation, "micro-batch")
     return [
-        f"recipe  {recipe.name}, seed {recipe.run.seed}, in "
-        f"{recipe.engine.amp.replace('off', 'float32')} on {device}",
-        f"data    {recipe.data.name}: {len(data.train_set):,}{part} images, "
-        f"{recipe.data.num_classes or 'no'} classes, {height}×{width}; {len(data.val_set):,} "
-        f"{'held out' if recipe.data.held_out_per_class else 'to validate'}",
-        *([f"root    {recipe.data.root}"] if recipe.data.root else []),
-        f"views   {'training: all images on the device; ' * data.train_batches.resident}"
-        f"validation: {data.val_batches.in_words()}",
-        f"augment {counted(augment.repeats, 'view')} per image, "
-        f"RandAugment {recipe.rand_augment.layers} × "
-        f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, "
-        f"mixup {mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, "
-        f"label smoothing {mix.label_smoothing:g}",
-        f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} weights, "
-        f"{to_toml(dict([*recipe.model.options.items()][::-1]))}",  # first without default
-        f"init    {recipe.init.name}: {to_toml(recipe.init.options)}",
-        *notes,
-        f"batch   {optim.global_batch:,} = {counted(processes.world_size, 'process')} × "
-        f"{counted(data.plan.accumulation, 'micro-batch')} × "
-        f"{counted(data.plan.micro_batch_size, 'image')}",
-        f"steps   {steps_per_epoch * epochs:,} = {counted(epochs, 'epoch')} × {steps_per_epoch:,}, "
-        f"by {'Muon and ' if weights[True] else ''}AdamW"
-        f"{' of the head alone' if optim.train == 'head' else ''}, learning rate up to "
-        f"{optim.peak_lr:g}",
+        f"batch   {optim.global_batch:,} = {processes} × {micro_batches} × "
+        f"{counted(plan.micro_batch_size, 'image')}",
+        f"steps   {steps:,} = {counted(epochs, 'epoch')} × {steps_per_epoch:,}, by {optimisers}, "
+        f"learning rate up to {optim.peak_lr:g}",
         f"optim   {trained_by}",
-        f"lr      peak {optim.peak_lr:g}; first step {lr_at(0):g}, last step "
-        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}",
+        f"lr      peak {optim.peak_lr:g}; first step {learning_rate(0):g}, last step "
+        f"{learning_rate(steps - 1):g}, changing every {recipe.schedule.step_on}",
     ]
 
 
@@ -134,17 +162,16 @@ def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
     """Of all that there is to say at the start, what a terminal shows: at most MOST_LINES, cut to
     WIDTH, and MOST_CAUTIONS. elsewhere: where all of it is.
     """
-    there = [word for word in AT_A_GLANCE if any(line.startswith(word) for line in lines)]
-    shown = [line for line in lines if line.startswith(tuple(there[:MOST_LINES]))]
+    kinds = [kind for kind in AT_A_GLANCE if any(line.startswith(kind) for line in lines)]
+    shown = [line for line in lines if line.startswith(tuple(kinds[:MOST_LINES]))]
     warnings = [line for line in lines if line.startswith(("note", "warning"))]
-    if hidden := len(warnings[MOST_CAUTIONS:]):
-        warnings[MOST_CAUTIONS - 1 :] = [f"warning and {hidden + 1} more, {elsewhere}"]
+    if len(warnings) > MOST_CAUTIONS:
+        hidden = len(warnings) - MOST_CAUTIONS + 1
+        warnings = warnings[: MOST_CAUTIONS - 1]
+        warnings.append(f"warning and {hidden} more, {elsewhere}")
     *others, run = shown
-    return [
-        *(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in others),
-        one_line(run, WIDTH),
-        *warnings,
-    ]
+    cut = [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in others]
+    return [*cut, one_line(run, WIDTH), *warnings]
 
 
 def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.device) -> list[str]:
@@ -153,51 +180,42 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
     """
     steps = data.train_batches.steps_per_epoch
     updates = recipe.schedule.total_epochs * steps
-    lines = list(
-        dict.fromkeys(
-            line
-            for source in (data.whole_set, data.val_set)
-            for line in source.left_out.splitlines()
-        )
-    )
+    left_out = f"{data.whole_set.left_out}\n{data.val_set.left_out}".split("\n")
+    lines = list(dict.fromkeys(filter(None, left_out)))
     lines += data.plan.cautions(
         repeats=recipe.augment.repeats, max_batch_per_process=recipe.optim.max_batch_per_process
     )
     # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
+        epochs = math.ceil(FEW_UPDATES / steps)
         lines.append(
-            f"{counted(updates, 'update')} in all: from scratch, such a model needs "
-            f"thousands; --set schedule.epochs={math.ceil(FEW_UPDATES / steps)} makes "
-            f"{FEW_UPDATES:,}"
+            f"{counted(updates, 'update')} in all: from scratch, such a model needs thousands; "
+            f"--set schedule.epochs={epochs} makes {FEW_UPDATES:,}"
         )
     if min(grid) < SMALL_GRID:
-        sides = recipe.data.image_size
-        patch = max(
-            (
-                size
-                for size in range(1, min(sides) // SMALL_GRID + 1)
-                if all(side % size == 0 for side in sides)
-            ),
-            default=1,
-        )
+        height, width = recipe.data.image_size
+        largest = min(height, width) // SMALL_GRID
+        sizes = [size for size in range(1, largest + 1) if height % size == width % size == 0]
         lines.append(
             f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
-            f"model.options.patch_size={patch} makes more"
+            f"model.options.patch_size={max(sizes, default=1)} makes more"
         )
     if isinstance(data.train_set, ImageFiles):
-        lines += filter(None, [dark_in_16_bits(data.train_set.some_paths())])
+        dark = dark_in_16_bits(data.train_set.some_paths())
+        if dark:
+            lines.append(dark)
     return lines + faster_amp(recipe.engine.amp, device)
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, task: Task) -> str:
     """What a dry run says of a forward pass, and of what the task costs beside it."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-        views = (
-            data.val_batches
-            if len(data.val_set)
-            else [micro_batch.prepare() for micro_batch in next(data.train_batches.steps(0))[1][:1]]
-        )
-        images, targets = (part[:REHEARSED_IMAGES] for part in next(iter(views)))
+        if len(data.val_set) > 0:
+            batch = next(iter(data.val_batches))
+        else:
+            _, micro_batches = next(data.train_batches.steps(0))
+            batch = micro_batches[0].prepare()
+        images, targets = (part[:REHEARSED_IMAGES] for part in batch)
         name, output = task.rehearsed(state.model.eval(), images, targets)
         cost = task.cost(images)
     return (
