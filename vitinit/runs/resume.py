@@ -91,22 +91,23 @@ class RunLock(ExitStack):
     file, even through another handle; therefore the file is opened only here, and only once.
     """
 
-    taken: tuple[Path, int] | None = None  # the folder, and the handle of run.lock
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: dict[Path, int] = {}  # of run.lock in the folder that is locked, if one is
 
     def keep(self) -> None:
         """Take the lock again if run.lock was deleted; CheckpointError if another run has since
         begun here, perhaps ended, too: this one would overwrite its results.
         """
-        if self.taken is not None:
-            folder, handle = self.taken
+        for folder, handle in list(self.handles.items()):
             with suppress(OSError):
                 if os.path.samestat(os.fstat(handle), os.stat(folder / "run.lock")):
                     return
                 raise CheckpointError(
-                    f"{folder}: run.lock was deleted, and another run has begun "
-                    "here; this one writes nothing more"
+                    f"{folder}: run.lock was deleted, and another run has begun here; this one "
+                    "writes nothing more"
                 )
-            self.taken = None
+            self.handles.clear()
             self.take(folder)
 
     def take(self, folder: Path) -> None:
@@ -115,13 +116,14 @@ class RunLock(ExitStack):
         """
         import fcntl  # which Windows has not
 
-        if self.taken is not None:
+        if self.handles:
             return
         require_no_links(folder)
-        if TAKEN.setdefault(here := (os.getpid(), folder.resolve()), self) is not self:
+        here = os.getpid(), folder.resolve()
+        if TAKEN.setdefault(here, self) is not self:
             raise CheckpointError(
-                f"{folder}: another run of this process is writing here; wait "
-                "until it ends, or choose another out_dir"
+                f"{folder}: another run of this process is writing here; wait until it ends, or "
+                "choose another out_dir"
             )
         self.callback(TAKEN.pop, here, None)
         with in_one_line(folder):
@@ -137,14 +139,12 @@ class RunLock(ExitStack):
                     "until it ends, or end it, or choose another --out-dir"
                 ) from None
             warn(f"{folder}: this file system has no locks, so nothing keeps a second run out")
-        self.taken = folder, handle
+        self.handles[folder] = handle
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
         with suppress(OSError):  # the disk is full; the lock holds nevertheless
             os.ftruncate(handle, 0)
-            os.write(
-                handle,
-                f"process {os.getpid()} on {socket.gethostname()}, since "
-                f"{datetime.now(UTC).isoformat(timespec='seconds')}\n".encode(),
-            )
+            os.write(handle, holder.encode())
 
 
 def choose_run(

@@ -194,31 +194,40 @@ def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:
     Returns lines for the summary. Raises CheckpointError if the checkpoint does not fit, or
     computes another function.
     """
-    weights = published(recipe.init.checkpoint)
+    name, kind = recipe.init.checkpoint, recipe.init.checkpoint_weights
+    weights = published(name)
     if weights and weights.model != recipe.model.name:
         raise CheckpointError(
-            f"init.checkpoint = {recipe.init.checkpoint}, of a {weights.model}, "
-            f"with model.name = {recipe.model.name}; expected --set "
-            f"model.name={weights.model}"
+            f"init.checkpoint = {name}, of a {weights.model}, with model.name = "
+            f"{recipe.model.name}; expected --set model.name={weights.model}"
         )
-    path, state, reader = open_file(Path(recipe.init.checkpoint))
-    saved, description = Saved(path, state, recipe, recipe.data.image_size, reader), reader.config
-    stated = description.values if description else state.get("recipe", {})
-    warnings = differences(stated, recipe, description.file if description else path)
-    kind, grid = recipe.init.checkpoint_weights, state.get("grid")
-    if description and "data.image_size" in stated:  # in patches as large as the model's
-        grid = tuple(
-            side * count // pixels
-            for side, count, pixels in zip(stated["data.image_size"], model.grid, saved.size)
-        )
+    path, state, reader = open_file(Path(name))
+    saved = Saved(path, state, recipe, recipe.data.image_size, reader)
+    grid, description = state.get("grid"), reader.config
+    if description is None:
+        warnings = differences(state.get("recipe", {}), recipe, path)
+    else:  # another project's, which says how its model was made
+        warnings = differences(description.values, recipe, description.file)
+        if "data.image_size" in description.values:
+            grid = grid_of(description.values["data.image_size"], model, saved.size)
     tensors = saved.tensors(kind)
-    classes = task.classes or [*map(str, range(model.num_classes))]
+    classes = task.classes or [str(number) for number in range(model.num_classes)]
     rows, words = _classifier_rows(saved, tensors, classes)
     transfer = start_from(model, tensors, path, grid, rows)
-    notes = [f"start   {recipe.init.checkpoint}: {transfer}", task.head_note or f"head    {words}"]
+    notes = [f"start   {name}: {transfer}", task.head_note or f"head    {words}"]
     if not saved.brings_recipe:  # all is assumed from the run's
         notes.append(f"note    {saved.assumptions(kind, files=False)}")
     return notes + warnings
+
+
+def grid_of(
+    image_size: tuple[int, int], model: Classifier, model_size: tuple[int, int]
+) -> tuple[int, ...]:
+    """The grid of an image's patches, (rows, columns), if they are as large as the model's, which
+    takes images of `model_size`.
+    """
+    sides = zip(image_size, model.grid, model_size)
+    return tuple(side * count // model_side for side, count, model_side in sides)
 
 
 def _classifier_rows(
@@ -234,7 +243,8 @@ def _classifier_rows(
     elif choice == "drop":
         why = "init.checkpoint_head is drop"
     elif choice == "match" and are_names(known) and are_names(classes):
-        rows = list(map(rows_by_name(known).get, classes))
+        row_of = rows_by_name(known)
+        rows = [row_of.get(name) for name in classes]
         lost = rows.count(None)
         return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
     elif count != wanted:
@@ -245,7 +255,7 @@ def _classifier_rows(
             f"its {count} rows"
         )
     else:
-        return [*range(count)], f"all {count} rows, taken for the same classes"
+        return list(range(count)), f"all {count} rows, taken for the same classes"
     return [None] * wanted, f"as drawn: {why}"
 
 
@@ -255,31 +265,29 @@ def differences(stated: Mapping[str, Any], recipe: Recipe, source: Path) -> list
     if it computes another function than the recipe's model, which no tensor shows.
     """
     stated = {key: plain(value) for key, value in flat(stated).items()}
-    place = "model.options.pos_embed"
+    position, keys = "model.options.pos_embed", recipe.keys
+    compared = [*FUNCTION, *PREPARATION]
     # Positions may be replaced in fine-tuning, but no tensor shows if queries and keys are turned.
-    turned = {"rope" in str(keys[place]) for keys in (stated, recipe.keys) if place in keys}
-    compared = (*FUNCTION, *([place] if len(turned) > 1 else []), *PREPARATION)
-    equal = {
-        key: f"--set {key}={to_toml(stated[key]).replace(' ', '')}"
-        for key in compared
-        if isinstance(stated.get(key), (int, float, str, list))
-        and recipe.keys.get(key, stated[key]) != stated[key]
-    }
-    for key in (*FUNCTION, place):
-        if key in equal:
+    if position in stated and position in keys:
+        if ("rope" in str(stated[position])) != ("rope" in str(keys[position])):
+            compared.insert(len(FUNCTION), position)
+    remedies = {}  # by key, in words of the command line
+    for key in compared:
+        comparable = isinstance(stated.get(key), (int, float, str, list))
+        if comparable and keys.get(key, stated[key]) != stated[key]:
+            remedies[key] = f"--set {key}={to_toml(stated[key]).replace(' ', '')}"
+    for key in (*FUNCTION, position):
+        if key in remedies:
             raise CheckpointError(
-                f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the "
-                f"recipe {recipe.keys[key]}, and no tensor would show it; "
-                f"expected {equal[key]}"
+                f"{source}: {key.rpartition('.')[2]} is {stated[key]}, in the recipe {keys[key]}, "
+                f"and no tensor would show it; expected {remedies[key]}"
             )
     way = stated.get("eval.interpolation")
-    if "eval.interpolation" in equal and way not in ("bilinear", "bicubic"):
-        equal["eval.interpolation"] = f"(eval.interpolation has no {way})"
-    return (
-        [
-            f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
-            f"{' '.join(equal.values())}"
-        ]
-        if equal
-        else []
-    )
+    if "eval.interpolation" in remedies and way not in ("bilinear", "bicubic"):
+        remedies["eval.interpolation"] = f"(eval.interpolation has no {way})"
+    if not remedies:
+        return []
+    return [
+        f"warning {source}: images were prepared otherwise than by the recipe; as they were: "
+        f"{' '.join(remedies.values())}"
+    ]

@@ -193,28 +193,38 @@ def start() -> Processes:
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        port, address = number_in("MASTER_PORT", range(1, 2**16)), os.environ.get("MASTER_ADDR", "")
-        for wait in WAITS if address else (0,):
-            with suppress(OSError, UnicodeError):
-                socket.getaddrinfo(address, port)
-                break
-            time.sleep(wait)
-        else:
-            raise WrongPlace(
-                f"MASTER_ADDR={address}: no such machine is known here; expected the "
-                "one of process 0, as torchrun sets it"
-            )
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        try:
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                join_by_torchrun(backend, rank, world_size)
-            else:
-                dist.init_process_group(backend, timeout=PATIENCE)
-        except dist.DistNetworkError as error:
-            if "failed to listen" not in str(error):
-                raise
-            raise WrongPlace(f"MASTER_PORT={port}: in use, say; {in_brief(error)}") from None
+        join(rank, world_size, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     return Processes(rank, local_rank, world_size, device)
+
+
+def join(rank: int, world_size: int, backend: str) -> None:
+    """Join the process group at the address and port in the environment; WrongPlace if there is no
+    such address, or the port is in use.
+    """
+    port = number_in("MASTER_PORT", range(1, 2**16))
+    require_address(os.environ.get("MASTER_ADDR", ""))
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            join_by_torchrun(backend, rank, world_size)
+        else:
+            dist.init_process_group(backend, timeout=PATIENCE)
+    except dist.DistNetworkError as error:
+        if "failed to listen" not in str(error):
+            raise
+        raise WrongPlace(f"MASTER_PORT={port}: in use, say; {in_brief(error)}") from None
+
+
+def require_address(address: str) -> None:
+    """Raise WrongPlace unless the address is known here, if it is given, within some seconds."""
+    for wait in WAITS if address else (0,):
+        with suppress(OSError, UnicodeError):
+            socket.getaddrinfo(address, None)
+            return
+        time.sleep(wait)
+    raise WrongPlace(
+        f"MASTER_ADDR={address}: no such machine is known here; expected the one of process 0, as "
+        "torchrun sets it"
+    )
 
 
 def join_by_torchrun(backend: str, rank: int, world_size: int) -> None:
@@ -275,15 +285,11 @@ def joined() -> Iterator[Processes]:
     except BaseException as raised:
         error = raised
         text = re.sub(r"^\[\S+\] ", "", str(error))  # gloo starts with a place in its own code
-        if not isinstance(error, RuntimeError) or not (
-            isinstance(error, dist.DistError)
-            or "CUDA error" not in text
-            and re.search(r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE)
-        ):
+        if not of_connection(error, text):
             raise
         raise LostProcess(
-            f"process {environment_rank()} lost another one, which has ended and "
-            f"said why, hangs, or cannot be reached ({in_brief(text)})"
+            f"process {environment_rank()} lost another one, which has ended and said why, hangs, "
+            f"or cannot be reached ({in_brief(text)})"
         ) from None
     finally:
         alone = getattr(error, "of_one_process", isinstance(error, Exception))
@@ -295,3 +301,12 @@ def joined() -> Iterator[Processes]:
             # step it is in a reference cycle with the exception; if Python ends beside the threads,
             # it may abort ("terminate called without an active exception").
             gc.collect()
+
+
+def of_connection(error: BaseException, text: str) -> bool:
+    """Whether torch raised this error, with this text, since a connection broke or was silent."""
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or "CUDA error" in text:
+        return False
+    return bool(re.search(r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE))

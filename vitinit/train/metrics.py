@@ -126,7 +126,12 @@ class Progress:
         """Whether `value` of the metric `by` is the best so far, and remember it; NaN never is."""
         if value is None or not math.isfinite(value):
             return False
-        better = self.best is None or (value < self.best if by == "val_loss" else value > self.best)
+        if self.best is None:
+            better = True
+        elif by == "val_loss":
+            better = value < self.best
+        else:
+            better = value > self.best
         if better:
             self.best = value
         return better
@@ -153,15 +158,16 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
         for name, value in (*model.named_parameters(), *model.named_buffers())
     }
     visible = getattr(model, "visible", None)  # patches of an image, to an autoencoder
-    masked = (
-        {}
-        if visible is None
-        else {"visible": torch.empty(batch_size, visible, dtype=torch.int64, device="meta")}
-    )
+    masked = {}
+    if visible is not None:
+        masked["visible"] = torch.empty(batch_size, visible, dtype=torch.int64, device="meta")
+    images = torch.empty(batch_size, 3, *size, device="meta")
     with FlopCounterMode(display=False) as counter:
-        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),), masked)
-    frozen = not next(model.parameters()).requires_grad  # all below the classifier
-    return (1 + BACKWARD_COST * (not frozen)) * counter.get_total_flops() / batch_size
+        functional_call(model, weights, (images,), masked)
+    passes = 1  # forward, and alone if all below the classifier is frozen
+    if next(model.parameters()).requires_grad:
+        passes += BACKWARD_COST
+    return passes * counter.get_total_flops() / batch_size
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,8 @@ def metrics_row(
         took place. flops: see `training_flops`. lr: learning rate of the epoch's last step.
     """
     rate = progress.epoch_steps * global_batch / progress.seconds  # images/s, all processes
-    tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
+    tflops = rate * flops / processes.world_size / 1e12
+    peak = matrix_rate(processes.device)
     row = dict.fromkeys(METRICS) | {
         "epoch": progress.epochs + 1,
         "lr": lr,
@@ -222,17 +229,14 @@ def metrics_row(
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
     """What a terminal of 80 columns has room for of a row of metrics, if it was measured."""
-    rate = row["images_per_second"]
+    digits = 0 if row["images_per_second"] >= 100 else 2
     texts = {
         "train_loss": "loss {:.3f}",
         "val_loss": "val {:.3f}",
         "val_top1": "top-1 {:.2f} %",
         "ema_top1": "EMA {:.2f} %",
-        "images_per_second": f"{{:.{0 if rate >= 100 else 2}f}} img/s",
+        "images_per_second": f"{{:.{digits}f}} img/s",
     }
-    return "  ".join(
-        [
-            f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}",
-            *(text.format(row[key]) for key, text in texts.items() if row[key] is not None),
-        ]
-    )
+    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}"]
+    parts += [text.format(row[key]) for key, text in texts.items() if row[key] is not None]
+    return "  ".join(parts)

@@ -105,31 +105,36 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
     Layer 0 is everything before the first block, layer i the i-th block with what lies between it
     and the block before (Swin's patch merging), and layer L + 1 everything after the last of L.
     """
-    seen: dict[str, int] = {}
+    number_of: dict[str, int] = {}  # block → layer
     numbers = {}
     for name in names:
         block = BLOCK.match(name)
-        numbers[name] = (
-            seen.setdefault(block[1], len(seen) + 1) if block else len(seen) + 1 if seen else 0
-        )
+        if block:
+            numbers[name] = number_of.setdefault(block[1], len(number_of) + 1)
+        elif number_of:
+            numbers[name] = len(number_of) + 1
+        else:
+            numbers[name] = 0
     return numbers
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
     """What Muon trains, by name: weights of linear layers and 1×1 convolutions in the blocks."""
     layers = layer_numbers(dict(model.named_parameters()))
-    last = max((layers[name] for name in layers if BLOCK.match(name)), default=0)
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if (
-            isinstance(module, nn.Linear)
-            or isinstance(module, nn.Conv2d)
-            and module.kernel_size == (1, 1)
-            and module.groups == 1
-        )
-        and 1 <= layers[f"{name}.weight"] <= last
-    }
+    last_block = max((layers[name] for name in layers if BLOCK.match(name)), default=0)
+    names = set()
+    for name, module in model.named_modules():
+        weight = f"{name}.weight"
+        if is_linear(module) and 1 <= layers[weight] <= last_block:
+            names.add(weight)
+    return names
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, or a convolution that is one of each pixel."""
+    if isinstance(module, nn.Conv2d):
+        return module.kernel_size == (1, 1) and module.groups == 1
+    return isinstance(module, nn.Linear)
 
 
 def parameter_groups(
@@ -144,26 +149,26 @@ def parameter_groups(
     muon: whether the weights of `hidden_matrices` are in groups of their own, with "muon": True.
     """
     layers = layer_numbers(dict(model.named_parameters()))
-    last, matrices = max(layers.values(), default=0), hidden_matrices(model) if muon else set()
+    last = max(layers.values(), default=0)
+    matrices = hidden_matrices(model) if muon else set()
     members: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = (
-                name not in matrices,
-                not decays(name, parameter),
-                layer_decay ** (last - layers[name]),
-            )
-            members.setdefault(kind, []).append(parameter)
-    ordered = sorted(members.items(), key=lambda item: item[0][:2])  # keeps the layers' order
-    return [
-        {
-            "params": parameters,
-            "weight_decay": 0.0 if exempt else weight_decay,
-            "layer_factor": factor,
-            "muon": not by_adamw,
-        }
-        for (by_adamw, exempt, factor), parameters in ordered
-    ]
+            by_adamw, exempt = name not in matrices, not decays(name, parameter)
+            factor = layer_decay ** (last - layers[name])
+            members.setdefault((by_adamw, exempt, factor), []).append(parameter)
+    groups = []
+    for kind in sorted(members, key=lambda kind: kind[:2]):  # keeps the layers' order
+        by_adamw, exempt, factor = kind
+        groups.append(
+            {
+                "params": members[kind],
+                "weight_decay": 0.0 if exempt else weight_decay,
+                "layer_factor": factor,
+                "muon": not by_adamw,
+            }
+        )
+    return groups
 
 
 def freeze_below_head(model: nn.Module) -> None:
