@@ -116,11 +116,11 @@ def training_steps() -> Iterator:
 
 @pytest.fixture
 def read(monkeypatch) -> list[tuple[int, int]]:
-    """`read_losses`, which waits for the device, replaced by counts of losses and of skip flags."""
+    """`check_finite`, which waits for the device, replaced by counts of losses and of skip flags."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(
         loop,
-        "read_losses",
+        "check_finite",
         lambda state, processes: found.append(
             (len(state.progress.losses), len(state.progress.skipped))
         ),

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import vitinit
 from vitinit.programs.shared.records import read_run
 from vitinit.recipe.files import RecipeError
 from vitinit.run import NoResult
+from vitinit.tasks.labels import cross_entropy
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import Interrupted
 
@@ -117,6 +119,40 @@ def test_what_a_run_gives_before_it_began_while_it_trains_and_once_it_is_done(tm
     )
     assert done.train().rows == rest.rows and done.folder.path == tmp_path / "run"
     assert "was done before" in refused(NoResult, getattr, done, "state")
+
+
+def test_a_run_that_dies_before_its_first_checkpoint_starts_again_as_if_for_the_first_time(
+    tmp_path, monkeypatch
+):
+    """All that a later resumption asks for is on record before there is a checkpoint."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    vitinit.Run("quickstart", out_dir=whole, overrides=SMALL).train()
+    run = vitinit.Run("quickstart", out_dir=again, resume="auto", overrides=SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr("vitinit.runs.folder.RunFolder.save", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            run.train()
+    assert (again / "run.json").exists() and not (again / "last.pt").exists()
+    run.train()
+    assert_same_run(whole, again)
+    assert ["files and labels" in start["data"] for start in run.folder.starts()] == [True, True]
+
+
+def test_a_loss_of_ones_own_is_on_record_and_a_run_goes_on_with_no_other(tmp_path):
+    folder = tmp_path / "run"
+
+    def twice(forward, images, scales, targets):
+        return 2.0 * cross_entropy(forward, images, scales, targets)
+
+    vitinit.Run(
+        "quickstart", out_dir=folder, overrides=SMALL, objective=twice, first_epochs=1
+    ).train()
+    refusal = refused(RecipeError, vitinit.Run(resume=folder).train)
+    assert "twice" in refusal and "the task's" in refusal
+    assert len(vitinit.Run(resume=folder, objective=twice).train().rows) == 2
+    for wrong in (0, -1):
+        assert "at least 1" in refused(RecipeError, vitinit.Run, "quickstart", first_epochs=wrong)
+    assert "exclude each other" in refused(RecipeError, vitinit.Run(resume=folder).rehearse)
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):

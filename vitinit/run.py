@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .base.messages import OneLineError
 from .data.pipeline import Data
 from .models.layers import Classifier
-from .recipe.files import overrides as recipe_changes
+from .recipe.files import RecipeError, overrides as recipe_changes
 from .recipe.sections import Recipe
 from .runs.data import facts_of, open_data, read_images
 from .runs.folder import RunFolder
@@ -43,7 +43,7 @@ from .tasks import Task
 from .train import distributed
 from .train.distributed import Processes
 from .train.interruption import StopRequest
-from .train.loop import Training, set_precision, train_epochs, tune_convolutions
+from .train.loop import Training, train_epochs
 from .train.optim import LearningRate
 from .train.state import TrainState
 
@@ -81,11 +81,11 @@ class Run:
             resume: the folder of a run to go on with; "auto": the one in `out_dir`, if any.
             overrides: values for keys of the recipe, such as {"schedule.epochs": 3}, or a list of
                 texts such as "schedule.epochs=3".
-            verbose: print all of what start.txt in the folder will say, not only the most of it.
+            verbose: print all that start.txt in the folder will say, not only the main lines.
             log: "tensorboard", "wandb" or both, which get the rows as they are written.
             trust_teacher: read a teacher that is a program (.pt2), which can execute any code.
             objective: a loss in place of the task's; see `Task.loss` in tasks/.
-            first_epochs: train only so many; the learning rate still goes by all of the recipe's.
+            first_epochs: stop after so many epochs; the learning rate goes by all of the recipe's.
             command: the words of the command line that asks for the run, for its record.
 
         Raises RecipeError for what cannot be a key, and loggers that are not installed.
@@ -94,12 +94,15 @@ class Run:
         changes = recipe_changes(init=init, seed=seed, data_dir=root, sets=overrides)
         folder = None if out_dir is None else Path(out_dir)
         loggers = [log] if isinstance(log, str) else log
-        self.request = Request(recipe, changes, folder, resume, command)
+        if first_epochs is not None and first_epochs < 1:
+            raise RecipeError(
+                f"first_epochs is {first_epochs}; expected at least 1, or None for all"
+            )
+        self.request = Request(recipe, changes, folder, resume, command, first_epochs)
         self.watchers = Watchers([*BY_DEFAULT, *loggers])
         self.verbose = verbose
         self.trust_teacher = trust_teacher
         self.objective = objective
-        self.first_epochs = first_epochs
         self.result = Result()
 
     def train(self) -> Result:
@@ -114,8 +117,8 @@ class Run:
                 self.result = FinishedBefore(folder)
                 processes.say(self.result.in_words())
                 return self.result
-            saved = choice.saved
-            if saved is None:
+            resumed = choice.saved is not None
+            if not resumed:
                 fetch_weights(choice.recipe, processes)
 
             # The data: the images, and this process's batches of them.
@@ -124,34 +127,43 @@ class Run:
 
             # The task: labels, what a teacher says of the images, or their hidden patches.
             task = open_task(recipe, data.classes, processes, self.objective, self.trust_teacher)
-            facts = facts_of(recipe, data, task, processes)
-            if saved is not None:
-                require_same_data(folder, saved, data.classes, facts, processes)
+            facts = facts_of(recipe, data, task, self.objective, processes)
+            if choice.saved is not None:
+                require_same_data(folder, choice.saved, data.classes, facts, processes)
 
             # The model, as its constructor draws it, and its init.
             classifier = build(recipe)
             model = trained_model(task, classifier, recipe)  # the classifier, or what holds it
             notes: list[str] = []
-            if saved is None:
+            if not resumed:
                 notes = draw_weights(
                     model, classifier, recipe, task, processes, data.train_set, self.watchers
                 )
 
-            # The optimiser, with the loss scale and the moving average.
-            kept = recipe.with_data(root=choice.written_root)  # as each checkpoint has it
-            about = {"recipe": kept.as_dict(), "classes": data.classes}
+            # The optimiser, with the loss scale and the moving average; perhaps what was saved.
+            written = recipe.with_data(root=choice.written_root).as_dict()
+            about = {"recipe": written, "classes": data.classes}  # in every checkpoint
             state = new_state(model, recipe, processes, about)
-            steps_per_epoch = data.train_batches.steps_per_epoch
-            learning_rate = LearningRate(recipe.schedule, recipe.optim.peak_lr, steps_per_epoch)
-            if saved is not None:
-                restore(state, saved, folder.read_from, learning_rate)
-            del choice, saved  # or the tensors would take their memory twice
+            peak_lr = recipe.optim.peak_lr
+            learning_rate = LearningRate(recipe.schedule, peak_lr, data.steps_per_epoch)
+            if choice.saved is not None:
+                restore(state, choice.saved, folder.read_from, learning_rate)
+            del choice  # or its tensors would take their memory twice
 
             with StopRequest() as stop:  # from here on, what was trained is saved
+                # What the loop is given.
+                forward = model_to_train(state, recipe, processes)
+                training = self._training(
+                    recipe, data, task, state, forward, learning_rate, processes, stop
+                )
+
                 # The folder, and what the terminal shows.
-                training = self._training(recipe, data, task, state, learning_rate, processes, stop)
-                start = start_lines(recipe, data, task, training, notes, folder, self.watchers)
-                begin_folder(folder, lock, self.request, recipe, training, facts, start)
+                start = start_lines(
+                    recipe, data, task, training, notes, folder, self.watchers, resumed=resumed
+                )
+                begin_folder(
+                    folder, lock, self.request, recipe, training, facts, start, resumed=resumed
+                )
                 self._show(start, processes, f"in {folder.start}")
                 self.result = TrainedHere(folder, recipe, data, state)
 
@@ -160,20 +172,25 @@ class Run:
                 with keeper.ending():
                     train_epochs(training, keeper, keeper.meter())
                     keeper.say_done()
-                del training, keeper  # which hold the group of the processes
+                # They hold the group of the processes, which ends with this block.
+                del forward, training, keeper
         return self.result
 
     def rehearse(self, *, read: bool = False) -> bool:
         """Build everything, print it and run one forward pass; write nothing. read: also decode all
         images, and list those that cannot be. Returns False if there are any.
         """
+        if self.request.resume not in (None, "auto"):
+            raise RecipeError(
+                "--dry-run and --resume exclude each other; --dry-run shows a new run"
+            )
         with distributed.joined() as processes:
             folder, choice = choose_run(self.request, processes, RunLock(), dry_run=True)
             assert choice is not None  # a new run is never done
             data = open_data(choice.recipe, processes, dry_run=True)
             recipe = choice.recipe.with_data(num_classes=len(data.classes))
             task = open_task(recipe, data.classes, processes, self.objective, self.trust_teacher)
-            facts_of(recipe, data, task, processes, dry_run=True)
+            facts_of(recipe, data, task, self.objective, processes, dry_run=True)
             if read and read_images(recipe, data, processes):
                 return False
             classifier = build(recipe)
@@ -182,12 +199,15 @@ class Run:
                 model, classifier, recipe, task, processes, data.train_set, self.watchers
             )
             state = new_state(model, recipe, processes)
-            steps_per_epoch = data.train_batches.steps_per_epoch
-            learning_rate = LearningRate(recipe.schedule, recipe.optim.peak_lr, steps_per_epoch)
+            peak_lr = recipe.optim.peak_lr
+            learning_rate = LearningRate(recipe.schedule, peak_lr, data.steps_per_epoch)
+            forward, stop = model_to_train(state, recipe, processes), StopRequest()
             training = self._training(
-                recipe, data, task, state, learning_rate, processes, StopRequest()
+                recipe, data, task, state, forward, learning_rate, processes, stop
             )
-            start = start_lines(recipe, data, task, training, notes, folder, self.watchers)
+            start = start_lines(
+                recipe, data, task, training, notes, folder, self.watchers, resumed=False
+            )
             self._show(start, processes, "by --verbose")
             processes.say(rehearsal(recipe, data, state, task))
         return True
@@ -198,19 +218,18 @@ class Run:
         data: Data,
         task: Task,
         state: TrainState,
+        forward: nn.Module,
         learning_rate: LearningRate,
         processes: Processes,
         stop: StopRequest,
     ) -> Training:
-        """All that the loop is given."""
-        set_precision(recipe.engine.tf32)
-        tune_convolutions(state.model)
+        """All that the loop is given. forward: the state's model, as it is called."""
         epochs = recipe.schedule.total_epochs
-        if self.first_epochs is not None:
-            epochs = min(epochs, self.first_epochs)
+        if self.request.first_epochs is not None:
+            epochs = min(epochs, self.request.first_epochs)
         return Training(
             state=state,
-            forward=model_to_train(state, recipe, processes),
+            forward=forward,
             steps=data.train_batches.steps,
             loss=self.objective or task.loss,
             learning_rate=learning_rate,
@@ -272,7 +291,7 @@ class Result:
 
 @dataclass(frozen=True)
 class FinishedBefore(Result):
-    """What a run gives of which all epochs were done before, and no checkpoint is left: its files."""
+    """What a run gives that was complete before, and has no checkpoint left: its files."""
 
     folder: RunFolder
 

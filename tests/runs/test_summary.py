@@ -20,7 +20,7 @@ DATA = SimpleNamespace(
     train_set=None,
     whole_set=NOTHING,
     val_set=NOTHING,
-    train_batches=SimpleNamespace(steps_per_epoch=4),
+    steps_per_epoch=4,
     plan=SimpleNamespace(cautions=lambda **_: []),
 )
 
@@ -111,7 +111,7 @@ def test_the_summary_says_how_many_weights_each_optimiser_trains(
     is channels last, that of the channel is the dimension of stride 1."""
     strides = []
     monkeypatch.setattr(
-        "vitinit.run.tune_convolutions",
+        "vitinit.runs.start.tune_convolutions",
         lambda model: strides.append(model.patch_embed.proj.weight.stride()),
     )
     for dimension, changes, line in (

@@ -19,7 +19,7 @@ from vitinit.tasks.labels import cross_entropy, evaluate
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import StopRequest
-from vitinit.train.loop import Training, read_losses, train_epochs
+from vitinit.train.loop import Training, check_finite, train_epochs
 from vitinit.train.meter import Meter, StepMeter
 from vitinit.train.metrics import Diverged, Progress
 from vitinit.train.state import Ema, TrainState
@@ -262,7 +262,7 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
     for save_every in (0, 1):
         state = fresh(small_model())
         with pytest.raises(Diverged, match="the loss of step 3 is nan"):
-            train(state, steps, save_every=save_every, save=lambda: read_losses(state, ALONE))
+            train(state, steps, save_every=save_every, save=lambda: check_finite(state, ALONE))
 
 
 def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evaluating(monkeypatch):
@@ -277,7 +277,7 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         return value
 
     def take_long(epoch: int = 0) -> None:
-        read_losses(state, ALONE)
+        check_finite(state, ALONE)
         saved.append(state.progress.seconds)
         now[0] += 1000.0
 
@@ -292,7 +292,7 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         end_epoch=take_long,
         on_row=rows.append,
     )
-    read_losses(state, ALONE)  # as after an evaluation that was stopped
+    check_finite(state, ALONE)  # as after an evaluation that was stopped
     since_last = [10 * 4.0 + 1.0, 10 * 4.0 + 2.0 + 3.0]
     assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / t for t in since_last]
     assert [row.waiting for row in rows] == [10 / t for t in since_last]

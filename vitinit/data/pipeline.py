@@ -264,3 +264,7 @@ class Data(NamedTuple):
     train_batches: TrainingBatches
     val_batches: EvaluationBatches
     classes: list[str]  # that are learned, in the order of the labels; []: none are
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.train_batches.steps_per_epoch

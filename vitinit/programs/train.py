@@ -50,8 +50,6 @@ def parse_arguments(arguments: list[str] | None, name: str = "train.py") -> argp
     add_log(parser)
     add_trust(parser)
     args = parser.parse_args(arguments)
-    if args.dry_run and args.resume not in (None, "auto"):
-        raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
     if args.read_images and not args.dry_run:
         raise RecipeError("--read-images is what a dry run may do; give --dry-run, too")
     return args

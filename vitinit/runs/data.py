@@ -1,5 +1,6 @@
 """The data of a run: its images, this process's batches of them, and views for the model."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -254,11 +255,17 @@ def augmentation_of(recipe: Recipe, classes: int, device: torch.device) -> Train
 
 
 def facts_of(
-    recipe: Recipe, data: Data, task: Task, processes: Processes, *, dry_run: bool = False
+    recipe: Recipe,
+    data: Data,
+    task: Task,
+    objective: Callable[..., Tensor] | None,
+    processes: Processes,
+    *,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
-    """What run.json records of the data and the teacher, and a run that goes on has to find again.
-    Raises LaunchError, on all processes, if these have other images. dry_run: without the sizes of
-    files.
+    """What run.json records of the data and of what is learned, and a run that goes on has to find
+    again. Raises LaunchError, on all processes, if these have other images. objective: in place of
+    the task's, if any. dry_run: without the sizes of files.
     """
     root, sources = recipe.data.root, (data.train_set, data.val_set)
     facts: dict[str, Any] = {
@@ -266,6 +273,7 @@ def facts_of(
         "validation images": len(data.val_set),
         "files and labels": "".join(fingerprint(source, root) for source in sources),
         "teacher": task.digest,
+        "objective": "the task's" if objective is None else name_of(objective),
     }
     if recipe.model.name.startswith("convmixer"):  # whose BatchNorm sees a micro-batch
         facts["images per micro-batch"] = data.plan.micro_batch_size
@@ -275,6 +283,11 @@ def facts_of(
         facts |= file_sizes(sources, recipe.run.seed)
     facts["root"] = root and str(folder_of(root).absolute())
     return facts
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The function's name, or that of its class, for the record."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:

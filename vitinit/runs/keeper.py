@@ -15,7 +15,7 @@ from ..recipe.sections import Recipe
 from ..tasks import Task
 from ..train.device import describe_device, forget_peak, memory_for, peak_gib
 from ..train.interruption import Interrupted
-from ..train.loop import Keeper, Training, read_losses
+from ..train.loop import Keeper, Training, check_finite
 from ..train.meter import StepMeter
 from ..train.metrics import (
     Diverged,
@@ -41,9 +41,11 @@ def begin_folder(
     training: Training,
     facts: Mapping[str, Any],
     start: Sequence[str],
+    *,
+    resumed: bool,
 ) -> None:
-    """Lock the folder, and write what it holds before the first step. In a resumed run, what is
-    newer than its checkpoint is removed. facts: about the data. start: the lines of start.txt.
+    """Lock the folder, and write what it holds before the first step. In a resumed run, lines that
+    are newer than its checkpoint are removed. facts: about the data. start: the lines of start.txt.
 
     Raises CheckpointError, on all processes, if the folder cannot be used.
     """
@@ -54,14 +56,11 @@ def begin_folder(
             return
         folder.make()
         lock.take(folder.path)
-        if folder.step is not None:  # of the checkpoint that was read
+        if resumed:
             folder.tidy(epochs=progress.epochs, steps=progress.step)
         else:
             folder.require_unused(starts_again=request.resume is not None)
             write_text_atomically(recipe.as_toml(), folder.recipe)
-            folder.save(state.state_dict(), folder.last)  # which a restart finds
-        if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
-            folder.save(state.weights(), folder.kept(0))
         folder.record_start(
             recipe.name,
             request.as_dict(),
@@ -71,6 +70,11 @@ def begin_folder(
             device=describe_device(processes.device),
         )
         write_text_atomically("\n".join([*start, ""]), folder.start)
+        # The checkpoint comes last: from when it is there, a run goes on by the files above.
+        if not resumed:
+            folder.save(state.state_dict(), folder.last)
+        if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
+            folder.save(state.weights(), folder.kept(0))
 
 
 class RunKeeper(Keeper):
@@ -102,7 +106,7 @@ class RunKeeper(Keeper):
             self.training.state.progress,
             self.training.processes,
             epochs=self.training.epochs,
-            steps_per_epoch=self.data.train_batches.steps_per_epoch,
+            steps_per_epoch=self.data.steps_per_epoch,
             global_batch=self.recipe.optim.global_batch,
             on_row=self.add_row,
             on_paces=self.tell_paces,
@@ -111,7 +115,7 @@ class RunKeeper(Keeper):
     def save(self) -> None:
         """Write last.pt; all processes wait until the main one has written it."""
         state, processes = self.training.state, self.training.processes
-        read_losses(state, processes)
+        check_finite(state, processes)
         with processes.together():
             if processes.is_main:
                 self.lock.keep()
@@ -127,7 +131,7 @@ class RunKeeper(Keeper):
         evaluations = []
         if evaluation_due and len(self.data.val_set) > 0:
             if save_due:
-                self.save()  # an error in evaluation then loses no training
+                self.save()  # the epoch is to be evaluated: an error then loses no training
             evaluations = self.evaluate()
         row = metrics_row(
             progress,
@@ -150,7 +154,7 @@ class RunKeeper(Keeper):
                 if epoch in recipe.checkpoint.keep_epochs:
                     self.folder.save(state.weights(), self.folder.kept(epoch))
         if save_due:
-            self.save()
+            self.save()  # the epoch is finished
 
     def evaluate(self) -> list[Evaluation]:
         """Measure the model and its moving average on all validation images."""
@@ -201,33 +205,21 @@ class RunKeeper(Keeper):
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """A context for the training. If it is stopped, the run is saved, and prints how to go on.
-        If it diverges, the error gives advice. Watchers are told of the start and of any end.
+        """A context for the training, of which watchers are told the start and any end. If it
+        diverges, the error gives advice; if it is stopped, the run is saved.
         """
-        folder, progress = self.folder, self.training.state.progress
-        processes, data = self.training.processes, self.data
+        training, micro_batch_size = self.training, self.data.plan.micro_batch_size
+        processes = training.processes
         forget_peak(processes.device)
         if processes.is_main:
-            steps_per_epoch = data.train_batches.steps_per_epoch
-            self.tell("started", folder, progress.step, steps_per_epoch)
+            step = training.state.progress.step
+            self.tell("started", self.folder, step, self.data.steps_per_epoch)
         try:
-            with memory_for("optim.max_batch_per_process", data.plan.micro_batch_size):
+            with memory_for("optim.max_batch_per_process", micro_batch_size), self.saving():
                 yield
-        except Interrupted as ended:  # between two steps
-            self.save()
-            why = f"stopped by signal {ended.number} after step {progress.step:,};"
-            processes.say(f"{why} go on with --resume {folder.path}")
-            raise
-        except DataError:  # likewise
-            self.save()
-            if processes.is_main:
-                folder.forget_sizes()
-            why = f"the run is safe at step {progress.step:,}; once that is mended,"
-            processes.say(f"{why} go on with --resume {folder.path}")
-            raise
         except Diverged as diverged:
             advice = self.task.fault(processes) or (
-                f"; {folder.last} is from before, but would go the same way again: start anew "
+                f"; {self.folder.last} is from before, but would go the same way again: start anew "
                 "with a lower optim.base_lr, say, or optim.clip_norm"
             )
             raise Diverged(f"{diverged}{advice}") from None
@@ -235,14 +227,36 @@ class RunKeeper(Keeper):
             if processes.is_main:
                 self.tell("ended")
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A context after which a run that was stopped between two steps, by a signal or by data
+        that cannot be read, is saved, and prints how to go on.
+        """
+        progress, processes = self.training.state.progress, self.training.processes
+        try:
+            yield
+        except Interrupted as ended:
+            self.save()
+            why = f"stopped by signal {ended.number} after step {progress.step:,};"
+            processes.say(f"{why} go on with --resume {self.folder.path}")
+            raise
+        except DataError:
+            self.save()
+            if processes.is_main:
+                self.folder.forget_sizes()
+            why = f"the run is safe at step {progress.step:,}; once that is mended,"
+            processes.say(f"{why} go on with --resume {self.folder.path}")
+            raise
+
     def say_done(self) -> None:
         """Print how good the run is, and what can be done with it."""
-        training, best = self.training, self.training.state.progress.best
+        training, progress = self.training, self.training.state.progress
+        best = progress.best
         value = "none" if best is None else f"{best:.2f}"
         memory = peak_gib(training.processes.device)
         path = shlex.quote(str(self.folder.path))
         training.processes.say(
-            f"done    {counted(training.epochs, 'epoch')}, best {self.recipe.checkpoint.best_by} "
+            f"done    {counted(progress.epochs, 'epoch')}, best {self.recipe.checkpoint.best_by} "
             f"{value}, peak memory {memory:.2f} GiB\n"
             f"next    vitinit figures report {path} --out report.html\n"
             f"        {self.task.next_step(path)}"

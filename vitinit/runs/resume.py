@@ -4,7 +4,7 @@
     --out-dir F --resume auto   goes on with F's run; a new one if F holds none
     --resume F                  goes on with F's run
 
-A finished run is done. A run goes on as it began: by its own recipe, of which only what describes
+A finished run is not trained again. A run goes on as it began: by its own recipe, of which only what describes
 the machine may change, and with the same images. Results are never overwritten.
 """
 
@@ -32,12 +32,14 @@ from ..train.distributed import Processes
 from ..train.loop import AMP_DTYPES
 from .folder import RunFolder
 
-# Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
-# among the data's facts says.
+# Keys that may change on resume. The teacher's file may have moved: its digest among the data's facts
+# shows that it is the same one.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 MAY_DIFFER = ("data.root", "data.workers")  # between the processes of a run
 OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
-TAKEN = dict[tuple[int, Path], "RunLock"]()  # a record lock does not stop its own process
+# The locks that this process holds, by its number and the folder: a record lock keeps out other
+# processes alone, and not another run of the same one.
+TAKEN = dict[tuple[int, Path], "RunLock"]()
 
 
 class Request(NamedTuple):
@@ -48,10 +50,16 @@ class Request(NamedTuple):
     out_dir: Path | None  # None: runs/<recipe>-<init>-s<seed>
     resume: str | os.PathLike | None  # None: a new run; "auto": that in out_dir; or a folder
     command: list[str] | None = None  # the words of the command line, if one asks for it
+    first_epochs: int | None = None  # so many are trained; None: all
 
     def as_dict(self) -> dict[str, Any]:
         """The request as run.json states it; what was not given is left out."""
-        given = {"recipe": self.recipe, "out_dir": self.out_dir, "resume": self.resume}
+        given = {
+            "recipe": self.recipe,
+            "out_dir": self.out_dir,
+            "resume": self.resume,
+            "first_epochs": self.first_epochs,
+        }
         stated: dict[str, Any] = {
             key: str(value) for key, value in given.items() if value is not None
         }
@@ -79,7 +87,7 @@ class Choice(NamedTuple):
     recipe: Recipe
     saved: dict[str, Any] | None  # the checkpoint to go on from; None for a new run
     written_root: str  # data.root as it was written, which checkpoints keep
-    strided: bool = False  # which pairs share a micro-batch, see `data.sampler.BatchPlan`
+    strided: bool = False  # how images that are mixed share a micro-batch, see `BatchPlan` in data/
 
 
 class RunLock(ExitStack):
@@ -100,15 +108,17 @@ class RunLock(ExitStack):
         begun here, perhaps ended, too: this one would overwrite its results.
         """
         for folder, handle in list(self.handles.items()):
-            with suppress(OSError):
-                if os.path.samestat(os.fstat(handle), os.stat(folder / "run.lock")):
-                    return
+            try:
+                there = os.stat(folder / "run.lock")
+            except OSError:  # it was deleted
+                self.handles.clear()
+                self.take(folder)
+                return
+            if not os.path.samestat(os.fstat(handle), there):
                 raise CheckpointError(
                     f"{folder}: run.lock was deleted, and another run has begun here; this one "
                     "writes nothing more"
                 )
-            self.handles.clear()
-            self.take(folder)
 
     def take(self, folder: Path) -> None:
         """Lock the folder; raise CheckpointError, which names the holder, if another process has.
@@ -233,8 +243,10 @@ def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
     CheckpointError where nothing can go on and a new run would overwrite results, or another run.
     """
     results = folder.results()
-    if folder.holds_checkpoint() or recipe is None and not folder.path.is_dir():
-        return ToDo.GO_ON  # without the folder, reading it says so
+    if folder.holds_checkpoint():
+        return ToDo.GO_ON
+    if recipe is None and not folder.path.is_dir():
+        return ToDo.GO_ON  # reading the checkpoint says that there is no such folder
     if not results and recipe is None:
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint to go on from yet; the command "

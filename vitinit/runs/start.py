@@ -19,6 +19,7 @@ from ..recipe.files import RecipeError, building
 from ..recipe.sections import Recipe
 from ..tasks import Task
 from ..train.distributed import Processes
+from ..train.loop import set_precision, tune_convolutions
 from ..train.metrics import Progress
 from ..train.optim import LearningRate, freeze_below_head, optimizer_for, set_learning_rate
 from ..train.state import Ema, TrainState
@@ -160,13 +161,17 @@ def restore(
             f"{path}: its progress contradicts itself: {in_brief(progress)}, of "
             f"{learning_rate.steps_per_epoch:,} per epoch"
         )
-    if progress.step:  # for a checkpoint before the next step
+    if progress.step:  # the one of the last step, which a checkpoint holds, too
         set_learning_rate(state.optimizer, learning_rate(progress.step - 1))
 
 
 def model_to_train(state: TrainState, recipe: Recipe, processes: Processes) -> nn.Module:
-    """The state's model as it is called to train it: of several processes, and compiled, if so."""
+    """The model as the loop calls it: in DistributedDataParallel if there are several processes,
+    compiled if engine.compile says so, with the precision and kernels that [engine] lets it have.
+    """
     model = state.model
+    set_precision(recipe.engine.tf32)
+    tune_convolutions(model)
     if processes.world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         # Only BatchNorm's statistics change; before evaluation `Processes.share` sends them.

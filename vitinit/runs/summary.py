@@ -118,7 +118,7 @@ def lines_on_steps(recipe: Recipe, data: Data, training: Training) -> list[str]:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
     if optim.train == "head":
         optimisers += " of the head alone"
-    steps_per_epoch, epochs = data.train_batches.steps_per_epoch, recipe.schedule.total_epochs
+    steps_per_epoch, epochs = data.steps_per_epoch, recipe.schedule.total_epochs
     steps = steps_per_epoch * epochs
     processes = counted(training.processes.world_size, "process")
     micro_batches = counted(plan.accumulation, "micro-batch")
@@ -141,19 +141,23 @@ def start_lines(
     notes: Sequence[str],
     folder: RunFolder,
     watchers: Watchers,
+    *,
+    resumed: bool,
 ) -> list[str]:
     """All that there is to say at the start of a run, line by line: the run in words, then cautions.
-    notes: on the first weights. watchers: of which some look at a new run's images.
+    notes: on the first weights. watchers: some of them look at a new run's images, now.
     """
     processes, grid = training.processes, cast(Classifier, training.state.model).grid
     lines = summary(recipe, data, training, [*notes, *task.notes()])
     seen = []
-    if folder.step is None and processes.is_main:
+    if processes.is_main and not resumed:
         seen = watchers.tell("opened", data, recipe)
     warnings = [line for line in seen if line.startswith("warning ")]
     lines += [line for line in seen if line not in warnings]
-    resumed = "" if folder.step is None else f", resumed at step {folder.step:,}"
-    lines.append(f"run     {folder.path}{resumed}")
+    run = f"run     {folder.path}"
+    if resumed:
+        run += f", resumed at step {training.state.progress.step:,}"
+    lines.append(run)
     cautious = cautions(recipe, data, grid, processes.device)
     return [*lines, *warnings, *(f"warning {line}" for line in cautious)]
 
@@ -178,7 +182,7 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
     """One line for each value that is valid but probably a mistake, and for what is left out.
     grid: rows and columns of the model's patches.
     """
-    steps = data.train_batches.steps_per_epoch
+    steps = data.steps_per_epoch
     updates = recipe.schedule.total_epochs * steps
     left_out = f"{data.whole_set.left_out}\n{data.val_set.left_out}".split("\n")
     lines = list(dict.fromkeys(filter(None, left_out)))

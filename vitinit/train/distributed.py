@@ -76,7 +76,7 @@ class Processes:
         return self.maxima([value])[0]
 
     def maxima(self, values: Sequence[int]) -> list[int]:
-        """Of each of some integers the largest that a process passes; for facts, whether any."""
+        """The largest of each integer over all processes; of True and False, whether any has True."""
         if self.world_size == 1:
             return [int(value) for value in values]
         largest = torch.tensor([int(value) for value in values])

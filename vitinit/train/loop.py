@@ -56,8 +56,8 @@ class Training:
 
     state: TrainState  # changed in place; consistent between two steps
     forward: nn.Module  # the state's model, perhaps compiled, perhaps in DistributedDataParallel
-    # (epoch from 0, how many of its steps are done) → the others: the number of each within the
-    # run, from 0, and this process's micro-batches, which are loaded; see `MicroBatch` in data/.
+    # (epoch from 0, steps of it that are done) → its remaining steps, each a pair: the step's number
+    # within the run, from 0, and this process's micro-batches, loaded; see `MicroBatch` in data/.
     steps: Callable[[int, int], Iterable[tuple[int, Sequence[Any]]]]
     # (forward, images, scales, targets) → the mean loss of a micro-batch; see `Task.loss` in tasks/.
     loss: Callable[..., Tensor]
@@ -101,20 +101,20 @@ def train_epoch(training: Training, epoch: int, keeper: Keeper, meter: Meter) ->
         for item in agreed(steps, processes, training.stop):
             assert item is not None  # all processes have as many steps
             step, micro_batches = item
-            measured = meter.begin_step(step)
-            update = train_step(training, step, micro_batches, measured=measured)
+            meter.begin_step(step)
+            update = train_step(training, step, micro_batches, with_norm=meter.wants_norm(step))
             meter.end_step(update)
             if save_every and (step + 1) % save_every == 0:
                 keeper.save()
                 meter.saved()
-        read_losses(state, processes)
+        check_finite(state, processes)
 
 
 def train_step(
-    training: Training, step: int, micro_batches: Sequence[Any], *, measured: bool
+    training: Training, step: int, micro_batches: Sequence[Any], *, with_norm: bool
 ) -> Update:
     """Update the weights once, by the gradients of this process's micro-batches, which
-    DistributedDataParallel averages over the processes. measured: as of `update_weights`.
+    DistributedDataParallel averages over the processes. with_norm: see `update_weights`.
     """
     state, device = training.state, training.processes.device
     lr = training.learning_rate(step)
@@ -136,18 +136,18 @@ def train_step(
             loss = loss / len(micro_batches)
             state.scaler.scale(loss).backward()
         step_loss += loss.detach()
-    grad_norm, scale, skipped = update_weights(state, training.clip_norm, measured=measured)
+    grad_norm, scale, skipped = update_weights(state, training.clip_norm, with_norm=with_norm)
     state.progress.add(step_loss, skipped)
     return Update(lr, grad_norm, scale)
 
 
 def update_weights(
-    state: TrainState, clip_norm: float, *, measured: bool
+    state: TrainState, clip_norm: float, *, with_norm: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Clip the gradients, do one optimiser step, and let the moving average follow. GradScaler
     skips the step if gradients overflowed in fp16.
 
-    measured: whether to compute the norm of the gradients. Clipping computes it in any case.
+    with_norm: whether to compute the norm of the gradients. Clipping computes it in any case.
     Returns scalars on the device: the norm of the gradients before clipping, or None; the loss
     scale of this step, and whether it was skipped, each None without fp16.
 
@@ -162,7 +162,7 @@ def update_weights(
     if clip_norm > 0:
         scaler.unscale_(state.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    elif measured:
+    elif with_norm:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if scale is not None:
@@ -171,16 +171,18 @@ def update_weights(
     scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     if scale is not None:
-        skipped = scaler.scale(one) < scale  # it falls exactly when a step is skipped
+        # GradScaler lowers its scale after a step that it skipped, and after no other.
+        skipped = scaler.scale(one) < scale
     if state.ema is not None:
         state.ema.update(skipped)
     return norm, scale, skipped
 
 
 @torch.no_grad()
-def read_losses(state: TrainState, processes: Processes) -> None:
-    """Bring the progress up to date, which waits for the device. Raises Diverged, on all processes
-    together, if a loss or a weight is infinite or NaN, so that no good checkpoint is overwritten.
+def check_finite(state: TrainState, processes: Processes) -> None:
+    """Read the losses of the steps since the last call, which waits for the device. Raises Diverged,
+    on all processes together, if a loss or a weight is infinite or NaN, so that no checkpoint
+    replaces a good one.
     """
     state.progress.read_losses(processes)
     norms = torch._foreach_norm(list(state.model.parameters()))

@@ -1,6 +1,7 @@
 """What measures the training loop, from beside it: bars, clocks, rows, and how fast it goes.
 
-The loop tells a `Meter` what happens. No weight depends on it: the loop trains the same without.
+The loop tells a `Meter` what happens. No weight depends on it: the loop trains the same with one
+that measures nothing. The rows of a run's folder need the times of a `StepMeter`.
 """
 
 import math
@@ -42,10 +43,11 @@ class Meter:
         """The steps of an epoch, which are loaded as they are asked for."""
         return steps
 
-    def begin_step(self, step: int) -> bool:
-        """Step number `step` of the run, from 0, has its images. Returns whether the norm of its
-        gradients is to be measured.
-        """
+    def begin_step(self, step: int) -> None:
+        """Step number `step` of the run, from 0, has its images."""
+
+    def wants_norm(self, step: int) -> bool:
+        """Whether the norm of this step's gradients is to be computed."""
         return False
 
     def end_step(self, update: Update) -> None:
@@ -108,7 +110,8 @@ class StepMeter(Meter):
         self.bar.set_postfix_str(self.loss_text, refresh=False)
         with self.bar:
             yield
-        progress.clock.stop()  # evaluating is not training
+        # Evaluating is not training. After an exception the clock runs on, until the run is saved.
+        progress.clock.stop()
         self.tell_paces(after=LEAST_ROWS)
 
     def loading(self, steps: Iterable[T]) -> Iterator[T]:
@@ -118,13 +121,15 @@ class StepMeter(Meter):
             yield step
             began = time.perf_counter()
 
-    def begin_step(self, step: int) -> bool:
+    def begin_step(self, step: int) -> None:
         self.progress.waiting_seconds += time.perf_counter() - self.idle_since
         self.row_due = (step + 1) % STEPS_PER_ROW == 0
         device = self.processes.device
         if self.row_due and not self.told_paces and device.type == "cuda":
             torch.cuda.synchronize(device)  # this step is measured alone
         self.step_since = time.perf_counter()
+
+    def wants_norm(self, step: int) -> bool:
         return self.row_due
 
     def end_step(self, update: Update) -> None:
@@ -154,7 +159,7 @@ class StepMeter(Meter):
             loading = self.loading_seconds / seconds
             self.paces.append(Pace(seconds / steps, alone, waiting / seconds, loading))
         self.loading_seconds = 0.0
-        assert update.grad_norm is not None  # as `begin_step` asked for it
+        assert update.grad_norm is not None  # as `wants_norm` asked for it
         norm = update.grad_norm.item()
         return StepRow(
             step=progress.step,

@@ -76,7 +76,8 @@ class Clock:
 class Progress:
     """How far a run has come, and the sums of its current epoch; every checkpoint has the fields.
 
-    What a step says stays on the device until `read_losses`, so that the host can launch the next.
+    All of it is as of the last `read_losses`: until then what a step says stays on the device, so
+    that the host can launch the next.
     """
 
     step: int = 0  # global batches since the start of the run, skipped steps included

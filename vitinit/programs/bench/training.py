@@ -19,7 +19,7 @@ from ...tasks.labels import cross_entropy
 from ...train.device import fastest_amp, keep_freed_memory
 from ...train.distributed import Processes
 from ...train.interruption import StopRequest
-from ...train.loop import Keeper, Training, set_precision, train_epochs, tune_convolutions
+from ...train.loop import Keeper, Training, train_epochs
 from ...train.meter import StepMeter
 from ...train.state import TrainState
 from ..shared.results import table
@@ -107,12 +107,10 @@ def alone(device: torch.device) -> Processes:
 
 def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, nn.Module]:
     """A run's first state, if its init reads no images, and the (compiled) model to call."""
-    set_precision(recipe.engine.tf32)
     processes, task, classifier = alone(device), task_of(recipe), build(recipe)
     model = trained_model(task, classifier, recipe)
     draw_weights(model, classifier, recipe, task, processes)
     state = new_state(model, recipe, processes)
-    tune_convolutions(state.model)
     return state, model_to_train(state, recipe, processes)
 
 
