@@ -97,5 +97,6 @@ def build_model(
     try:
         return model(**arguments)
     except (TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+        words = str(error) or type(error).__name__
+        reason = words.splitlines()[0][:120]
         raise ValueError(f"{name} cannot be built with these sizes: {reason}") from None

@@ -57,7 +57,8 @@ class DepthwiseConv(nn.Conv2d):
         if len(self.weight) == self.out_channels:
             return self.weight
         channels = torch.arange(self.out_channels, device=self.weight.device)
-        return self.weight[channels % len(self.weight)]
+        of_channels = channels % len(self.weight)
+        return self.weight[of_channels]
 
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.kernels(), self.bias)
@@ -70,9 +71,8 @@ def conv_mixer_block(
     spatial = nn.Sequential(
         DepthwiseConv(dim, kernel_size, num_filters=num_filters), act(), nn.BatchNorm2d(dim)
     )
-    return nn.Sequential(
-        Residual(spatial), nn.Conv2d(dim, dim, kernel_size=1), act(), nn.BatchNorm2d(dim)
-    )
+    pointwise = nn.Conv2d(dim, dim, kernel_size=1)
+    return nn.Sequential(Residual(spatial), pointwise, act(), nn.BatchNorm2d(dim))
 
 
 class ConvMixer(Classifier):
@@ -112,17 +112,15 @@ class ConvMixer(Classifier):
             raise ValueError(
                 f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = {embed_dim}"
             )
-        act, self.kernel_size = ACTIVATIONS[activation], kernel_size
+        act = ACTIVATIONS[activation]
+        self.kernel_size = kernel_size
         self.patch_size = to_pair(patch_size)
         self.grid = patch_grid(to_pair(image_size), self.patch_size)
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, embed_dim, self.patch_size, stride=self.patch_size),
-            act(),
-            nn.BatchNorm2d(embed_dim),
-        )
-        self.blocks = nn.Sequential(
-            *(conv_mixer_block(embed_dim, kernel_size, num_filters, act) for _ in range(depth))
-        )
+        patch_embed = nn.Conv2d(3, embed_dim, self.patch_size, stride=self.patch_size)
+        self.stem = nn.Sequential(patch_embed, act(), nn.BatchNorm2d(embed_dim))
+        self.blocks = nn.Sequential()
+        for _ in range(depth):
+            self.blocks.append(conv_mixer_block(embed_dim, kernel_size, num_filters, act))
         for layers in self.blocks:
             self.depthwise(layers).requires_grad_(train_filters)
         self.head = make_head(embed_dim, num_classes)
@@ -136,9 +134,8 @@ class ConvMixer(Classifier):
         height, width = images.shape[-2:]
         require_image_size(images, (height, width))
         patch_grid((height, width), self.patch_size)  # else the stem would drop the last rows
-        x, after = run_blocks(self.blocks, self.stem(images), blocks)  # each (B, C, h, w)
-        return Features(
-            tuple(map_tokens(part.movedim(1, -1)) for part in after),
-            map_tokens(x.movedim(1, -1)),
-            x.mean(dim=(2, 3)),
-        )
+        x = self.stem(images)  # (B, C, h, w)
+        x, after = run_blocks(self.blocks, x, blocks)
+        of_blocks = tuple(map_tokens(part.movedim(1, -1)) for part in after)
+        last = map_tokens(x.movedim(1, -1))
+        return Features(of_blocks, last, x.mean(dim=(2, 3)))

@@ -71,9 +71,9 @@ class Classifier(nn.Module):
 
     def tokens(self, x: Tensor) -> Tokens:
         """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""
-        return Tokens(
-            x[:, self.num_prefix_tokens :].unflatten(1, self.grid), x[:, : self.num_prefix_tokens]
-        )
+        prefix = self.num_prefix_tokens
+        patches = x[:, prefix:].unflatten(1, self.grid)  # (B, H, W, C)
+        return Tokens(patches, x[:, :prefix])
 
     def classify(self, features: Features) -> Tensor:
         """The logits, (B, num_classes), from the pooled features."""
@@ -81,9 +81,9 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
         """The logits, (B, num_classes), of images (B, 3, H, W); drop_path: see `Classifier`."""
-        return self.classify(
-            self.features(images) if drop_path is None else self.features(images, drop_path)
-        )
+        if drop_path is None:  # which not all families take
+            return self.classify(self.features(images))
+        return self.classify(self.features(images, drop_path))
 
 
 def module_list(layers: Iterable[Layer]) -> Sequence[Layer]:
@@ -93,7 +93,8 @@ def module_list(layers: Iterable[Layer]) -> Sequence[Layer]:
 
 def map_tokens(map: Tensor) -> Tokens:
     """A feature map (B, H, W, C) as `Tokens`, of which none are prefix tokens."""
-    return Tokens(map, map.flatten(1, 2)[:, :0])
+    none = map.flatten(1, 2)[:, :0]  # (B, 0, C)
+    return Tokens(map, none)
 
 
 def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
@@ -114,7 +115,8 @@ def run_blocks(
     wanted = block_numbers(numbers, len(blocks))
     after = {}
     for number, block in enumerate(blocks):
-        x = block(x, *[of_blocks[number] for of_blocks in arguments])
+        of_block = [of_blocks[number] for of_blocks in arguments]
+        x = block(x, *of_block)
         if number in wanted:
             after[number] = x
     return x, [after[number] for number in wanted]
@@ -122,12 +124,16 @@ def run_blocks(
 
 def make_head(dim: int, num_classes: int) -> nn.Module:
     """The last layer, (B, dim) → (B, num_classes); the identity for num_classes = 0."""
-    return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
+    if num_classes == 0:
+        return nn.Identity()
+    return nn.Linear(dim, num_classes)
 
 
 def to_pair(value: int | Sequence[int]) -> Sides:
     """(height, width); a single integer is used for both."""
-    height, width = (value, value) if isinstance(value, int) else value
+    if isinstance(value, int):
+        value = value, value
+    height, width = value
     return index(height), index(width)  # raises TypeError for a fraction
 
 
@@ -188,14 +194,17 @@ class PatchEmbed(nn.Module):
         self, image_size: Pair, patch_size: Pair, embed_dim: int, *, norm: bool = False
     ) -> None:
         super().__init__()
-        self.image_size, patch = to_pair(image_size), to_pair(patch_size)
+        patch = to_pair(patch_size)
+        self.image_size = to_pair(image_size)
         self.grid = patch_grid(self.image_size, patch)
         self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch)
         self.norm = nn.LayerNorm(embed_dim) if norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
         require_image_size(images, self.image_size)
-        return self.norm(rearrange(self.proj(images), "b c h w -> b (h w) c"))
+        x = self.proj(images)  # (B, C, rows, columns)
+        x = rearrange(x, "b c h w -> b (h w) c")
+        return self.norm(x)
 
 
 class Mlp(nn.Module):
@@ -244,31 +253,38 @@ def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float,
     """The rates of both branches of each block, from `first` to `rate`; raises ValueError."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}, expected 0 ≤ drop_path < 1")
-    return tuple(np.linspace(first, rate, depth).repeat(2).tolist())
+    of_blocks = np.linspace(first, rate, depth)
+    return tuple(of_blocks.repeat(2).tolist())
 
 
 def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:
     """Draw scales, (branches, batch), of mean 1: 0 with probability `rate`, else 1 / (1 − rate)."""
     column = np.asarray(rates)[:, None]  # (branches, 1)
     kept = rng.random((len(column), batch)) >= column
-    return torch.from_numpy((kept / (1.0 - column)).astype(np.float32))
+    scales = kept / (1.0 - column)
+    return torch.from_numpy(scales.astype(np.float32))
 
 
 def scales_by_block(drop_path: Tensor | None, depth: int) -> Tensor | list[tuple[None, None]]:
     """(2·depth, B) → the scales of both branches of each block, (depth, 2, B); of None, Nones."""
-    return [(None, None)] * depth if drop_path is None else drop_path.unflatten(0, (depth, 2))
+    if drop_path is None:
+        return [(None, None)] * depth
+    return drop_path.unflatten(0, (depth, 2))
 
 
 def add_branch(x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
     """x + scale · branch. x, branch: (B, …); scale: (B,), or None for no scaling."""
     if scale is None:
         return x + branch
-    return x + branch * scale.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
+    scale = scale.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))  # (B, 1, …)
+    return x + branch * scale
 
 
 def sincos_frequencies(dim: int) -> Tensor:
     """(dim / 4,) radians per token, geometric from 1 down to nearly 1e-4; float64."""
-    return 1e4 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    count = dim // 4
+    exponents = torch.arange(count, dtype=torch.float64) / count
+    return 1e4**-exponents
 
 
 def sincos_position_embedding(grid: Sides, dim: int) -> Tensor:
@@ -280,5 +296,7 @@ def sincos_position_embedding(grid: Sides, dim: int) -> Tensor:
     if dim % 4:
         raise ValueError(f"sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")
     cells = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1]))  # (N, 2)
-    rows, columns = (cells[..., None] * sincos_frequencies(dim)).unbind(1)
-    return torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1).float()
+    angles = cells[..., None] * sincos_frequencies(dim)  # (N, 2, dim / 4)
+    rows, columns = angles.unbind(1)
+    quarters = [columns.sin(), columns.cos(), rows.sin(), rows.cos()]
+    return torch.cat(quarters, dim=1).float()

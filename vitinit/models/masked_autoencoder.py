@@ -8,6 +8,8 @@ is small, and thrown away. The shape legend is in attention.py; n of N patches a
 tokens, such as the class token, stand before them.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 
@@ -60,18 +62,11 @@ class Decoder(nn.Module):
         self.embed = nn.Linear(encoder_dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.positions: Tensor
-        positions = nn.functional.pad(sincos_position_embedding(grid, dim), (0, 0, prefix, 0))
-        self.register_buffer("positions", positions, persistent=False)  # (P + N, dim)
+        positions = sincos_position_embedding(grid, dim)  # (N, dim)
+        positions = nn.functional.pad(positions, (0, 0, prefix, 0))  # (P + N, dim)
+        self.register_buffer("positions", positions, persistent=False)
         self.blocks = module_list(
-            VitBlock(
-                Attention(dim, num_heads=num_heads),
-                dim,
-                mlp="gelu",
-                mlp_ratio=4.0,
-                layer_scale=0.0,
-                norm_eps=1e-6,
-            )
-            for _ in range(depth)
+            VitBlock(Attention(dim, num_heads=num_heads), dim) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.pixels = nn.Linear(dim, pixels)
@@ -80,26 +75,20 @@ class Decoder(nn.Module):
         """(B, P + n, C), (B, n), (B, N − n) → (B, N − n, pixels of a patch)."""
         x = self.embed(encoded)  # (B, P + n, dim)
         masked = self.mask_token.to(x.dtype).expand(*hidden.shape, -1)  # (B, N − n, dim)
-        x = (
-            torch.cat([x, masked], dim=1)
-            + self.positions[
-                torch.cat(
-                    [
-                        prefix_indices(self.prefix, visible),
-                        visible + self.prefix,
-                        hidden + self.prefix,
-                    ],
-                    1,
-                )
-            ]
-        )
-        x, _ = run_blocks(self.blocks, x, ())  # no order of tokens: their places are added
-        return self.pixels(self.norm(x[:, -hidden.shape[1] :]))
+        x = torch.cat([x, masked], dim=1)  # (B, P + N, dim), not in the order of the image
+        prefix = prefix_indices(self.prefix, visible)
+        places = torch.cat([prefix, visible + self.prefix, hidden + self.prefix], dim=1)
+        x = x + self.positions[places]
+        x, _ = run_blocks(self.blocks, x, ())
+        x = x[:, -hidden.shape[1] :]  # (B, N − n, dim)
+        return self.pixels(self.norm(x))
 
 
 def visible_patches(patches: int, mask_ratio: float) -> int:
     """How many patches are visible, as in the paper's code; ValueError if none is, or all are."""
-    visible = int(patches * (1.0 - mask_ratio)) if 0.0 < mask_ratio < 1.0 else 0
+    visible = 0
+    if 0.0 < mask_ratio < 1.0:
+        visible = int(patches * (1.0 - mask_ratio))
     if not 0 < visible < patches:
         raise ValueError(
             f"mask_ratio is {mask_ratio}, which leaves none of {patches} patches "
@@ -137,9 +126,12 @@ class MaskedAutoencoder(nn.Module):
                 f"decoder_dim is {decoder_dim}, expected a multiple of 4, and of "
                 f"decoder_heads = {decoder_heads}"
             )
-        self.encoder, self.grid, self.prefix = encoder, encoder.grid, encoder.num_prefix_tokens
-        self.drop_path_rates, self.normalise_targets = encoder.drop_path_rates, normalise_targets
-        self.patches = self.grid[0] * self.grid[1]
+        self.encoder = encoder
+        self.grid = encoder.grid
+        self.prefix = encoder.num_prefix_tokens
+        self.drop_path_rates = encoder.drop_path_rates
+        self.normalise_targets = normalise_targets
+        self.patches = prod(self.grid)
         self.visible = visible_patches(self.patches, mask_ratio)
         projection = encoder.patch_embed.proj
         self.patch: Sides = to_pair(projection.kernel_size)
@@ -164,15 +156,12 @@ class MaskedAutoencoder(nn.Module):
 
     def encode(self, images: Tensor, visible: Tensor, drop_path: Tensor | None = None) -> Tensor:
         """The encoder's tokens of the visible patches (B, n) alone: (B, P + n, C)."""
-        depth = len(self.encoder.blocks)
-        tokens = torch.cat([prefix_indices(self.prefix, visible), visible + self.prefix], 1)
-        x, _ = run_blocks(
-            self.encoder.blocks,
-            take(self.encoder.embed(images), tokens),
-            (),
-            scales_by_block(drop_path, depth),
-            [tokens] * depth,
-        )
+        prefix = prefix_indices(self.prefix, visible)
+        tokens = torch.cat([prefix, visible + self.prefix], dim=1)  # (B, P + n)
+        x = take(self.encoder.embed(images), tokens)
+        blocks = self.encoder.blocks
+        scales = scales_by_block(drop_path, len(blocks))
+        x, _ = run_blocks(blocks, x, (), scales, [tokens] * len(blocks))
         return self.encoder.fc_norm(self.encoder.norm(x))  # one is the identity
 
     def reconstruct(
@@ -182,9 +171,11 @@ class MaskedAutoencoder(nn.Module):
         indices (B, N − n), ascending, and what the decoder says of them, (B, N − n, 3·p·q).
         """
         seen = torch.zeros(len(visible), self.patches, dtype=torch.bool, device=visible.device)
-        order = seen.scatter(1, visible, True).int().argsort(dim=1, stable=True)
-        hidden = order[:, : self.patches - visible.shape[1]]  # False sorts first
-        return hidden, self.decoder(self.encode(images, visible, drop_path), visible, hidden)
+        seen = seen.scatter(1, visible, True)  # (B, N)
+        order = seen.int().argsort(dim=1, stable=True)  # False sorts first
+        hidden = order[:, : self.patches - visible.shape[1]]
+        encoded = self.encode(images, visible, drop_path)
+        return hidden, self.decoder(encoded, visible, hidden)
 
     def forward(
         self, images: Tensor, drop_path: Tensor | None = None, *, visible: Tensor
@@ -194,4 +185,5 @@ class MaskedAutoencoder(nn.Module):
         """
         hidden, predicted = self.reconstruct(images, visible, drop_path)
         targets = take(self.targets(images), hidden)
-        return (predicted.to(targets.dtype) - targets).square().mean(dim=(1, 2))
+        errors = predicted.to(targets.dtype) - targets  # (B, N − n, 3·p·q)
+        return errors.square().mean(dim=(1, 2))

@@ -6,6 +6,7 @@ Names in the state dict, parameter counts and outputs equal timm's. Shapes: see 
 """
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor, nn
 
@@ -30,9 +31,7 @@ NORM_EPS = 1e-6
 class MixerBlock(nn.Module):
     """x + token_mixing(norm(x)), then x + channel_mixing(norm(x)) (§2, equation 1)."""
 
-    def __init__(
-        self, num_tokens: int, dim: int, *, tokens_hidden: int, channels_hidden: int
-    ) -> None:
+    def __init__(self, num_tokens: int, dim: int, tokens_hidden: int, channels_hidden: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=NORM_EPS)
         self.mlp_tokens = Mlp(num_tokens, tokens_hidden)
@@ -45,8 +44,10 @@ class MixerBlock(nn.Module):
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
-        x = add_branch(x, self.token_mixing(self.norm1(x)), drop_path[0])
-        return add_branch(x, self.mlp_channels(self.norm2(x)), drop_path[1])
+        mixed = self.token_mixing(self.norm1(x))
+        x = add_branch(x, mixed, drop_path[0])
+        hidden = self.mlp_channels(self.norm2(x))
+        return add_branch(x, hidden, drop_path[1])
 
 
 class MlpMixer(Classifier):
@@ -82,13 +83,10 @@ class MlpMixer(Classifier):
         self.drop_path_rates = drop_path_rates(drop_path, depth, first=drop_path)
         self.stem = PatchEmbed(image_size, patch_size, embed_dim)
         self.grid = self.stem.grid
+        tokens_hidden = hidden_width(embed_dim, tokens_ratio, "tokens_ratio")
+        channels_hidden = hidden_width(embed_dim, channels_ratio, "channels_ratio")
         self.blocks = module_list(
-            MixerBlock(
-                self.grid[0] * self.grid[1],
-                embed_dim,
-                tokens_hidden=hidden_width(embed_dim, tokens_ratio, "tokens_ratio"),
-                channels_hidden=hidden_width(embed_dim, channels_ratio, "channels_ratio"),
-            )
+            MixerBlock(prod(self.grid), embed_dim, tokens_hidden, channels_hidden)
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
@@ -98,11 +96,9 @@ class MlpMixer(Classifier):
         self, images: Tensor, drop_path: Tensor | None = None, *, blocks: Sequence[int] = ()
     ) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        x, after = run_blocks(
-            self.blocks,
-            self.stem(images),
-            blocks,  # each (B, N, C)
-            scales_by_block(drop_path, len(self.blocks)),
-        )
+        x = self.stem(images)  # (B, N, C)
+        scales = scales_by_block(drop_path, len(self.blocks))
+        x, after = run_blocks(self.blocks, x, blocks, scales)
         x = self.norm(x)
-        return Features(tuple(map(self.tokens, after)), self.tokens(x), x.mean(dim=1))
+        of_blocks = tuple(map(self.tokens, after))
+        return Features(of_blocks, self.tokens(x), x.mean(dim=1))

@@ -23,11 +23,31 @@ def frequencies_of(kind: Frequencies, heads: int, head_dim: int, base: float) ->
     π (i + 1) / n if "linear", of which a head can form the kernel of any single offset. "mixed"
     begins as "axial", the axes of head j turned by j / h of a right angle (RoPE-ViT draws these).
     """
-    step = torch.arange(head_dim // 4).double() / (head_dim // 4)
-    size = torch.pi * (step + 4 / head_dim) if kind == "linear" else base**-step  # (n,)
-    turn = torch.arange(heads)[:, None].double() / heads * (kind == "mixed") * torch.pi / 2
-    along, across = size * turn.cos(), size * turn.sin()  # (h, n)
-    return torch.cat([torch.stack([across, along], 2), torch.stack([along, -across], 2)], 1)
+    count = head_dim // 4
+    step = torch.arange(count).double() / count
+    if kind == "linear":
+        size = torch.pi * (step + 1 / count)  # (n,)
+    else:
+        size = base**-step
+    turn = torch.zeros(heads, 1).double()  # of each head's axes
+    if kind == "mixed":
+        turn = torch.arange(heads)[:, None].double() / heads * torch.pi / 2
+    along = size * turn.cos()  # (h, n)
+    across = size * turn.sin()
+    by_columns = torch.stack([across, along], 2)  # (h, n, 2), per row and per column
+    by_rows = torch.stack([along, -across], 2)
+    return torch.cat([by_columns, by_rows], 1)
+
+
+def coordinates_of(kind: Coordinates, side: int) -> Tensor:
+    """The coordinate of each row, or column, of a grid with `side` of them; float64."""
+    index = torch.arange(side).double()
+    if kind == "scaled":
+        return 16 * index / side
+    if kind == "centred":
+        middle = (2 * index + 1) / side - 1  # of each, between −1 and 1
+        return 2 * torch.pi * middle
+    return index
 
 
 class Rotary(nn.Module):
@@ -36,6 +56,9 @@ class Rotary(nn.Module):
     others turn by the same angles, more finely, for more patches: "scaled" from 0 up to 16, as
     EVA-02 (arXiv 2303.11331); "centred" from −2π to 2π, as DINOv3 (arXiv 2508.10104).
     """
+
+    frequencies: nn.Parameter | None
+    fixed: Tensor  # places, (N, 2), if "mixed"; else turns, (N, 1, d / 2, 2)
 
     def __init__(
         self,
@@ -51,17 +74,17 @@ class Rotary(nn.Module):
         super().__init__()
         if head_dim % 4 or base <= 1.0:
             raise ValueError(f"rope_base {base}, head_dim {head_dim}: expected > 1, multiple of 4")
-        self.heads, omega = heads, frequencies_of(kind, heads, head_dim, base)
-        self.frequencies = nn.Parameter(omega.float()) if kind == "mixed" else None
-        place = {
-            "index": lambda i, side: i,
-            "scaled": lambda i, side: 16 * i / side,
-            "centred": lambda i, side: 2 * torch.pi * ((2 * i + 1) / side - 1),
-        }[coordinates]
-        places = torch.cartesian_prod(*(place(torch.arange(side).double(), side) for side in grid))
-        places = nn.functional.pad(places, (0, 0, prefix_tokens, 0))
-        self.fixed: Tensor  # places, (N, 2), if "mixed"; else turns, (N, 1, d / 2, 2)
-        fixed = places if kind == "mixed" else turns_of(places, omega[:1])
+        self.heads = heads
+        omega = frequencies_of(kind, heads, head_dim, base)
+        rows, columns = (coordinates_of(coordinates, side) for side in grid)
+        places = torch.cartesian_prod(rows, columns)
+        places = nn.functional.pad(places, (0, 0, prefix_tokens, 0))  # (N, 2), 0 turns nothing
+        if kind == "mixed":
+            self.frequencies = nn.Parameter(omega.float())
+            fixed = places
+        else:
+            self.frequencies = None
+            fixed = turns_of(places, omega[:1])  # all heads have the same frequencies
         self.register_buffer("fixed", fixed.float(), persistent=False)
 
     def turns(self) -> Tensor:
@@ -89,8 +112,10 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
     """(a, b) → (a cos − b sin, a sin + b cos) for each pair of x, (B, N, h, d), in ≥ float32."""
     pairs = x.unflatten(-1, (-1, 2)).to(torch.promote_types(x.dtype, turns.dtype))
     if torch.compiler.is_compiling():  # it knows no complex numbers, and fuses these
-        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+        a, b = pairs.unbind(-1)
+        cos, sin = turns.unbind(-1)
         pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     else:  # one pass over memory
-        pairs = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
+        products = torch.view_as_complex(pairs) * torch.view_as_complex(turns)
+        pairs = torch.view_as_real(products)
     return pairs.flatten(-2).to(x.dtype)

@@ -49,7 +49,8 @@ class SimplePatchEmbed(nn.Module):
         self.norm2 = nn.LayerNorm(embed_dim)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.norm2(self.proj(self.norm1(patches_of(images, self.patch_size))))
+        patches = patches_of(images, self.patch_size)  # (B, N, p·q·3)
+        return self.norm2(self.proj(self.norm1(patches)))
 
 
 class SimpleAttention(nn.Module):
@@ -81,7 +82,10 @@ class SimpleAttention(nn.Module):
             raise ValueError(
                 f"without values, num_heads · head_dim = {inner} must be embed_dim = {dim}"
             )
-        self.num_heads, self.head_dim, self.reads, self.alpha = num_heads, head_dim, reads, alpha
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.reads = reads
+        self.alpha = alpha
         self.logit_scale = logit_scale or head_dim**-0.5
         if reads == "free":
             self.query = nn.Parameter(torch.zeros(num_heads, tokens, head_dim))
@@ -103,9 +107,12 @@ class SimpleAttention(nn.Module):
         """Q and K, each (B, h, N, d), or (1, h, N, d) where they are the same for all images."""
         if self.reads == "free":
             return self.query[None], self.key[None]
-        z = x if self.reads == "content" else pos_embed[None]
-        if self.reads == "mixed":
+        if self.reads == "content":
+            z = x
+        elif self.reads == "mixed":
             z = self.alpha * x + (1.0 - self.alpha) * pos_embed
+        else:
+            z = pos_embed[None]  # (1, N, C)
         query, key = rearrange(self.qk(z), "b n (two h d) -> two b h n d", two=2, h=self.num_heads)
         return query, key
 
@@ -119,11 +126,13 @@ class SimpleAttention(nn.Module):
         if self.reads in ("position", "free"):  # one matrix per head for all images
             values = rearrange(values, "b n (h d) -> h n (b d)", h=self.num_heads)
             mixed = self.mixing_weights(x, pos_embed)[0] @ values  # (h, N, B·d)
-            return self.proj(rearrange(mixed, "h n (b d) -> b n (h d)", b=x.shape[0]))
+            mixed = rearrange(mixed, "h n (b d) -> b n (h d)", b=x.shape[0])
+            return self.proj(mixed)
         query, key = self.queries_keys(x, pos_embed)
         values = rearrange(values, "b n (h d) -> b h n d", h=self.num_heads)
         mixed = attend(query, key, values, scale=self.logit_scale)
-        return self.proj(rearrange(mixed, "b h n d -> b n (h d)"))
+        mixed = rearrange(mixed, "b h n d -> b n (h d)")
+        return self.proj(mixed)
 
 
 class SimpleBlock(nn.Module):
@@ -199,32 +208,33 @@ class SimpleViT(Classifier):
             )
         if not head_dim and embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
-        self.alpha, self.input_pos_embed = alpha, input_pos_embed
-        patch, self.image_size = to_pair(patch_size), to_pair(image_size)
+        self.alpha = alpha
+        self.input_pos_embed = input_pos_embed
+        patch = to_pair(patch_size)
+        self.image_size = to_pair(image_size)
         self.grid = patch_grid(self.image_size, patch)
         self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
         self.register_buffer("pos_embed", sincos_position_embedding(self.grid, embed_dim))  # (N, C)
-        self.blocks = module_list(
-            SimpleBlock(
+        blocks = []
+        for _ in range(depth):
+            attention = SimpleAttention(
                 embed_dim,
-                SimpleAttention(
-                    embed_dim,
-                    tokens=self.grid[0] * self.grid[1],
-                    num_heads=num_heads,
-                    head_dim=head_dim or embed_dim // num_heads,
-                    reads=reads,
-                    alpha=alpha,
-                    values=values,
-                    logit_scale=logit_scale,
-                ),
-                mlp_ratio=mlp_ratio,
+                tokens=len(self.pos_embed),
+                num_heads=num_heads,
+                head_dim=head_dim or embed_dim // num_heads,
+                reads=reads,
+                alpha=alpha,
+                values=values,
+                logit_scale=logit_scale,
             )
-            for _ in range(depth)
-        )
+            blocks.append(SimpleBlock(embed_dim, attention, mlp_ratio=mlp_ratio))
+        self.blocks = module_list(blocks)
         self.norm = nn.LayerNorm(embed_dim)
         self.head = make_head(embed_dim, num_classes)
-        for name, weight in self.named_parameters():
-            weight.requires_grad_(train_qk or not name.endswith((".query", ".key", ".qk.weight")))
+        if not train_qk:
+            for name, weight in self.named_parameters():
+                if name.endswith((".query", ".key", ".qk.weight")):
+                    weight.requires_grad_(False)
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         require_image_size(images, self.image_size)
@@ -233,4 +243,5 @@ class SimpleViT(Classifier):
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
         x, after = run_blocks(self.blocks, x, blocks, [self.pos_embed] * len(self.blocks))
         x = self.norm(x)
-        return Features(tuple(map(self.tokens, after)), self.tokens(x), x.mean(dim=1))
+        of_blocks = tuple(map(self.tokens, after))
+        return Features(of_blocks, self.tokens(x), x.mean(dim=1))

@@ -67,15 +67,11 @@ class WindowAttention(Attention):
 
         mask: (M, w², w²), 0 or MASKED, for the windows of a feature map in row-major order.
         """
-        bias = rearrange(
-            self.relative_position_bias_table[self.relative_position_index],
-            "query key h -> h query key",
-        )
-        return (
-            bias[None]
-            if mask is None
-            else rearrange(bias + mask[:, None], "m h query key -> 1 (m h) query key")
-        )
+        bias = self.relative_position_bias_table[self.relative_position_index]
+        bias = rearrange(bias, "query key h -> h query key")
+        if mask is None:
+            return bias[None]
+        return rearrange(bias + mask[:, None], "m h query key -> 1 (m h) query key")
 
     def folded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B·M, w², C) → Q, K, V, (B, M·h, w², d), to share one bias; unmasked (B·M, h, w², d)."""
@@ -91,32 +87,33 @@ class WindowAttention(Attention):
     def mixing_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The attention matrices that `forward` applies: (B·M, w², C) → (B·M, h, w², w²)."""
         q, k, _ = self.folded(x, mask)
-        return rearrange(
-            attention_weights(q, k, self.bias(mask)),
-            "b (m h) query key -> (b m) h query key",
-            h=self.num_heads,
-        )
+        weights = attention_weights(q, k, self.bias(mask))
+        return rearrange(weights, "b (m h) q k -> (b m) h q k", h=self.num_heads)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (B·M, w², C), the windows of one image after those of another; mask: see `bias`."""
         q, k, v = self.folded(x, mask)  # each (B, M·h, w², d), or (B·M, h, w², d)
         x = attend(q, k, v, self.bias(mask))
-        return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", h=self.num_heads))
+        x = rearrange(x, "b (m h) n d -> (b m) n (h d)", h=self.num_heads)
+        return self.proj(x)
 
 
 def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Tensor | None:
     """(M, w², w²): MASKED where only the shift made tokens neighbours (§3.2), else 0; or None."""
     if not any(shift):
         return None
+    parts = []  # of the rows, and of the columns
+    for w, s in zip(window, shift):
+        if s:
+            parts.append([slice(0, -w), slice(-w, -s), slice(-s, None)])
+        else:
+            parts.append([slice(None)])
     regions = torch.zeros(grid)
-    parts = [
-        [slice(0, -w), slice(-w, -s), slice(-s, None)] if s else [slice(None)]
-        for w, s in zip(window, shift)
-    ]
     for number, (rows, columns) in enumerate(product(*parts)):
         regions[rows, columns] = number
     regions = rearrange(regions, "(a h) (b w) -> (a b) (h w)", h=window[0], w=window[1])
-    return MASKED * (regions[:, :, None] != regions[:, None]).float()
+    apart = regions[:, :, None] != regions[:, None]  # (M, w², w²)
+    return MASKED * apart.float()
 
 
 class SwinBlock(nn.Module):
@@ -138,7 +135,8 @@ class SwinBlock(nn.Module):
         qkv_bias: bool,
     ) -> None:
         super().__init__()
-        self.grid, self.window = grid, window
+        self.grid = grid
+        self.window = window
         down, right = (w // 2 if shifted and w < side else 0 for w, side in zip(window, grid))
         self.shift = down, right
         self.norm1 = nn.LayerNorm(dim)
@@ -155,20 +153,19 @@ class SwinBlock(nn.Module):
             x = x.roll((-down, -right), dims=(1, 2))
         windows = rearrange(x, "n (a h) (b w) c -> (n a b) (h w) c", h=height, w=width)
         windows = self.attn(windows, self.mask)  # (B·M, w², C)
-        x = rearrange(
-            windows,
-            "(n a b) (h w) c -> n (a h) (b w) c",
-            h=height,
-            w=width,
-            a=self.grid[0] // height,
-            b=self.grid[1] // width,
-        )
-        return x.roll((down, right), dims=(1, 2)) if any(self.shift) else x
+        a = self.grid[0] // height  # windows down
+        b = self.grid[1] // width  # and across
+        x = rearrange(windows, "(n a b) (h w) c -> n (a h) (b w) c", a=a, b=b, h=height)
+        if any(self.shift):
+            x = x.roll((down, right), dims=(1, 2))
+        return x
 
     def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """x: (B, H, W, C); drop_path: the scales of the two branches, each (B,) or None."""
-        x = add_branch(x, self.mix_windows(self.norm1(x)), drop_path[0])
-        return add_branch(x, self.mlp(self.norm2(x)), drop_path[1])
+        mixed = self.mix_windows(self.norm1(x))
+        x = add_branch(x, mixed, drop_path[0])
+        hidden = self.mlp(self.norm2(x))
+        return add_branch(x, hidden, drop_path[1])
 
 
 class PatchMerging(nn.Module):
@@ -260,20 +257,21 @@ class SwinTransformer(Classifier):
         self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
         self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim, norm=True)
         self.grid = self.patch_embed.grid
-        self.layers = module_list(
-            SwinStage(
-                embed_dim * 2**stage,
+        stages = []
+        for number, grid in enumerate(stage_grids(self.grid, len(depths))):
+            width = embed_dim * 2**number
+            stage = SwinStage(
+                width,
                 grid=grid,
-                depth=depths[stage],
-                merge=stage > 0,
-                num_heads=num_heads[stage],
-                window=window_on(grid, to_pair(window_size), stage),
+                depth=depths[number],
+                merge=number > 0,
+                num_heads=num_heads[number],
+                window=window_on(grid, to_pair(window_size), number),
                 mlp_ratio=mlp_ratio,
                 qkv_bias=qkv_bias,
             )
-            for stage, grid in enumerate(stage_grids(self.grid, len(depths)))
-        )
-        width = embed_dim * 2 ** (len(depths) - 1)
+            stages.append(stage)
+        self.layers = module_list(stages)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))  # timm's name
 
@@ -281,10 +279,11 @@ class SwinTransformer(Classifier):
         self, images: Tensor, drop_path: Tensor | None = None, *, blocks: Sequence[int] = ()
     ) -> Features:
         """See `Classifier`; drop_path: (2·blocks, B). Blocks are counted through all stages."""
-        depth, number = sum(len(stage.blocks) for stage in self.layers), 0
+        depth = sum(len(stage.blocks) for stage in self.layers)
         wanted = block_numbers(blocks, depth)
-        after = {}
         scales = scales_by_block(drop_path, depth)
+        after = {}  # the wanted blocks, by their numbers
+        number = 0
         x = self.patch_embed(images).unflatten(1, self.grid)  # (B, H, W, C)
         for stage in self.layers:
             x = stage.downsample(x)
@@ -294,9 +293,8 @@ class SwinTransformer(Classifier):
                     after[number] = map_tokens(x)
                 number += 1
         x = self.norm(x)
-        return Features(
-            tuple(after[number] for number in wanted), map_tokens(x), x.mean(dim=(1, 2))
-        )
+        of_blocks = tuple(after[number] for number in wanted)
+        return Features(of_blocks, map_tokens(x), x.mean(dim=(1, 2)))
 
 
 def stage_grids(grid: Sides, stages: int) -> list[Sides]:

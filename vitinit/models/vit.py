@@ -8,6 +8,7 @@ The shape legend is in attention.py.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Literal, get_args
 
 import torch
@@ -35,6 +36,7 @@ from .layers import (
 )
 from .rotary import Coordinates, Frequencies, Rotary
 
+Pool = Literal["class", "mean"]
 Positions = Literal["learned", "sincos", "rope", "learned+rope", "none"]
 MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
 
@@ -50,19 +52,21 @@ class VitBlock(nn.Module):
         attention: Attention,
         dim: int,
         *,
-        mlp: str,
-        mlp_ratio: float,
-        layer_scale: float,
-        norm_eps: float,
+        mlp: str = "gelu",
+        mlp_ratio: float = 4.0,
+        layer_scale: float = 0.0,
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
+        require_choice("mlp", mlp, tuple(MLPS))
+        if layer_scale < 0:
+            raise ValueError(f"layer_scale is {layer_scale}, expected at least 0")
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = MLPS[mlp](dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
-        self.ls1, self.ls2 = (
-            LayerScale(dim, layer_scale) if layer_scale else nn.Identity() for _ in range(2)
-        )
+        self.ls1 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
+        self.ls2 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
 
     def forward(
         self,
@@ -73,8 +77,10 @@ class VitBlock(nn.Module):
         """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None. tokens: as
         for `Attention.queries_keys_values`.
         """
-        x = add_branch(x, self.ls1(self.attn(self.norm1(x), tokens)), drop_path[0])
-        return add_branch(x, self.ls2(self.mlp(self.norm2(x))), drop_path[1])
+        mixed = self.attn(self.norm1(x), tokens)
+        x = add_branch(x, self.ls1(mixed), drop_path[0])
+        hidden = self.mlp(self.norm2(x))
+        return add_branch(x, self.ls2(hidden), drop_path[1])
 
 
 class VisionTransformer(Classifier):
@@ -122,7 +128,7 @@ class VisionTransformer(Classifier):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         drop_path: float = 0.0,
-        pool: Literal["class", "mean"] = "class",
+        pool: Pool = "class",
         pos_embed: Positions = "learned",
         rope_frequencies: Frequencies = "axial",
         rope_base: float = 100.0,
@@ -145,44 +151,20 @@ class VisionTransformer(Classifier):
             mlp_ratio=mlp_ratio,
             norm_eps=norm_eps,
         )
-        for option, value, choices in (
-            ("pool", pool, ("class", "mean")),
-            ("pos_embed", pos_embed, get_args(Positions)),
-            ("rope_frequencies", rope_frequencies, get_args(Frequencies)),
-            ("rope_coordinates", rope_coordinates, get_args(Coordinates)),
-            ("mlp", mlp, MLPS),
-        ):
-            require_choice(option, value, tuple(choices))
-        if distilled and pool != "class":
-            raise ValueError(
-                'a distillation token stands beside a class token; pool is "mean", expected "class"'
-            )
+        require_choice("rope_frequencies", rope_frequencies, get_args(Frequencies))
+        require_choice("rope_coordinates", rope_coordinates, get_args(Coordinates))
         if fc_norm and pool != "mean":
             raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
-        if num_registers < 0:
-            raise ValueError(f"num_registers is {num_registers}, expected at least 0")
-        if layer_scale < 0:
-            raise ValueError(f"layer_scale is {layer_scale}, expected at least 0")
-        self.pool, self.distilled = pool, distilled
-        self.learns_positions, self.rotary = pos_embed.startswith("learned"), "rope" in pos_embed
         self.drop_path_rates = drop_path_rates(drop_path, depth)
-        self.num_prefix_tokens = (pool == "class") + distilled + num_registers
         self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim)
         self.grid = self.patch_embed.grid
-        for name, count in zip(PREFIX_TOKENS, (pool == "class", distilled, num_registers)):
-            if count:
-                self.register_parameter(name, nn.Parameter(torch.zeros(1, int(count), embed_dim)))
-        positions = torch.zeros(1, self.num_prefix_tokens + self.grid[0] * self.grid[1], embed_dim)
-        if pos_embed == "sincos":
-            positions[0, self.num_prefix_tokens :] = sincos_position_embedding(self.grid, embed_dim)
-        if self.learns_positions:
-            self.pos_embed = nn.Parameter(positions)
-        else:
-            self.register_buffer("pos_embed", None if pos_embed == "rope" else positions)
-
-        def attention() -> Attention:
-            rotary = (
-                Rotary(
+        self.add_prefix_tokens(pool, distilled, num_registers, embed_dim)
+        self.add_positions(pos_embed, embed_dim)
+        blocks = []
+        for _ in range(depth):
+            rotary = None
+            if self.rotary:
+                rotary = Rotary(
                     self.grid,
                     prefix_tokens=self.num_prefix_tokens,
                     heads=num_heads,
@@ -191,63 +173,97 @@ class VisionTransformer(Classifier):
                     base=rope_base,
                     coordinates=rope_coordinates,
                 )
-                if self.rotary
-                else None
-            )
-            return Attention(
+            attention = Attention(
                 embed_dim,
                 num_heads=num_heads,
                 qkv_bias=qkv_bias,
                 qk_norm_eps=norm_eps if qk_norm else None,
                 rotary=rotary,
             )
-
-        self.blocks = module_list(
-            VitBlock(
-                attention(),
+            block = VitBlock(
+                attention,
                 embed_dim,
                 mlp=mlp,
                 mlp_ratio=mlp_ratio,
                 layer_scale=layer_scale,
                 norm_eps=norm_eps,
             )
-            for _ in range(depth)
-        )
+            blocks.append(block)
+        self.blocks = module_list(blocks)
         norm = nn.LayerNorm(embed_dim, eps=norm_eps)
-        self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
+        self.norm = nn.Identity() if fc_norm else norm
+        self.fc_norm = norm if fc_norm else nn.Identity()
         self.head = make_head(embed_dim, num_classes)
         if distilled:
             self.head_dist = make_head(embed_dim, num_classes)
 
+    def add_prefix_tokens(
+        self, pool: Pool, distilled: bool, num_registers: int, embed_dim: int
+    ) -> None:
+        """The tokens that stand before the patches, and what is pooled: a part of the constructor."""
+        require_choice("pool", pool, get_args(Pool))
+        if distilled and pool != "class":
+            raise ValueError(
+                'a distillation token stands beside a class token; pool is "mean", expected "class"'
+            )
+        if num_registers < 0:
+            raise ValueError(f"num_registers is {num_registers}, expected at least 0")
+        self.pool = pool
+        self.distilled = distilled
+        if pool == "class":
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        if distilled:
+            self.dist_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        if num_registers:
+            self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
+        self.num_prefix_tokens = sum(token.shape[1] for token in self.prefix_tokens())
+
+    def add_positions(self, pos_embed: Positions, embed_dim: int) -> None:
+        """The position embedding, a parameter or a buffer: a part of the constructor."""
+        require_choice("pos_embed", pos_embed, get_args(Positions))
+        self.learns_positions = pos_embed.startswith("learned")
+        self.rotary = "rope" in pos_embed
+        prefix = self.num_prefix_tokens
+        positions = torch.zeros(1, prefix + prod(self.grid), embed_dim)
+        if pos_embed == "sincos":
+            positions[0, prefix:] = sincos_position_embedding(self.grid, embed_dim)
+        if self.learns_positions:
+            self.pos_embed = nn.Parameter(positions)
+        else:
+            self.register_buffer("pos_embed", None if pos_embed == "rope" else positions)
+
+    def prefix_tokens(self) -> list[Tensor]:
+        """The class, distillation and register tokens that the model has, each (1, count, C)."""
+        return [getattr(self, name) for name in PREFIX_TOKENS if hasattr(self, name)]
+
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) → (B, N, C): prefix tokens and patches, plus the position embedding."""
         x = self.patch_embed(images)  # (B, patches, C)
-        prefix = [
-            getattr(self, name).expand(x.shape[0], -1, -1)  # each (B, 1, C) or more
-            for name in PREFIX_TOKENS
-            if hasattr(self, name)
-        ]
+        prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = torch.cat([*prefix, x], dim=1)  # (B, N, C)
-        return x if self.pos_embed is None else x + self.pos_embed
+        if self.pos_embed is None:  # positions are rotary alone
+            return x
+        return x + self.pos_embed
 
     def features(
         self, images: Tensor, drop_path: Tensor | None = None, *, blocks: Sequence[int] = ()
     ) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        x, after = run_blocks(
-            self.blocks,
-            self.embed(images),
-            blocks,  # each (B, N, C)
-            scales_by_block(drop_path, len(self.blocks)),
-        )
+        x = self.embed(images)  # (B, N, C)
+        scales = scales_by_block(drop_path, len(self.blocks))
+        x, after = run_blocks(self.blocks, x, blocks, scales)
         x = self.norm(x)
-        return Features(tuple(map(self.tokens, after)), self.tokens(x), self.pooled(x))
+        of_blocks = tuple(map(self.tokens, after))
+        return Features(of_blocks, self.tokens(x), self.pooled(x))
 
     def pooled(self, x: Tensor) -> Tensor:
         """(B, N, C) → (B, C), the class token or the patches' mean; (B, 2·C) if distilled."""
+        if self.distilled:
+            return x[:, :2].flatten(1)  # class and distillation token
         if self.pool == "class":
-            return x[:, :2].flatten(1) if self.distilled else x[:, 0]
-        return self.fc_norm(x[:, self.num_prefix_tokens :].mean(dim=1))
+            return x[:, 0]
+        patches = x[:, self.num_prefix_tokens :]
+        return self.fc_norm(patches.mean(dim=1))
 
     def classify(self, features: Features) -> Tensor:
         if self.distilled and self.num_classes:
@@ -258,11 +274,14 @@ class VisionTransformer(Classifier):
     def classify_apart(self, features: Features) -> Tensor:
         """The logits of both heads of a distilled model, (B, 2, num_classes)."""
         of_class, of_distillation = features.pooled.chunk(2, dim=1)  # each (B, C)
-        return torch.stack([self.head(of_class), self.head_dist(of_distillation)], dim=1)
+        logits = [self.head(of_class), self.head_dist(of_distillation)]
+        return torch.stack(logits, dim=1)
 
     def forward(
         self, images: Tensor, drop_path: Tensor | None = None, *, apart: bool = False
     ) -> Tensor:
         """See `Classifier`; with `apart` the logits of both heads, (B, 2, num_classes)."""
         features = self.features(images, drop_path)
-        return self.classify_apart(features) if apart else self.classify(features)
+        if apart:
+            return self.classify_apart(features)
+        return self.classify(features)
