@@ -95,16 +95,16 @@ def __getattr__(name: str) -> Any:
 
 def family_of(model: Any) -> str:
     """The family of a model of ours or a layout, a key of INITS' rows; of any other its class."""
-    return (
-        ROTARY
-        if getattr(model, "rotary", False)
-        else getattr(model, "family", type(model).__name__)
-    )
+    if getattr(model, "rotary", False):
+        return ROTARY
+    return getattr(model, "family", type(model).__name__)
 
 
 def stated_family(model: str, options: Mapping[str, Any]) -> str:
     """The same of the model of this name in `MODELS`, built with these options."""
-    return ROTARY if "rope" in options.get("pos_embed", "") else MODELS[model][0]
+    if "rope" in options.get("pos_embed", ""):
+        return ROTARY
+    return MODELS[model][0]
 
 
 def init_function(name: str, family: str) -> Callable[..., None]:
@@ -116,16 +116,12 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         raise ValueError(f"there is no init '{name}'{nearest(name, INITS)}")
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
+        advice = "models of other libraries are initialised by vitinit.init.init_"
+        if others:
+            advice = f"it has: {', '.join(others)}"
         classes = {other: name for name, other in CLASSES.items()}
         words = {**classes, ROTARY: "rotary ViT"}.get(family, family)
-        raise ValueError(
-            f"init '{name}' is not defined for a {words}; "
-            + (
-                f"it has: {', '.join(others)}"
-                if others
-                else "models of other libraries are initialised by vitinit.init.init_"
-            )
-        )
+        raise ValueError(f"init '{name}' is not defined for a {words}; {advice}")
     return find(INITS[name][family])
 
 
@@ -155,7 +151,8 @@ def init_weights(
     with one that lists the options, for an unknown option.
     """
     model = getattr(model, "_orig_mod", model)  # the model that torch.compile wrapped
-    function = init_function(name, family_of(model))
+    family = family_of(model)
+    function = init_function(name, family)
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and (
             tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64)
@@ -166,7 +163,7 @@ def init_weights(
                 "float64: call init_weights before .half(), .bfloat16() or "
                 ".to(device)"
             )
-    read = {"images": images} if reads_images(name, family_of(model)) else {}
+    read = {"images": images} if reads_images(name, family) else {}
     apply(function, model, model, options, name=name, generator=generator, **read)
 
 
@@ -186,31 +183,36 @@ def apply(
         signature.bind(target, generator=generator, **given, **options)
     except TypeError as error:
         _, *known = [key for key in signature.parameters if key not in GIVEN]  # less the target
-        raise TypeError(
-            f"init '{name}' {error}; it has: {', '.join(known) or 'no options'}"
-        ) from None
+        words = ", ".join(known) or "no options"
+        raise TypeError(f"init '{name}' {error}; it has: {words}") from None
     for key, parameter in signature.parameters.items():
         kind = parameter.annotation
-        try:
-            if key in options and get_origin(kind) in (Annotated, Literal, tuple):
+        if key in options and get_origin(kind) in (Annotated, Literal, tuple):
+            try:
                 convert(options[key], kind)  # which is within bounds, or one of some words
-        except TypeError as error:
-            raise ValueError(f"{key} is {error}") from None
+            except TypeError as error:
+                raise ValueError(f"{key} is {error}") from None
     if generator.device.type != "cpu":
         raise ValueError(
             f"the generator is on {generator.device}; inits draw on the CPU: use torch.Generator()"
         )
     try:
         function(target, generator=generator, **given, **options)
-        for tensor_name, tensor in model.named_parameters():
-            # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
-            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-                raise ArithmeticError(f"{tensor_name} would be infinite or NaN")
+        require_finite(model)
     except (ArithmeticError, RuntimeError) as error:  # overflow, or a failed decomposition
-        numbers = ", ".join(
-            f"{key}={value}" for key, value in options.items() if not isinstance(value, (bool, str))
-        )
+        numbers = [key for key in options if not isinstance(options[key], (bool, str))]
+        stated = ", ".join(f"{key}={options[key]}" for key in numbers)
+        if stated:
+            stated = f" with {stated}"
         raise ValueError(
-            f"init '{name}'{' with ' * bool(numbers)}{numbers} cannot be computed: "
+            f"init '{name}'{stated} cannot be computed: "
             f"{in_brief(error, 80)}; use values nearer to the defaults"
         ) from error
+
+
+def require_finite(model: nn.Module) -> None:
+    """Raise ArithmeticError for a parameter with infinities or NaN."""
+    for name, tensor in model.named_parameters():
+        # These show in the extremes, which takes an eighth of the time of isfinite().all().
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ArithmeticError(f"{name} would be infinite or NaN")

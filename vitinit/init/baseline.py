@@ -39,9 +39,12 @@ Base = Literal["default", "torch", "lecun"]
 
 def draw_base(model: nn.Module, base: Base | None, generator: Generator) -> None:
     """Draw every parameter by a baseline, of other libraries as for a ViT; None draws nothing."""
-    if base is not None:
-        family = family_of(model) if family_of(model) in FAMILIES else "vit"
-        init_function(base, family)(model, generator=generator)
+    if base is None:
+        return
+    family = family_of(model)
+    if family not in FAMILIES:  # of another library, or rotary
+        family = "vit"
+    init_function(base, family)(model, generator=generator)
 
 
 def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
@@ -56,9 +59,10 @@ def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
             module.reset_parameters()
         elif isinstance(module, nn.MultiheadAttention):
             yield "linear", module.in_proj_weight, module.in_proj_bias
-        elif isinstance(module, (nn.Linear, nn.Conv2d)):
-            kind = "linear" if isinstance(module, nn.Linear) else "conv"
-            yield kind, module.weight, module.bias
+        elif isinstance(module, nn.Linear):
+            yield "linear", module.weight, module.bias
+        elif isinstance(module, nn.Conv2d):
+            yield "conv", module.weight, module.bias
         elif isinstance(module, nn.Embedding):
             yield "pos_embed", module.weight, None
         else:
@@ -222,14 +226,11 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator
     the outputs on the images. Raises ValueError if it cuts no patches: if its kernel is not its
     stride.
     """
-    layer = next(
-        (
-            layer
-            for layer in model.modules()
-            if isinstance(layer, nn.Conv2d) and layer.in_channels != layer.out_channels
-        ),
-        None,
-    )  # no adapter of colours
+    layer = None
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.in_channels != module.out_channels:
+            layer = module  # and no adapter of colours before it
+            break
     if layer is None or layer.kernel_size != layer.stride or layer.groups > 1:
         raise ValueError("the patch embedding is not one convolution, and no other is whitened")
     weight = layer.weight.flatten(1)  # (D, P), P = C·p·q
@@ -238,10 +239,13 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator
         moments.zero_()
         for image in images.to(weight):
             patches = F.unfold(image, layer.kernel_size, stride=layer.stride)  # (P, N)
-            moments.addmm_(patches, patches.T, alpha=1.0 / (len(images) * patches.shape[1]))
+            count = len(images) * patches.shape[1]
+            moments.addmm_(patches, patches.T, alpha=1.0 / count)
     values, vectors = torch.linalg.eigh(moments)
     scales = (values.clamp_min(0.0) + FLOOR * values.mean()).rsqrt()
     rotation = nn.init.orthogonal_(torch.empty_like(weight), generator=generator)
     white = rotation @ (vectors * scales) @ vectors.T
-    before, after = (torch.sum(each @ moments * each) for each in (weight, white))
-    layer.weight.copy_((white * (before / after).sqrt()).view_as(layer.weight))
+    before = torch.sum(weight @ moments * weight)  # the mean squares of all outputs, summed
+    after = torch.sum(white @ moments * white)
+    white = white * (before / after).sqrt()
+    layer.weight.copy_(white.view_as(layer.weight))

@@ -27,7 +27,7 @@ from ..base.values import AtLeastOne, BelowOne, NonNegative, ProperFraction
 from ..mixing import run
 from ..mixing.filters import head_offsets, logit_for, offsets_on_grid
 from .baseline import Base, draw_base, whiten_patches
-from .layout import layout_of
+from .layout import vit_layout
 from .mimetic import write_values
 from .stream import ResidualStream, noise_images, stream_of
 from .views import Block, Layout
@@ -53,7 +53,8 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
             + ("" if vit.learned else " and a fixed position embedding")
         )
     cells = torch.cartesian_prod(*map(torch.arange, vit.grid)).float()
-    return 2.0 * math.pi * torch.tensor(WAVES[:count]).to(cells) / torch.tensor(vit.grid), cells
+    turns = torch.tensor(WAVES[:count]).to(cells)  # (K, 2)
+    return 2.0 * math.pi * turns / torch.tensor(vit.grid), cells
 
 
 def logits_of(target_mass: tuple[float, float], shape: Tensor, depth: int) -> list[float]:
@@ -78,7 +79,8 @@ def write_positions(
     angles = cells @ waves.T + PHASE * torch.arange(len(waves))  # (N, K)
     amplitude = CODE_RMS * math.sqrt(vit.pos_embed.shape[1] / len(waves))
     vit.pos_embed[:, :first] = 0.0
-    vit.positions[:, : 2 * len(waves)] = amplitude * torch.cat([angles.cos(), angles.sin()], 1)
+    code = torch.cat([angles.cos(), angles.sin()], 1)  # (N, 2K)
+    vit.positions[:, : 2 * len(waves)] = amplitude * code
     for tensor in stream.writers:
         tensor[:first] = 0.0
     for token in vit.tokens:
@@ -90,9 +92,11 @@ def write_constants(vit: Layout, x: Tensor, share: float, first: int) -> None:
     what makes it up. share: of the variance of the patches' tokens that the constants then have.
     """
     channels = slice(first - 2, first)
-    size = (share / (1.0 - share) * variance(patches(vit, x)) * x.shape[2] / 2) ** 0.5
+    of_content = variance(vit, x)
+    size = (share / (1.0 - share) * of_content * x.shape[2] / 2) ** 0.5
     pair = size * torch.tensor([1.0, -1.0])
-    x[..., channels] = vit.pos_embed[:, channels] = pair
+    x[..., channels] = pair
+    vit.pos_embed[:, channels] = pair
     missing = x.shape[1] - len(vit.pos_embed)  # prefix tokens without positions: the last
     for token in reversed(vit.tokens):
         if missing > 0:
@@ -108,33 +112,37 @@ def write_turns(block: Block, turn: Tensor, logit: float, y: Tensor) -> None:
     for tensor in (block.q, block.k, block.q_bias, block.k_bias):
         if tensor is not None:
             tensor.zero_()
-    cos, sin = turn.cos().diag_embed(), turn.sin().diag_embed()  # (h, K, K)
-    code = 2 * turn.shape[1]
-    gain = math.sqrt(
-        logit * math.sqrt(block.q.shape[1]) / y[..., :code].square().sum(-1).mean().item()
-    )
+    code = 2 * turn.shape[1]  # channels
+    head_dim = block.q.shape[1]
+    square = y[..., :code].square().sum(-1).mean().item()
+    gain = math.sqrt(logit * math.sqrt(head_dim) / square)
+    cos = turn.cos().diag_embed()  # (h, K, K)
+    sin = turn.sin().diag_embed()
     # cos(a + t) = cos t · cos a − sin t · sin a;  sin(a + t) = sin t · cos a + cos t · sin a
-    block.q[:, :code, :code] = gain * torch.cat(
-        [torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1
-    )
+    to_cos = torch.cat([cos, -sin], 2)  # (h, K, 2K)
+    to_sin = torch.cat([sin, cos], 2)
+    block.q[:, :code, :code] = gain * torch.cat([to_cos, to_sin], 1)
     block.k[:, :code, :code] = gain * torch.eye(code)
 
 
 def scale(vit: Layout, first: int, norm: nn.LayerNorm, x: Tensor) -> None:
     """Let a norm make the variance of all channels of x but the constants 1, and these 0."""
     others = torch.cat([x[..., : first - 2], x[..., first:]], dim=-1)
-    norm.weight.fill_(math.sqrt(variance(patches(vit, x)) / variance(patches(vit, others))))
+    ratio = variance(vit, x) / variance(vit, others)
+    norm.weight.fill_(math.sqrt(ratio))
     norm.weight[first - 2 : first] = 0.0  # else they would be large inputs of all layers
 
 
 def patches(vit: Layout, x: Tensor) -> Tensor:
     """(n, P + N, D) without the prefix tokens; pooled features, (n, D), as they are."""
-    return x[:, -vit.grid[0] * vit.grid[1] :] if x.ndim == 3 else x
+    if x.ndim == 2:
+        return x
+    return x[:, -math.prod(vit.grid) :]
 
 
-def variance(tokens: Tensor) -> float:
-    """What LayerNorm divides by, squared: over channels, on average over tokens."""
-    return tokens.var(-1, correction=0).mean().item()
+def variance(vit: Layout, x: Tensor) -> float:
+    """What LayerNorm divides patches by, squared: over channels, on average over tokens."""
+    return patches(vit, x).var(-1, correction=0).mean().item()
 
 
 @torch.no_grad()
@@ -176,66 +184,87 @@ def deep_impulse(
         the blocks write at one size: Muon needs .5 (recipes/what_an_init_is_worth.md).
     patch_init: "whitened": the other channels start as `whitened` writes them. images: as there.
     """
-    vit = layout_of(model)
-    assert isinstance(vit, Layout)
-    stream, (waves, cells) = stream_of(vit), waves_of(vit)
+    vit = vit_layout(model)
+    stream = stream_of(vit)
+    waves, cells = waves_of(vit)
     offsets = offsets_on_grid(kernel_size, vit.grid)
-    logits = logits_of(target_mass, (cells @ waves.T).cos().mean(1).double(), len(vit.blocks))
+    shape = (cells @ waves.T).cos().mean(1).double()  # (N,), of the logits around cell 0
+    logits = logits_of(target_mass, shape, len(vit.blocks))
     first = 2 * len(waves) + 2  # channel after the code and the constants
     draw_base(vit.model, base, generator)
     if patch_init == "whitened":
         whiten_patches(vit.model, images, generator)
     write_positions(vit, stream, waves, cells, first)
-    images = (
-        noise_images(vit, NOISE_IMAGES, generator)
-        if images is None
-        else images[:MOST_IMAGES].to(vit.pos_embed)
-    )
-    written = set()
+    if images is None:
+        images = noise_images(vit, NOISE_IMAGES, generator)
+    images = images[:MOST_IMAGES].to(vit.pos_embed)
 
     def before(number: int, x: Tensor) -> None:
         if number == 0:
             write_constants(vit, x, constant_variance, first)
-        if not x.isfinite().all():
-            raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
-        read = patches(vit, x)[..., :first]
-        if not torch.allclose(read, vit.positions[:, :first].expand_as(read), rtol=1e-4, atol=1e-4):
-            raise ValueError(
-                "init 'deep_impulse' needs channels that nothing writes to after the "
-                f"position embedding, and before block {number} something did"
-            )
+        require_reserved(vit, number, x, first)
         scale(vit, first, vit.blocks[number].norm, x)
 
     def after(number: int, _: tuple, y: Tensor) -> None:
-        block, heads_before = vit.blocks[number], number * len(vit.blocks[number].q)
+        block = vit.blocks[number]
         block.v[..., :first] = 0.0
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator, first=first)
-        targets = head_offsets(len(block.q), offsets, "ordered", generator, first=heads_before)
-        write_turns(
-            block,
-            torch.tensor(targets).to(waves) @ waves.T,
-            logits[number],
-            patches(vit, vit.batch_first(y)),
+        heads = len(block.q)
+        targets = head_offsets(heads, offsets, "ordered", generator, first=number * heads)
+        turn = torch.tensor(targets).to(waves) @ waves.T  # (h, K)
+        write_turns(block, turn, logits[number], patches(vit, vit.batch_first(y)))
+
+    pass_images(vit, stream, images, first, before, after)
+
+
+def require_reserved(vit: Layout, number: int, x: Tensor, first: int) -> None:
+    """Raise unless x, (n, P + N, D), which a block reads, is finite and has positions, and nothing
+    else, in the channels before `first`.
+    """
+    if not x.isfinite().all():
+        raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
+    read = patches(vit, x)[..., :first]
+    expected = vit.positions[:, :first].expand_as(read)
+    if not torch.allclose(read, expected, rtol=1e-4, atol=1e-4):
+        raise ValueError(
+            "init 'deep_impulse' needs channels that nothing writes to after the "
+            f"position embedding, and before block {number} something did"
         )
-        written.add(block.norm)
 
-    def after_blocks(norm: nn.LayerNorm, x: Tensor) -> None:
-        if vit.blocks[-1].norm in written and written.isdisjoint(stream.ends):
-            scale(vit, first, norm, x)
-            written.add(norm)
 
-    def by_image(call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:  # (n, P + N, D)
-        return lambda x: call(vit.batch_first(x) if x.shape[1] == len(images) else x)
+def pass_images(
+    vit: Layout,
+    stream: ResidualStream,
+    images: Tensor,
+    first: int,
+    before: Callable[[int, Tensor], None],
+    after: Callable[[int, tuple, Tensor], None],
+) -> None:
+    """Pass images through the model, and write each norm by what it reads before it computes.
 
-    norms = [block.norm for block in vit.blocks]
+    before, after: called before and after the norm before a block's attention, with the block's
+    number and what the norm reads, (n, P + N, D), or with its inputs and its output.
+    """
+    reached = set[nn.Module]()
+
+    def reach(norm: nn.Module, write: Callable[[Tensor], None], x: Tensor) -> None:
+        if norm in stream.ends:  # of which only the first after the blocks is written
+            if vit.blocks[-1].norm not in reached or reached & stream.ends:
+                return
+        reached.add(norm)
+        if x.shape[1] == len(images):
+            x = vit.batch_first(x)
+        write(x)
+
+    writers = dict[nn.Module, Callable[[Tensor], None]]()
+    for norm in stream.norms | stream.ends:
+        writers[norm] = partial(scale, vit, first, norm)
+    for number, block in enumerate(vit.blocks):
+        writers[block.norm] = partial(before, number)
     run(
         vit.model,
         images,
-        before={
-            **{norm: by_image(partial(before, number)) for number, norm in enumerate(norms)},
-            **{norm: by_image(partial(scale, vit, first, norm)) for norm in stream.norms},
-            **{norm: by_image(partial(after_blocks, norm)) for norm in stream.ends},
-        },
-        after={norm: partial(after, number) for number, norm in enumerate(norms)},
+        before={norm: partial(reach, norm, write) for norm, write in writers.items()},
+        after={block.norm: partial(after, number) for number, block in enumerate(vit.blocks)},
     )

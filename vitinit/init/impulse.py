@@ -35,7 +35,7 @@ from ..base.values import AtLeastOne, Count, NonNegative, ProperFraction
 from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.attention import attention_weights
 from .baseline import Base, draw_base, truncated_normal_
-from .layout import layout_of
+from .layout import swin_layout, vit_layout
 from .mimetic import write_values
 from .views import Layout, SwinLayout
 
@@ -75,8 +75,7 @@ def impulse(
     of attention's factor 1/√d. Raises ValueError for a position embedding that is fixed or has too
     few independent directions, for options out of range, and if all maps come out nearly uniform.
     """
-    vit = layout_of(model)
-    assert isinstance(vit, Layout)
+    vit = vit_layout(model)
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
     cells = offsets_on_grid(kernel_size, vit.grid)  # checks kernel_size, before any draw
@@ -86,18 +85,17 @@ def impulse(
     # What the first attention would read if the patches had no content, (N, D).
     positions = F.layer_norm(vit.positions, vit.positions.shape[1:], eps=vit.blocks[0].norm.eps)
     directions = int(torch.linalg.matrix_rank(positions))
-    if directions < min(len(positions), positions.shape[1] - 1):  # LayerNorm removes one
+    tokens, dim = positions.shape
+    if directions < min(tokens, dim - 1):  # LayerNorm removes one
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = vit.blocks[0].q.shape[1]
-    basis = position_basis(
-        positions, min(rank or default_rank(*positions.shape), head_dim, directions)
-    )
+    rank = min(rank or default_rank(tokens, dim), head_dim, directions)
+    basis = position_basis(positions, rank)
 
     for number, block in enumerate(vit.blocks):
         cells_of_heads = head_offsets(len(block.q), cells, offsets, generator)
-        impulses = impulse_scale * torch.stack(
-            [shift_matrix(cell, vit.grid) for cell in cells_of_heads]
-        ).to(positions)  # (h, N, N)
+        shifts = [shift_matrix(cell, vit.grid) for cell in cells_of_heads]
+        impulses = impulse_scale * torch.stack(shifts).to(positions)  # (h, N, N)
         noise = torch.zeros_like(impulses)
         if noise_std > 0:  # truncated_normal_ divides by it
             truncated_normal_(noise, std=noise_std, cut=2.0, generator=generator)
@@ -106,7 +104,8 @@ def impulse(
         block.q.copy_(query)
         block.k.copy_(key)
         if number == 0:
-            _refuse_uniform(attention_weights(positions @ query.mT, positions @ key.mT), impulses)
+            weights = attention_weights(positions @ query.mT, positions @ key.mT)
+            _refuse_uniform(weights, impulses)
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator)
 
@@ -132,8 +131,10 @@ def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)
-    values, directions = values[:rank], directions[:rank].mT  # (r,), (D, r)
-    return directions, (positions @ directions / values**2).mT
+    values = values[:rank]
+    directions = directions[:rank].mT  # (D, r)
+    inverse = positions @ directions / values**2  # (N, r)
+    return directions, inverse.mT
 
 
 def query_key_factors(
@@ -149,19 +150,23 @@ def query_key_factors(
     """
     directions, inverse = basis
     left, values, right = torch.linalg.svd(inverse @ maps @ inverse.mT)  # (..., r, r)
+    roots = values[..., None, :width].sqrt()
 
     def factor(vectors: Tensor) -> Tensor:
-        rows = directions @ (vectors[..., :width] * values[..., None, :width].sqrt())
-        rows = norm * rows / torch.linalg.matrix_norm(rows, keepdim=True)  # (..., D, ≤ width)
-        return F.pad(rows, (0, width - rows.shape[-1])).mT
+        columns = directions @ (vectors[..., :width] * roots)  # (..., D, ≤ width)
+        columns = norm * columns / torch.linalg.matrix_norm(columns, keepdim=True)
+        missing = width - columns.shape[-1]
+        return F.pad(columns, (0, missing)).mT
 
     return factor(left), factor(right.mT)
 
 
 def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
     """Raise ValueError unless a head's weights, (h, N, N), are well above uniform on its target."""
-    targets, uniform = impulses > 0, 1.0 / weights.shape[-1]
-    best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
+    targets = impulses > 0
+    mass = (weights * targets).sum((1, 2)) / targets.sum((1, 2))  # (h,)
+    best = mass.max().item()
+    uniform = 1.0 / weights.shape[-1]
     if not best >= min(2.0 * uniform, 0.5 + 0.5 * uniform):  # refuses NaN, too
         raise ValueError(
             f"init 'impulse' gives nearly uniform attention in all heads: at best "
@@ -209,8 +214,7 @@ def impulse_swin(
     kernel_size, offsets: as for `impulse`. Raises ValueError for a kernel beyond the
     smallest window.
     """
-    swin = layout_of(model)
-    assert isinstance(swin, SwinLayout)
+    swin = swin_layout(model)
     cells = offsets_on_grid(kernel_size, min(swin.grids, key=min))  # checks it, before any draw
     draw_base(swin.model, base, generator)
 
@@ -243,8 +247,7 @@ def norm_matched(
 
     base: also of `impulse`, whose options are the defaults otherwise; raises ValueError as it does.
     """
-    vit = layout_of(model)
-    assert isinstance(vit, Layout)
+    vit = vit_layout(model)
     before = copy.deepcopy(vit.model.state_dict())
     impulse(vit, generator=generator, base=base)
     norms = [norm for _, norm in written(vit)]
@@ -256,8 +259,10 @@ def norm_matched(
 
 def written(vit: Layout) -> list[tuple[Tensor, Tensor]]:
     """What `impulse` writes, each with its norms: of Q, K and V, (h, d, D), one per head."""
-    whole = [vit.pos_embed, *(block.proj for block in vit.blocks)]
-    by_head = [tensor for block in vit.blocks for tensor in (block.q, block.k, block.v)]
-    return [(tensor, torch.linalg.vector_norm(tensor, keepdim=True)) for tensor in whole] + [
-        (tensor, torch.linalg.vector_norm(tensor, dim=(1, 2), keepdim=True)) for tensor in by_head
-    ]
+    norm = torch.linalg.vector_norm
+    parts = [(vit.pos_embed, norm(vit.pos_embed, keepdim=True))]
+    for block in vit.blocks:
+        parts.append((block.proj, norm(block.proj, keepdim=True)))
+        for tensor in (block.q, block.k, block.v):
+            parts.append((tensor, norm(tensor, dim=(1, 2), keepdim=True)))
+    return parts

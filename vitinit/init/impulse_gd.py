@@ -13,7 +13,7 @@ from ..base.values import AtLeastOne, Count, PositiveNumber
 from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.simple_vit import SimpleViT
 from .baseline import Base, draw_base
-from .layout import layout_of
+from .layout import vit_layout
 from .views import Layout
 
 PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
@@ -60,21 +60,26 @@ def impulse_gd(
     out of range, and for a fixed position embedding in a model with a class token.
     """
     if isinstance(model, SimpleViT):
-        positions, grid, norm_eps = model.pos_embed, model.grid, None  # (N, C)
-        free, scale = model.blocks[0].attn.reads == "free", model.blocks[0].attn.logit_scale
+        positions = model.pos_embed  # (N, C)
+        grid = model.grid
+        norm_eps = None
+        free = model.blocks[0].attn.reads == "free"
+        scale = model.blocks[0].attn.logit_scale
         pairs = [block.attn.factors for block in model.blocks]  # Q, K, (h, C, d); free (h, N, d)
     else:
-        vit = layout_of(model)
-        assert isinstance(vit, Layout)
+        vit = vit_layout(model)
         if vit.tokens and not vit.learned:
             raise ValueError(
                 "init 'impulse_gd' solves on fixed positions of patches, and prefix "
                 "tokens, which have none, would draw the attention; set pool = "
                 '"mean" and num_registers = 0'
             )
-        model, positions, grid = vit.model, vit.positions, vit.grid
+        model = vit.model
+        positions = vit.positions
+        grid = vit.grid
         norm_eps = vit.blocks[0].norm.eps
-        free, scale = False, vit.blocks[0].q.shape[1] ** -0.5
+        free = False
+        scale = vit.blocks[0].q.shape[1] ** -0.5
         pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]  # views, (h, D, d)
     cells = offsets_on_grid(kernel_size, grid)  # checks kernel_size, before any draw
     draw_base(model, base, generator)
@@ -82,19 +87,13 @@ def impulse_gd(
     for query, key in pairs:
         if solution is None or not share_blocks:
             targets = head_offsets(len(query), cells, offsets, generator)
-            maps = torch.stack([shift_matrix(cell, grid) for cell in targets])  # (h, N, N)
-            tokens = (
-                None if free else draw_pseudo_input(positions, pseudo_input, norm_eps, generator)
-            )
+            shifts = [shift_matrix(cell, grid) for cell in targets]
+            maps = torch.stack(shifts).to(positions.dtype)  # (h, N, N)
+            tokens = None
+            if not free:
+                tokens = draw_pseudo_input(positions, pseudo_input, norm_eps, generator)
             solution = solve(
-                maps.to(positions.dtype),
-                tokens,
-                rank=query.shape[2],
-                logit_scale=scale,
-                steps=steps,
-                step_size=step_size,
-                renorm_every=renorm_every,
-                generator=generator,
+                maps, tokens, query.shape[2], scale, steps, step_size, renorm_every, generator
             )
         query.copy_(solution[0].mT)
         key.copy_(solution[1].mT)
@@ -110,13 +109,14 @@ def draw_pseudo_input(
     elif "normal" in kind:
         noise.normal_(std=0.5**0.5, generator=generator)
     tokens = positions + noise if kind.startswith("pos_embed") else noise
-    return tokens if norm_eps is None else F.layer_norm(tokens, tokens.shape[-1:], eps=norm_eps)
+    if norm_eps is None:
+        return tokens
+    return F.layer_norm(tokens, tokens.shape[-1:], eps=norm_eps)
 
 
 def solve(
     maps: Tensor,
     tokens: Tensor | None,
-    *,
     rank: int,
     logit_scale: float,
     steps: int,
@@ -129,22 +129,24 @@ def solve(
     tokens: X̃, (N, C), or None for the identity, with C = N. Returns Qᵀ and Kᵀ, each (h, rank, C).
     """
     rows = maps.shape[1] if tokens is None else tokens.shape[1]
-    bound = (rank * len(maps)) ** -0.5
-    query, key = (
-        maps.new_empty(len(maps), rows, rank)
-        .uniform_(-bound, bound, generator=generator)
-        .requires_grad_()
-        for _ in range(2)
-    )  # as in the papers' code
+    bound = (rank * len(maps)) ** -0.5  # as in the papers' code
+    query = maps.new_empty(len(maps), rows, rank)
+    key = torch.empty_like(query)
+    for factor in (query, key):
+        factor.uniform_(-bound, bound, generator=generator).requires_grad_()
     norm = query.detach().norm(dim=1).mean()
     optimizer = torch.optim.Adam([query, key], lr=step_size)
     for step in range(steps):
         if renorm_every and step % renorm_every == 0:
             for factor, axis in ((query, 1), (key, 2)):  # columns of Q, but of Kᵀ, as in that code
-                factor.detach().mul_(norm / factor.detach().norm(dim=axis, keepdim=True))
+                norms = factor.detach().norm(dim=axis, keepdim=True)
+                factor.detach().mul_(norm / norms)
         with torch.enable_grad():
-            left, right = (query, key) if tokens is None else (tokens @ query, tokens @ key)
-            loss = F.mse_loss((logit_scale * left @ right.mT).softmax(-1), maps)
+            left, right = query, key
+            if tokens is not None:
+                left, right = tokens @ query, tokens @ key
+            logits = logit_scale * left @ right.mT  # (h, N, N)
+            loss = F.mse_loss(logits.softmax(-1), maps)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -19,7 +19,7 @@ from torch import Generator, Tensor, nn
 from ..base.values import AtLeastOne, ProperFraction
 from ..mixing.filters import Grid, Offset, head_offsets, neighbours, offsets_on_grid, smallest_logit
 from .baseline import Base, draw_base, whiten_patches
-from .layout import layout_of
+from .layout import vit_layout
 from .stream import stream_of
 from .views import Block, Layout
 
@@ -34,12 +34,26 @@ def mean_mass(logit: float, cosines: Tensor, targets: Tensor, spread: tuple[floa
     exponential: of_query ℓ (1 − cosine) + of_key ℓ + of_both. Approximate: it lowers the mass less.
     """
     of_query, of_key, of_both = spread
-    height, width = (len(side) // 2 + 1 for side in (cosines, cosines.T))
+    height = cosines.shape[0] // 2 + 1
+    width = cosines.shape[1] // 2 + 1
     exponents = logit * ((of_query - 1.0) * (1.0 - cosines) + of_key) + of_both
     exponents[height - 1, width - 1] = 0.0  # the target itself
     # All keys around a target are a window of displacements; that of −u is that of u.
-    sums = exponents.exp().unfold(0, height, 1).sum(-1).unfold(1, width, 1).sum(-1)  # (H, W)
-    return (1.0 / sums.flatten()[targets]).mean().item()
+    sums = exponents.exp().unfold(0, height, 1).sum(-1)  # (H, 2W − 1)
+    sums = sums.unfold(1, width, 1).sum(-1)  # (H, W)
+    masses = 1.0 / sums.flatten()[targets]
+    return masses.mean().item()
+
+
+def kernel_of(omega: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The weights a ∝ |ω|² of the pairs, (d / 2,), and their sum of cosines Σ a cos(ω · u), by
+    displacement u: (2H − 1, 2W − 1). omega: (d / 2, 2).
+    """
+    share = omega.square().sum(1) / omega.square().sum()
+    down, right = (torch.arange(1.0 - side, side) for side in grid)
+    away = torch.cartesian_prod(down, right).double()
+    cosines = (away @ omega.T).cos() @ share
+    return share, cosines.view(len(down), len(right))
 
 
 def write_constants(
@@ -51,24 +65,31 @@ def write_constants(
     muted: take them from the tokens that `mute_prefix` has given the last channel.
     """
     assert block.rotation is not None
-    pairs, norm, (heads, head_dim, dim) = block.rotation.pairs, block.norm, block.q.shape
+    pairs = block.rotation.pairs
+    norm = block.norm
+    heads, head_dim, dim = block.q.shape
     bare = block.q_bias is None or block.k_bias is None
     if norm.weight is None or bare and norm.bias is None:
         raise ValueError("neither Q and K nor the norm before them have biases, to be constant")
-    for weight in (block.q, block.k, block.v):
-        weight[..., [0] * bare + [dim - 1] * muted] = 0.0  # channel 0 if bare, the last if muted
+    reserved = []  # channels that carry the constants, and no content
     if bare:
-        norm.weight[0], norm.bias[0] = 0.0, 1.0
-    variances = torch.stack(
-        [(weight * norm.weight).square().sum(2).mean(1) for weight in (block.q, block.k)], 1
-    )  # of their content, (h, 2)
+        reserved.append(0)  # which the norm makes 1
+        norm.weight[0] = 0.0
+        norm.bias[0] = 1.0
+    if muted:
+        reserved.append(dim - 1)  # which prefix tokens alone have
+    for weight in (block.q, block.k, block.v):
+        weight[..., reserved] = 0.0
+    # The variance of what each head's Q and K make of content, (h,).
+    of_queries = (block.q * norm.weight).square().sum(2).mean(1)
+    of_keys = (block.k * norm.weight).square().sum(2).mean(1)
     omegas = block.rotation.frequencies(grid).expand(heads, -1, -1)  # (h, d / 2, 2)
-    away = torch.cartesian_prod(*(torch.arange(1.0 - side, side) for side in grid)).double()
     constants = block.q.new_zeros(2, heads, head_dim)  # of Q and of K
     for head, (omega, offset) in enumerate(zip(omegas, offsets)):
-        share = omega.square().sum(1) / omega.square().sum()  # (d / 2,), a above
-        cosines = ((away @ omega.T).cos() @ share).view(2 * grid[0] - 1, 2 * grid[1] - 1)
-        targets, (of_q, of_k) = neighbours(offset, grid)[1], variances[head].tolist()
+        share, cosines = kernel_of(omega, grid)
+        _, targets = neighbours(offset, grid)
+        of_q = of_queries[head].item()
+        of_k = of_keys[head].item()
         # Half a logit's variance, by content of Q, of K and of both: E exp(z) = exp(Var z / 2).
         spread = of_q / math.sqrt(head_dim), of_k / math.sqrt(head_dim) / 2, of_q * of_k / 2
         logit = smallest_logit(lambda logit: mean_mass(logit, cosines, targets, spread) >= mass)
@@ -78,11 +99,16 @@ def write_constants(
                 "too much content, or too few frequencies for the grid; lower it, "
                 'take wider heads, another rope_base, or base = "default"'
             )
-        size, phase = (logit * share * math.sqrt(head_dim)).sqrt(), omega @ omega.new_tensor(offset)
-        constants[0, head, pairs] = torch.view_as_real(torch.polar(size, phase)).to(constants)
+        size = (logit * share * math.sqrt(head_dim)).sqrt()  # (d / 2,)
+        phase = omega @ omega.new_tensor(offset)
+        turned = torch.view_as_real(torch.polar(size, phase))  # (d / 2, 2)
+        constants[0, head, pairs] = turned.to(constants)
         constants[1, head, pairs[:, 0]] = size.to(constants)
     for weight, bias, constant in zip((block.q, block.k), (block.q_bias, block.k_bias), constants):
-        (weight[..., 0] if bias is None else bias).copy_(constant)
+        if bias is None:
+            weight[..., 0] = constant
+        else:
+            bias.copy_(constant)
         if muted:
             weight[..., -1] = -constant / math.sqrt(dim - 1)
 
@@ -148,8 +174,7 @@ def deep_impulse_rotary(
     images: Tensor | None = None,
 ) -> None:
     """As `impulse_rotary`; target_mass: in the first block and the last, and linearly between."""
-    vit = layout_of(model)
-    assert isinstance(vit, Layout)
+    vit = vit_layout(model)
     offsets = offsets_on_grid(kernel_size, vit.grid)  # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
     if patch_init == "whitened":
@@ -157,6 +182,7 @@ def deep_impulse_rotary(
     if vit.tokens:
         mute_prefix(vit)
     masses = torch.linspace(*target_mass, len(vit.blocks), dtype=torch.float64).tolist()
-    for i, (block, mass) in enumerate(zip(vit.blocks, masses)):
-        of_heads = head_offsets(len(block.q), offsets, "ordered", generator, first=i * len(block.q))
-        write_constants(block, of_heads, mass, vit.grid, bool(vit.tokens))
+    for number, (block, mass) in enumerate(zip(vit.blocks, masses)):
+        heads = len(block.q)
+        targets = head_offsets(heads, offsets, "ordered", generator, first=number * heads)
+        write_constants(block, targets, mass, vit.grid, muted=bool(vit.tokens))

@@ -72,12 +72,7 @@ def impulse_simple_vit(
     read the position embedding, or which cannot reach target_mass, and for options out of range.
     """
     first = model.blocks[0].attn
-    free = first.reads == "free"
-    # The factor on P in what queries read if patches have no content (at least); 1 if free.
-    share = 1.0 - first.alpha if first.reads == "mixed" else 1.0
-    if first.reads == "content":  # LayerNorm scales any multiple of P to unit variance
-        seen = model.input_pos_embed and model.alpha < 1.0
-        share = 1.0 / model.pos_embed.std(dim=1, correction=0).max().item() if seen else 0.0
+    share = share_of_positions(model)
     if share == 0.0:
         raise ValueError(
             "init 'impulse' works on the position embedding, which this model's "
@@ -86,36 +81,52 @@ def impulse_simple_vit(
         )
     limit = first.head_dim // 4  # pairs for rows, and as many for columns
     cells = offsets_on_grid(kernel_size, model.grid)  # checks kernel_size, before any draw
-    axes = [
-        sharpest_axis(
-            (
-                torch.arange(1, max(size, 2)).double() * math.pi / size
-                if free
-                else sincos_frequencies(model.pos_embed.shape[1])
-            )[:limit],
-            size,
-            math.sqrt(target_mass),
-        )
-        for size in model.grid
-    ]
+    axes = []
+    for size in model.grid:
+        if first.reads == "free":
+            frequencies = torch.arange(1, max(size, 2)).double() * math.pi / size
+        else:
+            frequencies = sincos_frequencies(model.pos_embed.shape[1])
+        axes.append(sharpest_axis(frequencies[:limit], size, math.sqrt(target_mass)))
     draw_base(model, base, generator)
 
-    tokens = torch.cartesian_prod(*map(torch.arange, model.grid))  # (N, 2), row and column
     amount = first.logit_scale**-0.5 / share
     for block in model.blocks:
         targets = head_offsets(first.num_heads, cells, offsets, generator)
         for query, key, offset in zip(*block.attn.factors, targets):  # (N, d), or (C, d)
             for view, by in ((query, offset), (key, (0, 0))):
-                if free:  # (N, ≤ d)
-                    places = (tokens + torch.tensor(by)).T
-                    value = torch.cat([axis.pairs(at) for axis, at in zip(axes, places)], 1)
-                else:  # (C, ≤ d)
-                    value = rotated_weights(axes, by, model.pos_embed.shape[1])
-                if first.reads == "content":  # so that the mean in LayerNorm has no effect
-                    # At the slowest sine of the rows, which is nearly 0 at all tokens.
-                    value[len(value) // 4 * 3 - 1] -= value.sum(dim=0)
+                value = factor_of(model, axes, by)
                 view.zero_()
                 view[:, : value.shape[1]] = amount * value
+
+
+def share_of_positions(model: SimpleViT) -> float:
+    """The factor on P in what queries read if patches have no content (at least); 1 if free."""
+    first = model.blocks[0].attn
+    if first.reads == "mixed":
+        return 1.0 - first.alpha
+    if first.reads != "content":
+        return 1.0
+    if model.alpha == 1.0 or not model.input_pos_embed:
+        return 0.0
+    # LayerNorm scales any multiple of P to unit variance.
+    return 1.0 / model.pos_embed.std(dim=1, correction=0).max().item()
+
+
+def factor_of(model: SimpleViT, axes: list[Axis], offset: Offset) -> Tensor:
+    """Free queries or keys, (N, ≤ d): the pairs of the positions at an offset from the tokens; else
+    the weights, (C, ≤ d), which make these of the tokens' embedding.
+    """
+    reads = model.blocks[0].attn.reads
+    if reads == "free":
+        tokens = torch.cartesian_prod(*map(torch.arange, model.grid))  # (N, 2), row and column
+        places = (tokens + torch.tensor(offset)).T
+        return torch.cat([axis.pairs(at) for axis, at in zip(axes, places)], 1)
+    weights = rotated_weights(axes, offset, model.pos_embed.shape[1])
+    if reads == "content":  # so that the mean in LayerNorm has no effect
+        # At the slowest sine of the rows, which is nearly 0 at all tokens.
+        weights[len(weights) // 4 * 3 - 1] -= weights.sum(dim=0)
+    return weights
 
 
 def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
@@ -128,7 +139,8 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
     axes = []
     for count in range(1, len(frequencies) + 1):
         shape = (away[:, None] * frequencies[:count]).cos().mean(dim=1)  # 1 at the target
-        if (logit := logit_for(mass, shape, size - 1)) is not None:
+        logit = logit_for(mass, shape, size - 1)
+        if logit is not None:
             axes.append(Axis(frequencies[:count], logit))
     if not axes:
         raise ValueError(
@@ -144,15 +156,14 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> Tensor:
     position at this offset from it.
     """
     # What reads the quarters of the embedding: sin and cos of the column, sin and cos of the row.
-    of_columns, of_rows = torch.eye(dim, dtype=torch.float64).unflatten(1, (2, 2, -1)).unbind(1)
-    weights = list[Tensor]()
+    quarters_of = torch.eye(dim, dtype=torch.float64).unflatten(1, (2, 2, -1))  # (C, 2, 2, C / 4)
+    of_columns, of_rows = quarters_of.unbind(1)
+    weights = []
     for axis, shift, quarters in zip(axes, offset, (of_rows, of_columns)):
         sine, cosine = quarters[..., : len(axis.frequencies)].unbind(1)  # (C, p)
         root = math.sqrt(axis.logit / len(axis.frequencies))
         turn = axis.frequencies * shift  # angles, (p,)
         # sin(ω(n + δ)) = cos ωδ · sin ωn + sin ωδ · cos ωn, and likewise the cosine.
-        weights += [
-            root * (sine * turn.cos() + cosine * turn.sin()),
-            root * (cosine * turn.cos() - sine * turn.sin()),
-        ]
+        weights.append(root * (sine * turn.cos() + cosine * turn.sin()))
+        weights.append(root * (cosine * turn.cos() - sine * turn.sin()))
     return torch.cat(weights, dim=1)

@@ -7,8 +7,6 @@ interop/in_place/foreign_layouts.py.
 import torch
 from torch import nn
 
-from ..models.attention import Attention
-from ..models.layers import PREFIX_TOKENS
 from ..models.rotary import Rotary
 from ..models.swin import SwinBlock, SwinTransformer
 from ..models.vit import VisionTransformer, VitBlock
@@ -23,39 +21,46 @@ def layout_of(model: nn.Module | Attentions) -> Attentions:
     if isinstance(model, Attentions):
         return model
     if isinstance(model, SwinTransformer):
-        return SwinLayout(
-            model,
-            tuple(
-                window_block_of(block) for block in model.modules() if isinstance(block, SwinBlock)
-            ),
-        )
+        return swin_layout(model)
+    return vit_layout(model)
+
+
+def swin_layout(model: nn.Module | SwinLayout) -> SwinLayout:
+    """The same of a Swin."""
+    if isinstance(model, SwinLayout):
+        return model
+    blocks = [block for block in model.modules() if isinstance(block, SwinBlock)]
+    return SwinLayout(model, tuple(map(window_block_of, blocks)))
+
+
+def vit_layout(model: nn.Module | Layout) -> Layout:
+    """The same of a ViT."""
+    if isinstance(model, Layout):
+        return model
     if not isinstance(model, VisionTransformer):
         raise ValueError(
             f"a {type(model).__name__} is no ViT or Swin of this package; models of "
             "other libraries are initialised by vitinit.init.init_"
         )
-    blocks = tuple(block_of(block) for block in model.blocks)
     patches = model.patch_embed.proj
     rows = patches.weight.new_empty(0, patches.out_channels)  # of rotary positions alone
     if model.pos_embed is not None:
         rows = model.pos_embed.detach().flatten(0, 1)  # (P + N, D)
-    tokens = tuple(getattr(model, name).detach() for name in PREFIX_TOKENS if hasattr(model, name))
-    (down, across), (height, width) = model.grid, patches.kernel_size
+    tokens = tuple(token.detach() for token in model.prefix_tokens())
     return Layout(
         model,
-        blocks,
+        tuple(map(block_of, model.blocks)),
         rows,
         model.grid,
         model.learns_positions,
         tokens,
-        image_shape=(patches.in_channels, down * height, across * width),
+        image_shape=(patches.in_channels, *model.patch_embed.image_size),
     )
 
 
 def block_of(block: VitBlock | SwinBlock) -> Block:
     """The views of a block's attention. Raises ValueError for one with norms of Q and K."""
     attention = block.attn
-    assert isinstance(attention, Attention)
     if isinstance(attention.q_norm, nn.LayerNorm):
         raise ValueError(
             f"{type(attention).__name__} normalises queries and keys, which would "
@@ -65,15 +70,17 @@ def block_of(block: VitBlock | SwinBlock) -> Block:
     q_bias = k_bias = v_bias = None
     if attention.qkv.bias is not None:
         q_bias, k_bias, v_bias = attention.by_head(attention.qkv.bias.detach())
+    proj = attention.proj_weight.detach()  # (D, h, d)
+    proj_bias = attention.proj.bias.detach()
     return Block(
         q,
         k,
         v,
-        attention.proj_weight.detach(),
+        proj,
         q_bias,
         k_bias,
         v_bias,
-        attention.proj.bias.detach(),
+        proj_bias,
         block.norm1,
         attention,
         rotation_of(attention),
@@ -98,4 +105,5 @@ def rotation_of(attention: nn.Module) -> Rotation | None:
     if not isinstance(rotary, Rotary):
         return None
     turns = rotary.turns().detach()  # (T, h, d / 2, 2)
-    return Rotation(torch.arange(2 * turns.shape[2]).view(-1, 2), turns)
+    pairs = torch.arange(2 * turns.shape[2]).view(-1, 2)  # neighbouring channels
+    return Rotation(pairs, turns)

@@ -90,8 +90,10 @@ def write_queries_keys(
     _, size, width = query.shape
     for views in zip(query, key):
         product = noisy_identity(size, alpha, beta, query, generator)
-        for view, factor in zip(views, balanced_factors(product, min(width, size))):
-            view.copy_(F.pad(factor, (0, max(width - size, 0))))
+        factors = balanced_factors(product, min(width, size))
+        for view, factor in zip(views, factors):
+            missing = width - factor.shape[1]
+            view.copy_(F.pad(factor, (0, missing)))
 
 
 def write_values(
@@ -124,10 +126,13 @@ def write_values(
                 f"the stream, and the model has {inner} and {dim}"
             )
         value, projection = value.mT, projection.mT
-    count = value.shape[1]
-    order = torch.randperm(inner, generator=generator)[:count] if first else slice(count)
+    order = torch.arange(inner)
+    if first:
+        order = torch.randperm(inner, generator=generator)
+    order = order[: value.shape[1]]
     # New tensors, since Q, K and V may lie in one tensor that no flat view of V exists of.
-    values, projections = (torch.zeros_like(block.v).flatten(0, 1), block.proj.flatten(1).clone())
+    values = torch.zeros_like(block.v).flatten(0, 1)  # (h·d, D)
+    projections = block.proj.flatten(1).clone()  # (D, h·d)
     values[order, first:] = value.mT
     projections[first:, order] = projection
     block.v.copy_(values.view_as(block.v))
@@ -157,6 +162,8 @@ def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)  # in increasing order
     vectors = vectors[..., -rank:].flip(-1)  # (..., n, r), decreasing
     values = squares[..., -rank:].flip(-1).clamp_min(0.0).sqrt()  # (..., r)
-    floor = values[..., :1] * torch.finfo(matrix.dtype).eps ** 0.5
-    roots = values.clamp_min(floor.clamp_min(torch.finfo(matrix.dtype).tiny)).sqrt()
-    return matrix @ vectors / roots[..., None, :], vectors * roots[..., None, :]
+    precision = torch.finfo(matrix.dtype)
+    floor = values[..., :1] * precision.eps**0.5
+    floor = floor.clamp_min(precision.tiny)
+    roots = values.clamp_min(floor).sqrt()[..., None, :]  # (..., 1, r)
+    return matrix @ vectors / roots, vectors * roots

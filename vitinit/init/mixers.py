@@ -67,19 +67,17 @@ def impulse_mixer(
 
     targets = head_offsets(len(model.blocks), cells, offsets, generator)
     for block, offset in zip(model.blocks, targets):
-        write_linear_map(
-            block.mlp_tokens,
-            shift_matrix(offset, model.grid),
-            gain=gain,
-            linear_bias=float(linear_bias),
-        )
+        shift = shift_matrix(offset, model.grid)
+        write_linear_map(block.mlp_tokens, shift, gain=gain, linear_bias=float(linear_bias))
 
 
 def write_linear_map(mlp: Mlp, matrix: Tensor, *, gain: float, linear_bias: float) -> None:
     """Make x ↦ fc2(GELU(fc1(x))) the map gain · matrix, (N, N); see `impulse_mixer`."""
-    identity, bias = torch.eye(len(matrix)), linear_bias
+    identity = torch.eye(len(matrix))
+    bias = linear_bias
     if mlp.fc1.out_features >= 2 * len(matrix):
-        matrix, identity = torch.cat([matrix, -matrix]), torch.cat([identity, -identity], dim=1)
+        matrix = torch.cat([matrix, -matrix])
+        identity = torch.cat([identity, -identity], dim=1)
         bias = 0.0
     used = len(matrix)  # hidden units
     mlp.fc1.weight[:used] = matrix
@@ -160,11 +158,14 @@ def filters_conv_mixer(
     if cells > size**2:
         raise ValueError(f"cells is {cells}, expected at most the {size**2} of the model's kernel")
     draw_base(model, base, generator)
-    draw = {
-        "random": lambda: (2.0 * torch.rand(size, size, generator=generator) - 1.0) / size,
-        "box": lambda: scattered_box(size, cells, generator=generator),
-        "gaussian": lambda: placed_gaussian(size, sigma, generator=generator),
-    }[kind]
+
+    def draw() -> Tensor:
+        if kind == "box":
+            return scattered_box(size, cells, generator=generator)
+        if kind == "gaussian":
+            return placed_gaussian(size, sigma, generator=generator)
+        return (2.0 * torch.rand(size, size, generator=generator) - 1.0) / size
+
     for block in model.blocks:
         weight = model.depthwise(block).weight  # (F, 1, k, k)
         kernels = torch.stack([draw() for _ in range(len(weight))])  # (F, k, k)
@@ -176,12 +177,14 @@ def filters_conv_mixer(
 def scattered_box(size: int, cells: int, *, generator: Generator) -> Tensor:
     """(size, size): `cells` cells, chosen at random, with equal values and Σ w² = ⅓ in total."""
     kernel = torch.zeros(size**2)
-    kernel[torch.randperm(size**2, generator=generator)[:cells]] = (ENERGY / cells) ** 0.5
+    chosen = torch.randperm(size**2, generator=generator)[:cells]
+    kernel[chosen] = (ENERGY / cells) ** 0.5
     return kernel.view(size, size)
 
 
 def placed_gaussian(size: int, sigma: float, *, generator: Generator) -> Tensor:
     """(size, size): a Gaussian with peak value 1 around a random cell."""
     centre = torch.randint(size, (2,), generator=generator)
-    axes = (torch.arange(size) - centre[:, None]).square()  # (2, size)
-    return (-(axes[0][:, None] + axes[1]) / (2.0 * sigma**2)).exp()
+    down, right = (torch.arange(size) - centre[:, None]).square()  # (size,) each
+    squares = down[:, None] + right  # (size, size)
+    return (-squares / (2.0 * sigma**2)).exp()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from .views import Attentions, Layout
+from .views import Attentions, Block, Layout
 
 
 def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
@@ -17,9 +17,23 @@ def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
         if isinstance(module, nn.Conv2d) and module.out_channels == dim:
             return [module]
         if isinstance(module, nn.Sequential) and isinstance(module[-1], nn.LayerNorm):
-            if linear := [layer for layer in module if isinstance(layer, nn.Linear)]:
+            linear = [layer for layer in module if isinstance(layer, nn.Linear)]
+            if linear:
                 return [linear[0], module[-1]]
     return []
+
+
+def modules_of(module: nn.Module | None) -> list[nn.Module]:
+    """All modules within one, and itself; none of none."""
+    return [] if module is None else list(module.modules())
+
+
+def ends_of_mlp(block: Block, dim: int) -> list[nn.Linear]:
+    """The last layer of a block's MLP, which writes to the stream of `dim` channels, if it is seen."""
+    of_attention = modules_of(block.attention)
+    beside = [layer for layer in modules_of(block.around) if layer not in of_attention]
+    linear = [layer for layer in beside if isinstance(layer, nn.Linear)]
+    return [layer for layer in linear if layer.out_features == dim][-1:]
 
 
 class ResidualStream(NamedTuple):
@@ -27,55 +41,43 @@ class ResidualStream(NamedTuple):
 
     writers: tuple[Tensor, ...]  # (D, …): of the patch embedding, and of the last layer of
     # each MLP and of each attention
-    norms: tuple[nn.LayerNorm, ...]  # of the blocks, but for those before attention
-    ends: tuple[nn.LayerNorm, ...]  # outside; the first after the blocks counts
+    norms: set[nn.LayerNorm]  # of the blocks, but for those before attention
+    ends: set[nn.LayerNorm]  # outside; the first after the blocks counts
+
+
+def norms_of(modules: Iterable[nn.Module], dim: int) -> list[nn.LayerNorm]:
+    """The LayerNorms of the stream of `dim` channels among some modules."""
+    norms = [module for module in modules if isinstance(module, nn.LayerNorm)]
+    return [norm for norm in norms if norm.normalized_shape == (dim,)]
 
 
 def stream_of(vit: Layout) -> ResidualStream:
     """Find the stream of a ViT in its modules; raises ValueError if it is not all there."""
-    modules, dim = list(vit.model.modules()), vit.blocks[0].proj.shape[0]
-    inside = set()  # the blocks
-    writers: list[nn.Module] = []
+    dim = vit.blocks[0].proj.shape[0]
+    depth = len(vit.blocks)
+    inside = set[nn.Module]()  # the blocks
     for block in vit.blocks:
-        of_block = [] if block.around is None else list(block.around.modules())
-        of_attention = set() if block.attention is None else set(block.attention.modules())
-        writers += [
-            layer
-            for layer in of_block
-            if layer not in of_attention
-            and isinstance(layer, nn.Linear)
-            and layer.out_features == dim
-        ][-1:]
-        inside.update(of_block)
-    outside = [module for module in modules if module not in inside]
-    writers = patch_embedding(outside, dim)[-1:] + writers
-    before_attention = [block.norm for block in vit.blocks]
-    norms = [
-        module
-        for module in modules
-        if isinstance(module, nn.LayerNorm)
-        and module.normalized_shape == (dim,)
-        and module not in {*writers, *before_attention}
-    ]
-    of_blocks = tuple(norm for norm in norms if norm in inside)
-    if (
-        len(writers) != len(vit.blocks) + 1
-        or len(of_blocks) != len(vit.blocks)
-        or any(norm.weight is None for norm in (*norms, *before_attention))
-    ):
+        inside.update(modules_of(block.around))
+    outside = [module for module in vit.model.modules() if module not in inside]
+    writers = patch_embedding(outside, dim)[-1:]
+    for block in vit.blocks:
+        writers += ends_of_mlp(block, dim)
+    before_attention = {block.norm for block in vit.blocks}
+    norms = set(norms_of(inside, dim)) - before_attention
+    ends = set(norms_of(outside, dim)) - before_attention - {*writers}
+    complete = len(writers) == depth + 1 and len(norms) == depth
+    if not complete or any(norm.weight is None for norm in norms | ends | before_attention):
         raise ValueError(
             "this init needs the patch embedding, the last layer of each MLP and a "
             "LayerNorm before it, and finds no such in the model"
         )
-    tensors = [
-        *(tensor for layer in writers for tensor in (layer.weight, layer.bias)),
-        *(tensor for block in vit.blocks for tensor in (block.proj, block.proj_bias)),
-    ]
-    return ResidualStream(
-        tuple(tensor.detach() for tensor in tensors if isinstance(tensor, Tensor)),
-        of_blocks,
-        tuple(norm for norm in norms if norm not in inside),
-    )
+    tensors = list[object]()
+    for layer in writers:
+        tensors += [layer.weight, layer.bias]
+    for block in vit.blocks:
+        tensors += [block.proj, block.proj_bias]
+    present = tuple(tensor.detach() for tensor in tensors if isinstance(tensor, Tensor))
+    return ResidualStream(present, norms, ends)
 
 
 def noise_images(layout: Attentions, count: int, generator: Generator) -> Tensor:

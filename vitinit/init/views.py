@@ -5,6 +5,7 @@ Shapes: D channels of the residual stream, h heads, d channels per head, N patch
 
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -24,7 +25,8 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         """x (n, h, T, d), of the last T tokens, turned."""
         a, b = x[..., self.pairs].unbind(-1)  # (n, h, T, d / 2) each
-        cos, sin = self.turns[-x.shape[2] :].to(x).transpose(0, 1).unbind(-1)
+        turns = self.turns[-x.shape[2] :].to(x)
+        cos, sin = turns.transpose(0, 1).unbind(-1)  # (h or 1, T, d / 2) each
         turned = torch.empty_like(x)
         turned[..., self.pairs] = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
         return turned
@@ -34,17 +36,18 @@ class Rotation:
 
         Raises ValueError unless the angles of the grid's tokens, the last, are a plane over it.
         """
-        waves = torch.view_as_complex(self.turns[-grid[0] * grid[1] :].double()).unflatten(0, grid)
-        steps = [
-            (waves.narrow(axis, 1, side - 1) * waves.narrow(axis, 0, side - 1).conj())
-            .flatten(0, 1)
-            .sum(0)
-            .angle()
-            for axis, side in enumerate(grid)
-        ]
+        turns = self.turns[-prod(grid) :].double()
+        waves = torch.view_as_complex(turns).unflatten(0, grid)  # (H, W, h or 1, d / 2)
+        steps = []  # from each token to the next, down and across
+        for axis, side in enumerate(grid):
+            following = waves.narrow(axis, 1, side - 1)
+            leading = waves.narrow(axis, 0, side - 1)
+            products = (following * leading.conj()).flatten(0, 1)
+            steps.append(products.sum(0).angle())
         omega = torch.stack(steps, -1)  # (h or 1, d / 2, 2)
         cells = torch.cartesian_prod(*map(torch.arange, grid)).double().unflatten(0, grid)
-        plane = torch.polar(torch.ones(()).double(), (cells[:, :, None, None] * omega).sum(-1))
+        angles = (cells[:, :, None, None] * omega).sum(-1)
+        plane = torch.polar(torch.ones(()).double(), angles)
         if (waves - waves[0, 0] * plane).abs().max() > 1e-3:
             raise ValueError(
                 "the rotary frequencies are not one for the rows and one for the "
@@ -82,16 +85,21 @@ class Block:
 
     def mixing_weights(self, y: Tensor) -> Tensor:
         """softmax(Q Kᵀ / √d + bias) of the norm's output y, (n, T, D): (n, h, T, T)."""
-        q, k = projected(y, self.q, self.q_bias), projected(y, self.k, self.k_bias)
+        q = projected(y, self.q, self.q_bias)
+        k = projected(y, self.k, self.k_bias)
         if self.rotation is not None:
-            q, k = self.rotation(q), self.rotation(k)
+            q = self.rotation(q)
+            k = self.rotation(k)
         return attention_weights(q, k, self.bias)
 
     def output(self, y: Tensor) -> Tensor:
         """What the attention makes of the norm's output: (n, T, D) → (n, T, D)."""
-        mixed = self.mixing_weights(y) @ projected(y, self.v, self.v_bias)  # (n, h, T, d)
+        values = projected(y, self.v, self.v_bias)
+        mixed = self.mixing_weights(y) @ values  # (n, h, T, d)
         output = torch.einsum("bhtd, chd -> btc", mixed, self.proj)
-        return output if self.proj_bias is None else output + self.proj_bias
+        if self.proj_bias is None:
+            return output
+        return output + self.proj_bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +127,10 @@ class WindowBlock(Block):
 
 def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Queries, keys or values of each head: y (n, T, D), weight (h, d, D) → (n, h, T, d)."""
-    return y[:, None] @ weight.mT + (0.0 if bias is None else bias[:, None])
+    product = y[:, None] @ weight.mT
+    if bias is None:
+        return product
+    return product + bias[:, None]
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,9 @@ class Attentions(ABC):
 
     def batch_first(self, x: Tensor) -> Tensor:
         """What a block reads as (n, T, D), a view."""
-        return x.transpose(0, 1) if self.sequence_first and x.ndim == 3 else x
+        if self.sequence_first and x.ndim == 3:
+            return x.transpose(0, 1)
+        return x
 
 
 @dataclass(frozen=True)
@@ -169,13 +182,11 @@ class Layout(Attentions):
     @property
     def positions(self) -> Tensor:
         """The position embedding of the patch tokens, (N, D), a view, or zeros if there is none."""
-        patches = self.grid[0] * self.grid[1]
-        rows = (
-            self.pos_embed
-            if len(self.pos_embed)
-            else self.pos_embed.new_zeros(patches, self.pos_embed.shape[1])
-        )
-        return rows[-patches:]
+        patches = prod(self.grid)
+        rows, dim = self.pos_embed.shape
+        if rows == 0:
+            return self.pos_embed.new_zeros(patches, dim)
+        return self.pos_embed[-patches:]
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,15 @@ class Attention(nn.Module):
         self.head_dim = dim // num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if qk_norm_eps is not None:
-            self.q_norm = nn.LayerNorm(self.head_dim, eps=qk_norm_eps)
-            self.k_norm = nn.LayerNorm(self.head_dim, eps=qk_norm_eps)
+        self.q_norm = self.new_norm(qk_norm_eps)
+        self.k_norm = self.new_norm(qk_norm_eps)
         self.rotary = rotary
+
+    def new_norm(self, eps: float | None) -> nn.Module:
+        """Of the queries, or of the keys; the identity for None."""
+        if eps is None:
+            return nn.Identity()
+        return nn.LayerNorm(self.head_dim, eps=eps)
 
     def by_head(self, packed: Tensor) -> Tensor:
         """What is packed, (3·C, …), as a view of queries, keys and values: (3, h, d, …)."""

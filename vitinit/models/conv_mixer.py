@@ -25,6 +25,7 @@ from .layers import (
     to_pair,
 )
 
+Activation = Literal["gelu", "relu"]
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
@@ -95,7 +96,7 @@ class ConvMixer(Classifier):
         embed_dim: int,
         depth: int,
         kernel_size: int,
-        activation: Literal["gelu", "relu"] = "gelu",
+        activation: Activation = "gelu",
         num_filters: int = 0,
         train_filters: bool = True,
     ) -> None:
@@ -107,7 +108,7 @@ class ConvMixer(Classifier):
             depth=depth,
             kernel_size=kernel_size,
         )
-        require_choice("activation", activation, tuple(ACTIVATIONS))
+        require_choice("activation", activation, Activation)
         if not 0 <= num_filters <= embed_dim:
             raise ValueError(
                 f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = {embed_dim}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -137,8 +137,9 @@ def to_pair(value: int | Sequence[int]) -> Sides:
     return index(height), index(width)  # raises TypeError for a fraction
 
 
-def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ValueError unless an option called `name` has one of the values `choices`."""
+def require_choice(name: str, value: str, literal: Any) -> None:
+    """Raise ValueError unless an option called `name` has one of the values of a Literal."""
+    choices = get_args(literal)
     if value not in choices:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 

@@ -9,7 +9,7 @@ embedding, (N, C).
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -195,7 +195,7 @@ class SimpleViT(Classifier):
             num_heads=num_heads,
             mlp_ratio=mlp_ratio,
         )
-        require_choice("reads", reads, get_args(Reading))
+        require_choice("reads", reads, Reading)
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
             raise ValueError(
                 f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim};"

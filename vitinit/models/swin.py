@@ -10,7 +10,7 @@ is the side of a window and M the number of windows of one feature map.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import torch
@@ -185,32 +185,10 @@ class PatchMerging(nn.Module):
 class SwinStage(nn.Module):
     """The parts that `SwinTransformer.features` calls: merging, but in stage 1, and the blocks."""
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        grid: Sides,
-        depth: int,
-        merge: bool,
-        num_heads: int,
-        window: Sides,
-        mlp_ratio: float,
-        qkv_bias: bool,
-    ) -> None:
+    def __init__(self, downsample: nn.Module, blocks: Iterable[SwinBlock]) -> None:
         super().__init__()
-        self.downsample = PatchMerging(dim // 2) if merge else nn.Identity()
-        self.blocks = module_list(
-            SwinBlock(
-                dim,
-                grid=grid,
-                num_heads=num_heads,
-                window=window,
-                shifted=index % 2 == 1,
-                mlp_ratio=mlp_ratio,
-                qkv_bias=qkv_bias,
-            )
-            for index in range(depth)
-        )
+        self.downsample = downsample
+        self.blocks = module_list(blocks)
 
 
 class SwinTransformer(Classifier):
@@ -258,19 +236,23 @@ class SwinTransformer(Classifier):
         self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim, norm=True)
         self.grid = self.patch_embed.grid
         stages = []
-        for number, grid in enumerate(stage_grids(self.grid, len(depths))):
-            width = embed_dim * 2**number
-            stage = SwinStage(
-                width,
-                grid=grid,
-                depth=depths[number],
-                merge=number > 0,
-                num_heads=num_heads[number],
-                window=window_on(grid, to_pair(window_size), number),
-                mlp_ratio=mlp_ratio,
-                qkv_bias=qkv_bias,
-            )
-            stages.append(stage)
+        for stage, grid in enumerate(stage_grids(self.grid, len(depths))):
+            width = embed_dim * 2**stage
+            window = window_on(grid, to_pair(window_size), stage)
+            merging = PatchMerging(width // 2) if stage > 0 else nn.Identity()
+            blocks = []
+            for number in range(depths[stage]):
+                block = SwinBlock(
+                    width,
+                    grid=grid,
+                    num_heads=num_heads[stage],
+                    window=window,
+                    shifted=number % 2 == 1,
+                    mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias,
+                )
+                blocks.append(block)
+            stages.append(SwinStage(merging, blocks))
         self.layers = module_list(stages)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))  # timm's name

@@ -9,7 +9,7 @@ The shape legend is in attention.py.
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from .rotary import Coordinates, Frequencies, Rotary
 
 Pool = Literal["class", "mean"]
 Positions = Literal["learned", "sincos", "rope", "learned+rope", "none"]
+Hidden = Literal["gelu", "swiglu"]
 MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
 
 
@@ -52,13 +53,13 @@ class VitBlock(nn.Module):
         attention: Attention,
         dim: int,
         *,
-        mlp: str = "gelu",
+        mlp: Hidden = "gelu",
         mlp_ratio: float = 4.0,
         layer_scale: float = 0.0,
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        require_choice("mlp", mlp, tuple(MLPS))
+        require_choice("mlp", mlp, Hidden)
         if layer_scale < 0:
             raise ValueError(f"layer_scale is {layer_scale}, expected at least 0")
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
@@ -135,7 +136,7 @@ class VisionTransformer(Classifier):
         rope_coordinates: Coordinates = "index",
         qk_norm: bool = False,
         layer_scale: float = 0.0,
-        mlp: Literal["gelu", "swiglu"] = "gelu",
+        mlp: Hidden = "gelu",
         distilled: bool = False,
         num_registers: int = 0,
         fc_norm: bool = False,
@@ -151,8 +152,8 @@ class VisionTransformer(Classifier):
             mlp_ratio=mlp_ratio,
             norm_eps=norm_eps,
         )
-        require_choice("rope_frequencies", rope_frequencies, get_args(Frequencies))
-        require_choice("rope_coordinates", rope_coordinates, get_args(Coordinates))
+        require_choice("rope_frequencies", rope_frequencies, Frequencies)
+        require_choice("rope_coordinates", rope_coordinates, Coordinates)
         if fc_norm and pool != "mean":
             raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
         self.drop_path_rates = drop_path_rates(drop_path, depth)
@@ -201,7 +202,7 @@ class VisionTransformer(Classifier):
         self, pool: Pool, distilled: bool, num_registers: int, embed_dim: int
     ) -> None:
         """The tokens that stand before the patches, and what is pooled: a part of the constructor."""
-        require_choice("pool", pool, get_args(Pool))
+        require_choice("pool", pool, Pool)
         if distilled and pool != "class":
             raise ValueError(
                 'a distillation token stands beside a class token; pool is "mean", expected "class"'
@@ -220,7 +221,7 @@ class VisionTransformer(Classifier):
 
     def add_positions(self, pos_embed: Positions, embed_dim: int) -> None:
         """The position embedding, a parameter or a buffer: a part of the constructor."""
-        require_choice("pos_embed", pos_embed, get_args(Positions))
+        require_choice("pos_embed", pos_embed, Positions)
         self.learns_positions = pos_embed.startswith("learned")
         self.rotary = "rope" in pos_embed
         prefix = self.num_prefix_tokens
