@@ -24,19 +24,6 @@ from ..base.table import find
 from ..base.values import convert
 from ..models import CLASSES, FAMILIES, MODELS
 
-__all__ = [
-    "GIVEN",
-    "INITS",
-    "deep_impulse_",
-    "describe",
-    "impulse_",
-    "init_",
-    "init_function",
-    "init_weights",
-    "mimetic_",
-    "reads_images",
-]
-
 GIVEN = ("generator", "images")  # parameters of inits that a caller gives; they are no options
 ROTARY = "rotary_vit"  # a ViT with rotary attention, in the table below
 
@@ -85,6 +72,8 @@ IN_PLACE = {
     for name in ("deep_impulse_", "describe", "impulse_", "init_", "mimetic_")
 }
 BASES = ("default", "torch", "lecun")
+
+__all__ = ["GIVEN", "INITS", "init_function", "init_weights", "reads_images", *IN_PLACE]
 
 
 def __getattr__(name: str) -> Any:

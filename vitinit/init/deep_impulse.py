@@ -145,6 +145,58 @@ def variance(vit: Layout, x: Tensor) -> float:
     return patches(vit, x).var(-1, correction=0).mean().item()
 
 
+def require_reserved(vit: Layout, number: int, x: Tensor, first: int) -> None:
+    """Raise unless x, (n, P + N, D), which a block reads, is finite and has positions, and nothing
+    else, in the channels before `first`.
+    """
+    if not x.isfinite().all():
+        raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
+    read = patches(vit, x)[..., :first]
+    expected = vit.positions[:, :first].expand_as(read)
+    if not torch.allclose(read, expected, rtol=1e-4, atol=1e-4):
+        raise ValueError(
+            "init 'deep_impulse' needs channels that nothing writes to after the "
+            f"position embedding, and before block {number} something did"
+        )
+
+
+def pass_images(
+    vit: Layout,
+    stream: ResidualStream,
+    images: Tensor,
+    first: int,
+    before: Callable[[int, Tensor], None],
+    after: Callable[[int, tuple, Tensor], None],
+) -> None:
+    """Pass images through the model, and write each norm by what it reads before it computes.
+
+    before, after: called before and after the norm before a block's attention, with the block's
+    number and what the norm reads, (n, P + N, D), or with its inputs and its output.
+    """
+    reached = set[nn.Module]()
+
+    def reach(norm: nn.Module, write: Callable[[Tensor], None], x: Tensor) -> None:
+        if norm in stream.ends:  # of which only the first after the blocks is written
+            if vit.blocks[-1].norm not in reached or reached & stream.ends:
+                return
+        reached.add(norm)
+        if x.shape[1] == len(images):
+            x = vit.batch_first(x)
+        write(x)
+
+    writers = dict[nn.Module, Callable[[Tensor], None]]()
+    for norm in stream.norms | stream.ends:
+        writers[norm] = partial(scale, vit, first, norm)
+    for number, block in enumerate(vit.blocks):
+        writers[block.norm] = partial(before, number)
+    run(
+        vit.model,
+        images,
+        before={norm: partial(reach, norm, write) for norm, write in writers.items()},
+        after={block.norm: partial(after, number) for number, block in enumerate(vit.blocks)},
+    )
+
+
 @torch.no_grad()
 def deep_impulse(
     model: nn.Module | Layout,
@@ -216,55 +268,3 @@ def deep_impulse(
         write_turns(block, turn, logits[number], patches(vit, vit.batch_first(y)))
 
     pass_images(vit, stream, images, first, before, after)
-
-
-def require_reserved(vit: Layout, number: int, x: Tensor, first: int) -> None:
-    """Raise unless x, (n, P + N, D), which a block reads, is finite and has positions, and nothing
-    else, in the channels before `first`.
-    """
-    if not x.isfinite().all():
-        raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
-    read = patches(vit, x)[..., :first]
-    expected = vit.positions[:, :first].expand_as(read)
-    if not torch.allclose(read, expected, rtol=1e-4, atol=1e-4):
-        raise ValueError(
-            "init 'deep_impulse' needs channels that nothing writes to after the "
-            f"position embedding, and before block {number} something did"
-        )
-
-
-def pass_images(
-    vit: Layout,
-    stream: ResidualStream,
-    images: Tensor,
-    first: int,
-    before: Callable[[int, Tensor], None],
-    after: Callable[[int, tuple, Tensor], None],
-) -> None:
-    """Pass images through the model, and write each norm by what it reads before it computes.
-
-    before, after: called before and after the norm before a block's attention, with the block's
-    number and what the norm reads, (n, P + N, D), or with its inputs and its output.
-    """
-    reached = set[nn.Module]()
-
-    def reach(norm: nn.Module, write: Callable[[Tensor], None], x: Tensor) -> None:
-        if norm in stream.ends:  # of which only the first after the blocks is written
-            if vit.blocks[-1].norm not in reached or reached & stream.ends:
-                return
-        reached.add(norm)
-        if x.shape[1] == len(images):
-            x = vit.batch_first(x)
-        write(x)
-
-    writers = dict[nn.Module, Callable[[Tensor], None]]()
-    for norm in stream.norms | stream.ends:
-        writers[norm] = partial(scale, vit, first, norm)
-    for number, block in enumerate(vit.blocks):
-        writers[block.norm] = partial(before, number)
-    run(
-        vit.model,
-        images,
-        before={norm: partial(reach, norm, write) for norm, write in writers.items()},
-        after={block.norm: partial(after, number) for number, block in enumerate(vit.blocks)},
-    )

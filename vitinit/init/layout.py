@@ -18,9 +18,7 @@ def layout_of(model: nn.Module | Attentions) -> Attentions:
 
     Raises ValueError for another model, and if queries and keys are normalised.
     """
-    if isinstance(model, Attentions):
-        return model
-    if isinstance(model, SwinTransformer):
+    if isinstance(model, (SwinTransformer, SwinLayout)):
         return swin_layout(model)
     return vit_layout(model)
 
@@ -33,7 +31,7 @@ def swin_layout(model: nn.Module | SwinLayout) -> SwinLayout:
     return SwinLayout(model, tuple(map(window_block_of, blocks)))
 
 
-def vit_layout(model: nn.Module | Layout) -> Layout:
+def vit_layout(model: nn.Module | Attentions) -> Layout:
     """The same of a ViT."""
     if isinstance(model, Layout):
         return model

@@ -31,9 +31,9 @@ def modules_of(module: nn.Module | None) -> list[nn.Module]:
 def ends_of_mlp(block: Block, dim: int) -> list[nn.Linear]:
     """The last layer of a block's MLP, which writes to the stream of `dim` channels, if it is seen."""
     of_attention = modules_of(block.attention)
-    beside = [layer for layer in modules_of(block.around) if layer not in of_attention]
-    linear = [layer for layer in beside if isinstance(layer, nn.Linear)]
-    return [layer for layer in linear if layer.out_features == dim][-1:]
+    linear = [layer for layer in modules_of(block.around) if isinstance(layer, nn.Linear)]
+    layers = [layer for layer in linear if layer.out_features == dim and layer not in of_attention]
+    return layers[-1:]
 
 
 class ResidualStream(NamedTuple):
@@ -45,16 +45,15 @@ class ResidualStream(NamedTuple):
     ends: set[nn.LayerNorm]  # outside; the first after the blocks counts
 
 
-def norms_of(modules: Iterable[nn.Module], dim: int) -> list[nn.LayerNorm]:
+def norms_of(modules: Iterable[nn.Module], dim: int) -> set[nn.LayerNorm]:
     """The LayerNorms of the stream of `dim` channels among some modules."""
-    norms = [module for module in modules if isinstance(module, nn.LayerNorm)]
-    return [norm for norm in norms if norm.normalized_shape == (dim,)]
+    norms = {module for module in modules if isinstance(module, nn.LayerNorm)}
+    return {norm for norm in norms if norm.normalized_shape == (dim,)}
 
 
 def stream_of(vit: Layout) -> ResidualStream:
     """Find the stream of a ViT in its modules; raises ValueError if it is not all there."""
     dim = vit.blocks[0].proj.shape[0]
-    depth = len(vit.blocks)
     inside = set[nn.Module]()  # the blocks
     for block in vit.blocks:
         inside.update(modules_of(block.around))
@@ -63,9 +62,9 @@ def stream_of(vit: Layout) -> ResidualStream:
     for block in vit.blocks:
         writers += ends_of_mlp(block, dim)
     before_attention = {block.norm for block in vit.blocks}
-    norms = set(norms_of(inside, dim)) - before_attention
-    ends = set(norms_of(outside, dim)) - before_attention - {*writers}
-    complete = len(writers) == depth + 1 and len(norms) == depth
+    norms = norms_of(inside, dim) - before_attention
+    ends = norms_of(outside, dim) - before_attention - {*writers}
+    complete = len(writers) == len(vit.blocks) + 1 and len(norms) == len(vit.blocks)
     if not complete or any(norm.weight is None for norm in norms | ends | before_attention):
         raise ValueError(
             "this init needs the patch embedding, the last layer of each MLP and a "

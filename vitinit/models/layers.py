@@ -93,8 +93,7 @@ def module_list(layers: Iterable[Layer]) -> Sequence[Layer]:
 
 def map_tokens(map: Tensor) -> Tokens:
     """A feature map (B, H, W, C) as `Tokens`, of which none are prefix tokens."""
-    none = map.flatten(1, 2)[:, :0]  # (B, 0, C)
-    return Tokens(map, none)
+    return Tokens(map, map.flatten(1, 2)[:, :0])
 
 
 def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:

@@ -76,9 +76,8 @@ class Decoder(nn.Module):
         x = self.embed(encoded)  # (B, P + n, dim)
         masked = self.mask_token.to(x.dtype).expand(*hidden.shape, -1)  # (B, N − n, dim)
         x = torch.cat([x, masked], dim=1)  # (B, P + N, dim), not in the order of the image
-        prefix = prefix_indices(self.prefix, visible)
-        places = torch.cat([prefix, visible + self.prefix, hidden + self.prefix], dim=1)
-        x = x + self.positions[places]
+        patches = torch.cat([visible, hidden], dim=1)  # (B, N)
+        x = x + self.positions[with_prefix(patches, self.prefix)]
         x, _ = run_blocks(self.blocks, x, ())
         x = x[:, -hidden.shape[1] :]  # (B, N − n, dim)
         return self.pixels(self.norm(x))
@@ -86,9 +85,7 @@ class Decoder(nn.Module):
 
 def visible_patches(patches: int, mask_ratio: float) -> int:
     """How many patches are visible, as in the paper's code; ValueError if none is, or all are."""
-    visible = 0
-    if 0.0 < mask_ratio < 1.0:
-        visible = int(patches * (1.0 - mask_ratio))
+    visible = int(patches * (1.0 - mask_ratio))
     if not 0 < visible < patches:
         raise ValueError(
             f"mask_ratio is {mask_ratio}, which leaves none of {patches} patches "
@@ -97,9 +94,10 @@ def visible_patches(patches: int, mask_ratio: float) -> int:
     return visible
 
 
-def prefix_indices(count: int, like: Tensor) -> Tensor:
-    """(B, count): 0 … count − 1 for each image, on the device of `like`, (B, …)."""
-    return torch.arange(count, device=like.device).expand(len(like), -1)
+def with_prefix(patches: Tensor, prefix: int) -> Tensor:
+    """Numbers of patches, (B, n) → of tokens, (B, P + n): all prefix tokens, then these patches."""
+    before = torch.arange(prefix, device=patches.device).expand(len(patches), -1)
+    return torch.cat([before, patches + prefix], dim=1)
 
 
 class MaskedAutoencoder(nn.Module):
@@ -156,8 +154,7 @@ class MaskedAutoencoder(nn.Module):
 
     def encode(self, images: Tensor, visible: Tensor, drop_path: Tensor | None = None) -> Tensor:
         """The encoder's tokens of the visible patches (B, n) alone: (B, P + n, C)."""
-        prefix = prefix_indices(self.prefix, visible)
-        tokens = torch.cat([prefix, visible + self.prefix], dim=1)  # (B, P + n)
+        tokens = with_prefix(visible, self.prefix)  # (B, P + n)
         x = take(self.encoder.embed(images), tokens)
         blocks = self.encoder.blocks
         scales = scales_by_block(drop_path, len(blocks))

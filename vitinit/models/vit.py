@@ -114,8 +114,6 @@ class VisionTransformer(Classifier):
 
     family = "vit"
     pos_embed: Tensor | None  # (1, N, C), a parameter or a buffer; None if "rope" is all
-    norm: nn.Module
-    fc_norm: nn.Module
 
     def __init__(
         self,
