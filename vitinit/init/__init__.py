@@ -190,9 +190,8 @@ def apply(
         require_finite(model)
     except (ArithmeticError, RuntimeError) as error:  # overflow, or a failed decomposition
         numbers = [key for key in options if not isinstance(options[key], (bool, str))]
-        stated = ", ".join(f"{key}={options[key]}" for key in numbers)
-        if stated:
-            stated = f" with {stated}"
+        values = ", ".join(f"{key}={options[key]}" for key in numbers)
+        stated = f" with {values}" if values else ""
         raise ValueError(
             f"init '{name}'{stated} cannot be computed: "
             f"{in_brief(error, 80)}; use values nearer to the defaults"

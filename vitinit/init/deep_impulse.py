@@ -184,15 +184,15 @@ def pass_images(
             x = vit.batch_first(x)
         write(x)
 
-    writers = dict[nn.Module, Callable[[Tensor], None]]()
+    readers: dict[nn.Module, partial[None]] = {}
     for norm in stream.norms | stream.ends:
-        writers[norm] = partial(scale, vit, first, norm)
+        readers[norm] = partial(reach, norm, partial(scale, vit, first, norm))
     for number, block in enumerate(vit.blocks):
-        writers[block.norm] = partial(before, number)
+        readers[block.norm] = partial(reach, block.norm, partial(before, number))
     run(
         vit.model,
         images,
-        before={norm: partial(reach, norm, write) for norm, write in writers.items()},
+        before=readers,
         after={block.norm: partial(after, number) for number, block in enumerate(vit.blocks)},
     )
 

@@ -155,8 +155,7 @@ def query_key_factors(
     def factor(vectors: Tensor) -> Tensor:
         columns = directions @ (vectors[..., :width] * roots)  # (..., D, ≤ width)
         columns = norm * columns / torch.linalg.matrix_norm(columns, keepdim=True)
-        missing = width - columns.shape[-1]
-        return F.pad(columns, (0, missing)).mT
+        return F.pad(columns, (0, width - columns.shape[-1])).mT
 
     return factor(left), factor(right.mT)
 

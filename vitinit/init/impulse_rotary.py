@@ -41,8 +41,7 @@ def mean_mass(logit: float, cosines: Tensor, targets: Tensor, spread: tuple[floa
     # All keys around a target are a window of displacements; that of −u is that of u.
     sums = exponents.exp().unfold(0, height, 1).sum(-1)  # (H, 2W − 1)
     sums = sums.unfold(1, width, 1).sum(-1)  # (H, W)
-    masses = 1.0 / sums.flatten()[targets]
-    return masses.mean().item()
+    return (1.0 / sums.flatten()[targets]).mean().item()
 
 
 def kernel_of(omega: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -80,16 +79,15 @@ def write_constants(
         reserved.append(dim - 1)  # which prefix tokens alone have
     for weight in (block.q, block.k, block.v):
         weight[..., reserved] = 0.0
-    # The variance of what each head's Q and K make of content, (h,).
-    of_queries = (block.q * norm.weight).square().sum(2).mean(1)
-    of_keys = (block.k * norm.weight).square().sum(2).mean(1)
+    # The variance of what each head's Q and K make of content.
+    of_queries = (block.q * norm.weight).square().sum(2).mean(1).tolist()
+    of_keys = (block.k * norm.weight).square().sum(2).mean(1).tolist()
     omegas = block.rotation.frequencies(grid).expand(heads, -1, -1)  # (h, d / 2, 2)
     constants = block.q.new_zeros(2, heads, head_dim)  # of Q and of K
     for head, (omega, offset) in enumerate(zip(omegas, offsets)):
         share, cosines = kernel_of(omega, grid)
         _, targets = neighbours(offset, grid)
-        of_q = of_queries[head].item()
-        of_k = of_keys[head].item()
+        of_q, of_k = of_queries[head], of_keys[head]
         # Half a logit's variance, by content of Q, of K and of both: E exp(z) = exp(Var z / 2).
         spread = of_q / math.sqrt(head_dim), of_k / math.sqrt(head_dim) / 2, of_q * of_k / 2
         logit = smallest_logit(lambda logit: mean_mass(logit, cosines, targets, spread) >= mass)

@@ -103,5 +103,4 @@ def rotation_of(attention: nn.Module) -> Rotation | None:
     if not isinstance(rotary, Rotary):
         return None
     turns = rotary.turns().detach()  # (T, h, d / 2, 2)
-    pairs = torch.arange(2 * turns.shape[2]).view(-1, 2)  # neighbouring channels
-    return Rotation(pairs, turns)
+    return Rotation(torch.arange(2 * turns.shape[2]).view(-1, 2), turns)

@@ -92,8 +92,7 @@ def write_queries_keys(
         product = noisy_identity(size, alpha, beta, query, generator)
         factors = balanced_factors(product, min(width, size))
         for view, factor in zip(views, factors):
-            missing = width - factor.shape[1]
-            view.copy_(F.pad(factor, (0, missing)))
+            view.copy_(F.pad(factor, (0, width - factor.shape[1])))
 
 
 def write_values(

@@ -160,29 +160,24 @@ def filters_conv_mixer(
     draw_base(model, base, generator)
 
     def draw() -> Tensor:
-        if kind == "box":
-            return scattered_box(size, cells, generator=generator)
         if kind == "gaussian":
-            return placed_gaussian(size, sigma, generator=generator)
+            return placed_gaussian(size, sigma, generator)
+        if kind == "box":
+            kernel = torch.zeros(size**2)
+            chosen = torch.randperm(size**2, generator=generator)[:cells]
+            kernel[chosen] = (ENERGY / cells) ** 0.5
+            return kernel.view(size, size)
         return (2.0 * torch.rand(size, size, generator=generator) - 1.0) / size
 
-    for block in model.blocks:
-        weight = model.depthwise(block).weight  # (F, 1, k, k)
+    for layer in map(model.depthwise, model.blocks):
+        weight = layer.weight  # (F, 1, k, k)
         kernels = torch.stack([draw() for _ in range(len(weight))])  # (F, k, k)
         if kind == "gaussian":
             kernels *= (ENERGY / kernels.square().sum((1, 2)).mean()) ** 0.5
         weight.copy_(kernels[:, None])
 
 
-def scattered_box(size: int, cells: int, *, generator: Generator) -> Tensor:
-    """(size, size): `cells` cells, chosen at random, with equal values and Σ w² = ⅓ in total."""
-    kernel = torch.zeros(size**2)
-    chosen = torch.randperm(size**2, generator=generator)[:cells]
-    kernel[chosen] = (ENERGY / cells) ** 0.5
-    return kernel.view(size, size)
-
-
-def placed_gaussian(size: int, sigma: float, *, generator: Generator) -> Tensor:
+def placed_gaussian(size: int, sigma: float, generator: Generator) -> Tensor:
     """(size, size): a Gaussian with peak value 1 around a random cell."""
     centre = torch.randint(size, (2,), generator=generator)
     down, right = (torch.arange(size) - centre[:, None]).square()  # (size,) each

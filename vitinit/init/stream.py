@@ -39,8 +39,8 @@ def ends_of_mlp(block: Block, dim: int) -> list[nn.Linear]:
 class ResidualStream(NamedTuple):
     """What `deep_impulse`, and in part `impulse_rotary`, writes beside queries, keys and values."""
 
-    writers: tuple[Tensor, ...]  # (D, …): of the patch embedding, and of the last layer of
-    # each MLP and of each attention
+    writers: list[Tensor]  # (D, …): of the patch embedding, and of the last layer of each MLP
+    # and of each attention
     norms: set[nn.LayerNorm]  # of the blocks, but for those before attention
     ends: set[nn.LayerNorm]  # outside; the first after the blocks counts
 
@@ -75,7 +75,7 @@ def stream_of(vit: Layout) -> ResidualStream:
         tensors += [layer.weight, layer.bias]
     for block in vit.blocks:
         tensors += [block.proj, block.proj_bias]
-    present = tuple(tensor.detach() for tensor in tensors if isinstance(tensor, Tensor))
+    present = [tensor.detach() for tensor in tensors if isinstance(tensor, Tensor)]
     return ResidualStream(present, norms, ends)
 
 

@@ -48,7 +48,7 @@ class DepthwiseConv(nn.Conv2d):
 
     bias: Tensor
 
-    def __init__(self, dim: int, kernel_size: int, *, num_filters: int) -> None:
+    def __init__(self, dim: int, kernel_size: int, num_filters: int) -> None:
         super().__init__(dim, dim, kernel_size, groups=dim, padding="same")
         if num_filters:
             self.weight = nn.Parameter(self.weight.detach()[:num_filters].clone())
@@ -58,8 +58,7 @@ class DepthwiseConv(nn.Conv2d):
         if len(self.weight) == self.out_channels:
             return self.weight
         channels = torch.arange(self.out_channels, device=self.weight.device)
-        of_channels = channels % len(self.weight)
-        return self.weight[of_channels]
+        return self.weight[channels % len(self.weight)]
 
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.kernels(), self.bias)
@@ -69,9 +68,8 @@ def conv_mixer_block(
     dim: int, kernel_size: int, num_filters: int, act: type[nn.Module]
 ) -> nn.Sequential:
     """Depthwise convolution with a residual, then pointwise convolution (§2)."""
-    spatial = nn.Sequential(
-        DepthwiseConv(dim, kernel_size, num_filters=num_filters), act(), nn.BatchNorm2d(dim)
-    )
+    depthwise = DepthwiseConv(dim, kernel_size, num_filters)
+    spatial = nn.Sequential(depthwise, act(), nn.BatchNorm2d(dim))
     pointwise = nn.Conv2d(dim, dim, kernel_size=1)
     return nn.Sequential(Residual(spatial), pointwise, act(), nn.BatchNorm2d(dim))
 
@@ -119,9 +117,8 @@ class ConvMixer(Classifier):
         self.grid = patch_grid(to_pair(image_size), self.patch_size)
         patch_embed = nn.Conv2d(3, embed_dim, self.patch_size, stride=self.patch_size)
         self.stem = nn.Sequential(patch_embed, act(), nn.BatchNorm2d(embed_dim))
-        self.blocks = nn.Sequential()
-        for _ in range(depth):
-            self.blocks.append(conv_mixer_block(embed_dim, kernel_size, num_filters, act))
+        blocks = [conv_mixer_block(embed_dim, kernel_size, num_filters, act) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
         for layers in self.blocks:
             self.depthwise(layers).requires_grad_(train_filters)
         self.head = make_head(embed_dim, num_classes)
@@ -138,5 +135,4 @@ class ConvMixer(Classifier):
         x = self.stem(images)  # (B, C, h, w)
         x, after = run_blocks(self.blocks, x, blocks)
         of_blocks = tuple(map_tokens(part.movedim(1, -1)) for part in after)
-        last = map_tokens(x.movedim(1, -1))
-        return Features(of_blocks, last, x.mean(dim=(2, 3)))
+        return Features(of_blocks, map_tokens(x.movedim(1, -1)), x.mean(dim=(2, 3)))

@@ -123,7 +123,7 @@ def run_blocks(
 
 def make_head(dim: int, num_classes: int) -> nn.Module:
     """The last layer, (B, dim) → (B, num_classes); the identity for num_classes = 0."""
-    if num_classes == 0:
+    if not num_classes:
         return nn.Identity()
     return nn.Linear(dim, num_classes)
 
@@ -143,7 +143,7 @@ def require_choice(name: str, value: str, literal: Any) -> None:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
-def hidden_width(dim: int, ratio: float, name: str) -> int:
+def hidden_width(dim: int, ratio: float, name: str = "mlp_ratio") -> int:
     """An MLP's hidden width, dim · ratio rounded down. Raises ValueError, by `name`, if it is 0."""
     if dim * ratio < 1:
         raise ValueError(
@@ -253,8 +253,7 @@ def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float,
     """The rates of both branches of each block, from `first` to `rate`; raises ValueError."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}, expected 0 ≤ drop_path < 1")
-    of_blocks = np.linspace(first, rate, depth)
-    return tuple(of_blocks.repeat(2).tolist())
+    return tuple(np.linspace(first, rate, depth).repeat(2).tolist())
 
 
 def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:

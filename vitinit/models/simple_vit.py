@@ -40,7 +40,7 @@ Reading = Literal["content", "mixed", "position", "free"]
 class SimplePatchEmbed(nn.Module):
     """Patches as vectors, normalised, projected and normalised again: (B, 3, H, W) → (B, N, C)."""
 
-    def __init__(self, *, patch_size: Sides, embed_dim: int) -> None:
+    def __init__(self, patch_size: Sides, embed_dim: int) -> None:
         super().__init__()
         self.patch_size = patch_size
         pixels = 3 * patch_size[0] * patch_size[1]
@@ -138,12 +138,12 @@ class SimpleAttention(nn.Module):
 class SimpleBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, dim: int, attention: SimpleAttention, *, mlp_ratio: float) -> None:
+    def __init__(self, dim: int, attention: SimpleAttention, mlp_ratio: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio))
 
     def forward(self, x: Tensor, pos_embed: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), pos_embed)
@@ -213,7 +213,7 @@ class SimpleViT(Classifier):
         patch = to_pair(patch_size)
         self.image_size = to_pair(image_size)
         self.grid = patch_grid(self.image_size, patch)
-        self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
+        self.patch_embed = SimplePatchEmbed(patch, embed_dim)
         self.register_buffer("pos_embed", sincos_position_embedding(self.grid, embed_dim))  # (N, C)
         blocks = []
         for _ in range(depth):
@@ -227,7 +227,7 @@ class SimpleViT(Classifier):
                 values=values,
                 logit_scale=logit_scale,
             )
-            blocks.append(SimpleBlock(embed_dim, attention, mlp_ratio=mlp_ratio))
+            blocks.append(SimpleBlock(embed_dim, attention, mlp_ratio))
         self.blocks = module_list(blocks)
         self.norm = nn.LayerNorm(embed_dim)
         self.head = make_head(embed_dim, num_classes)

@@ -142,7 +142,7 @@ class SwinBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, num_heads=num_heads, window=window, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio))
         self.register_buffer("mask", shift_mask(grid, window, self.shift), persistent=False)
 
     def mix_windows(self, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class VitBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = MLPS[mlp](dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
+        self.mlp = MLPS[mlp](dim, hidden_width(dim, mlp_ratio))
         self.ls1 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
         self.ls2 = LayerScale(dim, layer_scale) if layer_scale else nn.Identity()
 
@@ -273,8 +273,7 @@ class VisionTransformer(Classifier):
     def classify_apart(self, features: Features) -> Tensor:
         """The logits of both heads of a distilled model, (B, 2, num_classes)."""
         of_class, of_distillation = features.pooled.chunk(2, dim=1)  # each (B, C)
-        logits = [self.head(of_class), self.head_dist(of_distillation)]
-        return torch.stack(logits, dim=1)
+        return torch.stack([self.head(of_class), self.head_dist(of_distillation)], dim=1)
 
     def forward(
         self, images: Tensor, drop_path: Tensor | None = None, *, apart: bool = False
