@@ -229,7 +229,7 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator
     layer = None
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.in_channels != module.out_channels:
-            layer = module  # and no adapter of colours before it
+            layer = module  # the first that is no adapter of colours
             break
     if layer is None or layer.kernel_size != layer.stride or layer.groups > 1:
         raise ValueError("the patch embedding is not one convolution, and no other is whitened")
@@ -239,8 +239,7 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator
         moments.zero_()
         for image in images.to(weight):
             patches = F.unfold(image, layer.kernel_size, stride=layer.stride)  # (P, N)
-            count = len(images) * patches.shape[1]
-            moments.addmm_(patches, patches.T, alpha=1.0 / count)
+            moments.addmm_(patches, patches.T, alpha=1.0 / (len(images) * patches.shape[1]))
     values, vectors = torch.linalg.eigh(moments)
     scales = (values.clamp_min(0.0) + FLOOR * values.mean()).rsqrt()
     rotation = nn.init.orthogonal_(torch.empty_like(weight), generator=generator)

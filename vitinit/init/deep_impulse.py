@@ -113,9 +113,8 @@ def write_turns(block: Block, turn: Tensor, logit: float, y: Tensor) -> None:
         if tensor is not None:
             tensor.zero_()
     code = 2 * turn.shape[1]  # channels
-    head_dim = block.q.shape[1]
-    square = y[..., :code].square().sum(-1).mean().item()
-    gain = math.sqrt(logit * math.sqrt(head_dim) / square)
+    square = y[..., :code].square().sum(-1).mean().item()  # the length of what is read
+    gain = math.sqrt(logit * math.sqrt(block.q.shape[1]) / square)
     cos = turn.cos().diag_embed()  # (h, K, K)
     sin = turn.sin().diag_embed()
     # cos(a + t) = cos t · cos a − sin t · sin a;  sin(a + t) = sin t · cos a + cos t · sin a
@@ -146,8 +145,8 @@ def variance(vit: Layout, x: Tensor) -> float:
 
 
 def require_reserved(vit: Layout, number: int, x: Tensor, first: int) -> None:
-    """Raise unless x, (n, P + N, D), which a block reads, is finite and has positions, and nothing
-    else, in the channels before `first`.
+    """Raise an error unless x, (n, P + N, D), which a block reads, is finite, and its channels before
+    `first` hold positions and nothing else.
     """
     if not x.isfinite().all():
         raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
@@ -168,10 +167,11 @@ def pass_images(
     before: Callable[[int, Tensor], None],
     after: Callable[[int, tuple, Tensor], None],
 ) -> None:
-    """Pass images through the model, and write each norm by what it reads before it computes.
+    """Pass images through the model, and `scale` each norm by what it reads, before it computes.
 
-    before, after: called before and after the norm before a block's attention, with the block's
-    number and what the norm reads, (n, P + N, D), or with its inputs and its output.
+    The norms before attention have more to do. before: called with the number of a block and what
+    its norm reads, (n, P + N, D); it scales the norm, too. after: called with the number, the
+    norm's inputs and its output.
     """
     reached = set[nn.Module]()
 

@@ -87,8 +87,8 @@ def impulse_gd(
     for query, key in pairs:
         if solution is None or not share_blocks:
             targets = head_offsets(len(query), cells, offsets, generator)
-            shifts = [shift_matrix(cell, grid) for cell in targets]
-            maps = torch.stack(shifts).to(positions.dtype)  # (h, N, N)
+            maps = torch.stack([shift_matrix(cell, grid) for cell in targets])  # (h, N, N)
+            maps = maps.to(positions.dtype)
             tokens = None
             if not free:
                 tokens = draw_pseudo_input(positions, pseudo_input, norm_eps, generator)
@@ -139,8 +139,7 @@ def solve(
     for step in range(steps):
         if renorm_every and step % renorm_every == 0:
             for factor, axis in ((query, 1), (key, 2)):  # columns of Q, but of Kᵀ, as in that code
-                norms = factor.detach().norm(dim=axis, keepdim=True)
-                factor.detach().mul_(norm / norms)
+                factor.detach().mul_(norm / factor.detach().norm(dim=axis, keepdim=True))
         with torch.enable_grad():
             left, right = query, key
             if tokens is not None:

@@ -79,7 +79,6 @@ def impulse_simple_vit(
             "queries do not see; set input_pos_embed = true, alpha < 1, or another "
             "reads"
         )
-    limit = first.head_dim // 4  # pairs for rows, and as many for columns
     cells = offsets_on_grid(kernel_size, model.grid)  # checks kernel_size, before any draw
     axes = []
     for size in model.grid:
@@ -87,7 +86,8 @@ def impulse_simple_vit(
             frequencies = torch.arange(1, max(size, 2)).double() * math.pi / size
         else:
             frequencies = sincos_frequencies(model.pos_embed.shape[1])
-        axes.append(sharpest_axis(frequencies[:limit], size, math.sqrt(target_mass)))
+        frequencies = frequencies[: first.head_dim // 4]  # half of a head's pairs
+        axes.append(sharpest_axis(frequencies, size, math.sqrt(target_mass)))
     draw_base(model, base, generator)
 
     amount = first.logit_scale**-0.5 / share
@@ -101,7 +101,7 @@ def impulse_simple_vit(
 
 
 def share_of_positions(model: SimpleViT) -> float:
-    """The factor on P in what queries read if patches have no content (at least); 1 if free."""
+    """The factor on P, at least, in what queries read where patches have no content; 1 if free."""
     first = model.blocks[0].attn
     if first.reads == "mixed":
         return 1.0 - first.alpha
@@ -114,8 +114,8 @@ def share_of_positions(model: SimpleViT) -> float:
 
 
 def factor_of(model: SimpleViT, axes: list[Axis], offset: Offset) -> Tensor:
-    """Free queries or keys, (N, ≤ d): the pairs of the positions at an offset from the tokens; else
-    the weights, (C, ≤ d), which make these of the tokens' embedding.
+    """The pairs of the positions at an offset from the tokens, (N, ≤ d), if queries and keys are
+    free; else the weights, (C, ≤ d), that make these pairs of the tokens' embedding.
     """
     reads = model.blocks[0].attn.reads
     if reads == "free":
@@ -156,8 +156,7 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> Tensor:
     position at this offset from it.
     """
     # What reads the quarters of the embedding: sin and cos of the column, sin and cos of the row.
-    quarters_of = torch.eye(dim, dtype=torch.float64).unflatten(1, (2, 2, -1))  # (C, 2, 2, C / 4)
-    of_columns, of_rows = quarters_of.unbind(1)
+    of_columns, of_rows = torch.eye(dim, dtype=torch.float64).unflatten(1, (2, 2, -1)).unbind(1)
     weights = []
     for axis, shift, quarters in zip(axes, offset, (of_rows, of_columns)):
         sine, cosine = quarters[..., : len(axis.frequencies)].unbind(1)  # (C, p)

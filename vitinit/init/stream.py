@@ -24,12 +24,14 @@ def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
 
 
 def modules_of(module: nn.Module | None) -> list[nn.Module]:
-    """All modules within one, and itself; none of none."""
+    """A module and all modules within it; none of None."""
     return [] if module is None else list(module.modules())
 
 
 def ends_of_mlp(block: Block, dim: int) -> list[nn.Linear]:
-    """The last layer of a block's MLP, which writes to the stream of `dim` channels, if it is seen."""
+    """The last layer of a block's MLP, which writes to the stream of `dim` channels; empty if there
+    is none.
+    """
     of_attention = modules_of(block.attention)
     linear = [layer for layer in modules_of(block.around) if isinstance(layer, nn.Linear)]
     layers = [layer for layer in linear if layer.out_features == dim and layer not in of_attention]

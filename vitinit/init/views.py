@@ -42,8 +42,7 @@ class Rotation:
         for axis, side in enumerate(grid):
             following = waves.narrow(axis, 1, side - 1)
             leading = waves.narrow(axis, 0, side - 1)
-            products = (following * leading.conj()).flatten(0, 1)
-            steps.append(products.sum(0).angle())
+            steps.append((following * leading.conj()).flatten(0, 1).sum(0).angle())
         omega = torch.stack(steps, -1)  # (h or 1, d / 2, 2)
         cells = torch.cartesian_prod(*map(torch.arange, grid)).double().unflatten(0, grid)
         angles = (cells[:, :, None, None] * omega).sum(-1)

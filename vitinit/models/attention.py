@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.rotary = rotary
 
     def new_norm(self, eps: float | None) -> nn.Module:
-        """Of the queries, or of the keys; the identity for None."""
+        """A norm of each head's queries, or of its keys; the identity if eps is None."""
         if eps is None:
             return nn.Identity()
         return nn.LayerNorm(self.head_dim, eps=eps)
@@ -112,9 +112,7 @@ class Attention(nn.Module):
     @property
     def q_bias(self) -> Tensor | None:
         """(h, d), or None without qkv_bias"""
-        if self.qkv.bias is None:
-            return None
-        return self.by_head(self.qkv.bias)[0]
+        return None if self.qkv.bias is None else self.by_head(self.qkv.bias)[0]
 
     @property
     def proj_weight(self) -> Tensor:

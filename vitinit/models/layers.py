@@ -81,7 +81,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
         """The logits, (B, num_classes), of images (B, 3, H, W); drop_path: see `Classifier`."""
-        if drop_path is None:  # which not all families take
+        if drop_path is None:  # some families take no scales
             return self.classify(self.features(images))
         return self.classify(self.features(images, drop_path))
 
@@ -114,8 +114,7 @@ def run_blocks(
     wanted = block_numbers(numbers, len(blocks))
     after = {}
     for number, block in enumerate(blocks):
-        of_block = [of_blocks[number] for of_blocks in arguments]
-        x = block(x, *of_block)
+        x = block(x, *[of_blocks[number] for of_blocks in arguments])
         if number in wanted:
             after[number] = x
     return x, [after[number] for number in wanted]
@@ -123,9 +122,7 @@ def run_blocks(
 
 def make_head(dim: int, num_classes: int) -> nn.Module:
     """The last layer, (B, dim) → (B, num_classes); the identity for num_classes = 0."""
-    if not num_classes:
-        return nn.Identity()
-    return nn.Linear(dim, num_classes)
+    return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
 
 
 def to_pair(value: int | Sequence[int]) -> Sides:
@@ -137,7 +134,7 @@ def to_pair(value: int | Sequence[int]) -> Sides:
 
 
 def require_choice(name: str, value: str, literal: Any) -> None:
-    """Raise ValueError unless an option called `name` has one of the values of a Literal."""
+    """Raise ValueError unless the option `name` has one of the values that a Literal lists."""
     choices = get_args(literal)
     if value not in choices:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")

@@ -29,12 +29,12 @@ def frequencies_of(kind: Frequencies, heads: int, head_dim: int, base: float) ->
         size = torch.pi * (step + 1 / count)  # (n,)
     else:
         size = base**-step
-    turn = torch.zeros(heads, 1).double()  # of each head's axes
+    turn = torch.zeros(heads, 1).double()  # (h, 1), of each head's axes
     if kind == "mixed":
         turn = torch.arange(heads)[:, None].double() / heads * torch.pi / 2
     along = size * turn.cos()  # (h, n)
     across = size * turn.sin()
-    by_columns = torch.stack([across, along], 2)  # (h, n, 2), per row and per column
+    by_columns = torch.stack([across, along], 2)  # (h, n, 2): per row, and per column
     by_rows = torch.stack([along, -across], 2)
     return torch.cat([by_columns, by_rows], 1)
 
@@ -78,7 +78,8 @@ class Rotary(nn.Module):
         omega = frequencies_of(kind, heads, head_dim, base)
         rows, columns = (coordinates_of(coordinates, side) for side in grid)
         places = torch.cartesian_prod(rows, columns)
-        places = nn.functional.pad(places, (0, 0, prefix_tokens, 0))  # (N, 2), 0 turns nothing
+        # (N, 2): prefix tokens stand at 0, and so are not turned.
+        places = nn.functional.pad(places, (0, 0, prefix_tokens, 0))
         if kind == "mixed":
             self.frequencies = nn.Parameter(omega.float())
             fixed = places
@@ -116,6 +117,5 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
         cos, sin = turns.unbind(-1)
         pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     else:  # one pass over memory
-        products = torch.view_as_complex(pairs) * torch.view_as_complex(turns)
-        pairs = torch.view_as_real(products)
+        pairs = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
     return pairs.flatten(-2).to(x.dtype)

@@ -104,10 +104,8 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Tensor | None:
         return None
     parts = []  # of the rows, and of the columns
     for w, s in zip(window, shift):
-        if s:
-            parts.append([slice(0, -w), slice(-w, -s), slice(-s, None)])
-        else:
-            parts.append([slice(None)])
+        cuts = [slice(0, -w), slice(-w, -s), slice(-s, None)] if s else [slice(None)]
+        parts.append(cuts)
     regions = torch.zeros(grid)
     for number, (rows, columns) in enumerate(product(*parts)):
         regions[rows, columns] = number
@@ -153,7 +151,7 @@ class SwinBlock(nn.Module):
             x = x.roll((-down, -right), dims=(1, 2))
         windows = rearrange(x, "n (a h) (b w) c -> (n a b) (h w) c", h=height, w=width)
         windows = self.attn(windows, self.mask)  # (B·M, w², C)
-        a = self.grid[0] // height  # windows down
+        a = self.grid[0] // height  # windows, down
         b = self.grid[1] // width  # and across
         x = rearrange(windows, "(n a b) (h w) c -> n (a h) (b w) c", a=a, b=b, h=height)
         if any(self.shift):
@@ -183,7 +181,7 @@ class PatchMerging(nn.Module):
 
 
 class SwinStage(nn.Module):
-    """The parts that `SwinTransformer.features` calls: merging, but in stage 1, and the blocks."""
+    """What `SwinTransformer.features` calls in turn: merging, or in stage 1 nothing, and blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: Iterable[SwinBlock]) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ from .rotary import Coordinates, Frequencies, Rotary
 
 Pool = Literal["class", "mean"]
 Positions = Literal["learned", "sincos", "rope", "learned+rope", "none"]
-Hidden = Literal["gelu", "swiglu"]
+MlpKind = Literal["gelu", "swiglu"]
 MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
 
 
@@ -53,13 +53,13 @@ class VitBlock(nn.Module):
         attention: Attention,
         dim: int,
         *,
-        mlp: Hidden = "gelu",
+        mlp: MlpKind = "gelu",
         mlp_ratio: float = 4.0,
         layer_scale: float = 0.0,
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        require_choice("mlp", mlp, Hidden)
+        require_choice("mlp", mlp, MlpKind)
         if layer_scale < 0:
             raise ValueError(f"layer_scale is {layer_scale}, expected at least 0")
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
@@ -134,7 +134,7 @@ class VisionTransformer(Classifier):
         rope_coordinates: Coordinates = "index",
         qk_norm: bool = False,
         layer_scale: float = 0.0,
-        mlp: Hidden = "gelu",
+        mlp: MlpKind = "gelu",
         distilled: bool = False,
         num_registers: int = 0,
         fc_norm: bool = False,
@@ -199,7 +199,7 @@ class VisionTransformer(Classifier):
     def add_prefix_tokens(
         self, pool: Pool, distilled: bool, num_registers: int, embed_dim: int
     ) -> None:
-        """The tokens that stand before the patches, and what is pooled: a part of the constructor."""
+        """The constructor's part on the tokens before the patches, of which `pooled` reads some."""
         require_choice("pool", pool, Pool)
         if distilled and pool != "class":
             raise ValueError(
@@ -218,7 +218,7 @@ class VisionTransformer(Classifier):
         self.num_prefix_tokens = sum(token.shape[1] for token in self.prefix_tokens())
 
     def add_positions(self, pos_embed: Positions, embed_dim: int) -> None:
-        """The position embedding, a parameter or a buffer: a part of the constructor."""
+        """The constructor's part on positions, and on whether these are learned or rotary."""
         require_choice("pos_embed", pos_embed, Positions)
         self.learns_positions = pos_embed.startswith("learned")
         self.rotary = "rope" in pos_embed
@@ -232,7 +232,7 @@ class VisionTransformer(Classifier):
             self.register_buffer("pos_embed", None if pos_embed == "rope" else positions)
 
     def prefix_tokens(self) -> list[Tensor]:
-        """The class, distillation and register tokens that the model has, each (1, count, C)."""
+        """Those of the class, distillation and register tokens that there are, (1, count, C) each."""
         return [getattr(self, name) for name in PREFIX_TOKENS if hasattr(self, name)]
 
     def embed(self, images: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class VisionTransformer(Classifier):
     def pooled(self, x: Tensor) -> Tensor:
         """(B, N, C) → (B, C), the class token or the patches' mean; (B, 2·C) if distilled."""
         if self.distilled:
-            return x[:, :2].flatten(1)  # class and distillation token
+            return x[:, :2].flatten(1)  # the class token, and then the distillation token
         if self.pool == "class":
             return x[:, 0]
         patches = x[:, self.num_prefix_tokens :]
