@@ -38,7 +38,7 @@ Base = Literal["default", "torch", "lecun"]
 
 
 def draw_base(model: nn.Module, base: Base | None, generator: Generator) -> None:
-    """Draw every parameter by a baseline, of other libraries as for a ViT; None draws nothing."""
+    """Draw every parameter by a baseline, of other libraries' models as of a ViT; None draws nothing."""
     if base is None:
         return
     family = family_of(model)
@@ -51,8 +51,8 @@ def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
     """What an init draws, in the model's order: (kind, weight, bias). Norms are reset on the way.
 
     kind: "linear", "conv", or an embedding's name in this package. Factors of LayerScale and
-    learned rotary frequencies stay as the model was built; what else a model itself holds does so,
-    too, but raises ValueError in one of ours.
+    learned rotary frequencies stay as the model was built. So do parameters of other names, but
+    one that a model of this package holds itself raises ValueError.
     """
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
@@ -78,8 +78,9 @@ def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
 def truncated_normal_(tensor: Tensor, *, std: float, cut: float, generator: Generator) -> None:
     """Fill a tensor with a normal of mean 0 truncated at ± `cut`: values beyond are drawn again.
 
-    std: of the normal before the truncation. nn.init.trunc_normal_ of torch 2.15 does the same, but
-    that of torch 2.11 draws differently. It is used where less than 0.3 of the normal is within.
+    std: of the normal before the truncation. nn.init.trunc_normal_ does the same in torch 2.15, but
+    draws differently in torch 2.11. It is used where less than 0.3 of the normal is within ± cut,
+    since drawing again would take long.
     """
     if math.erf(cut / (std * 2.0**0.5)) <= 0.3:
         nn.init.trunc_normal_(tensor, std=std, a=-cut, b=cut, generator=generator)

@@ -56,8 +56,9 @@ def impulse_gd(
         hardly leave uniform maps either way.
 
     The closed forms (`impulse`, `impulse_simple_vit`) give sharper maps and are faster by orders of
-    magnitude; this package's README.md in commit 09cb91f has a table. Raises ValueError for options
-    out of range, and for a fixed position embedding in a model with a class token.
+    magnitude: for a SimpleViT of 16×16 tokens, 1,000 steps gave a mass of .21 in 13 seconds, and
+    the closed form .90 in .03. Raises ValueError for options out of range, and for a fixed position
+    embedding in a model with a class token.
     """
     if isinstance(model, SimpleViT):
         positions = model.pos_embed  # (N, C)
