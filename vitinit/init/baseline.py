@@ -38,7 +38,7 @@ Base = Literal["default", "torch", "lecun"]
 
 
 def draw_base(model: nn.Module, base: Base | None, generator: Generator) -> None:
-    """Draw every parameter by a baseline, of other libraries' models as of a ViT; None draws nothing."""
+    """Draw every parameter by a baseline. None draws nothing; another library's model is a ViT."""
     if base is None:
         return
     family = family_of(model)

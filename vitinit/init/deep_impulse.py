@@ -145,8 +145,8 @@ def variance(vit: Layout, x: Tensor) -> float:
 
 
 def require_reserved(vit: Layout, number: int, x: Tensor, first: int) -> None:
-    """Raise an error unless x, (n, P + N, D), which a block reads, is finite, and its channels before
-    `first` hold positions and nothing else.
+    """Raise an error unless what a block reads, x, (n, P + N, D), is finite, and its channels
+    before `first` hold positions and nothing else.
     """
     if not x.isfinite().all():
         raise ArithmeticError(f"what block {number} reads would be infinite or NaN")

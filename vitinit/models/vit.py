@@ -232,7 +232,7 @@ class VisionTransformer(Classifier):
             self.register_buffer("pos_embed", None if pos_embed == "rope" else positions)
 
     def prefix_tokens(self) -> list[Tensor]:
-        """Those of the class, distillation and register tokens that there are, (1, count, C) each."""
+        """The class, distillation and register tokens, as far as there are any; (1, count, C)."""
         return [getattr(self, name) for name in PREFIX_TOKENS if hasattr(self, name)]
 
     def embed(self, images: Tensor) -> Tensor:
