@@ -180,7 +180,7 @@ def pass_images(
             if vit.blocks[-1].norm not in reached or reached & stream.ends:
                 return
         reached.add(norm)
-        if x.shape[1] == len(images):
+        if x.shape[1] == len(images):  # (P + N, n, D), in a model that has the sequence first
             x = vit.batch_first(x)
         write(x)
 

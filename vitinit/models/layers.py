@@ -53,8 +53,8 @@ class Classifier(nn.Module):
     drop_path_rates: tuple[float, ...] = ()
 
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
-        """num_classes: 0 for no head. sizes: by the options' names; raises ValueError unless all are
-        above 0, and for more than MOST_BLOCKS blocks, which a file from elsewhere may ask for.
+        """num_classes: 0 for no head. sizes: by the options' names; raises ValueError unless all
+        are above 0, and for more than MOST_BLOCKS blocks, which a file from elsewhere may ask for.
         """
         super().__init__()
         if num_classes < 0:
