@@ -18,6 +18,7 @@ integers, or single floating-point operations, whose rounding IEEE 754 defines.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,31 +29,36 @@ FRAME = 2  # pixels of border that interpolation may read on each side
 # What the columns hold: the drawn operation (code, argument, 1 if it is bicubic) and its group; for
 # a fixed map of levels, threshold, addend, flip and mask (`fixed_tables`); for an affine map, the
 # two rows of its matrix.
-ARGUMENT, GROUP, MAP, MATRIX, COLUMNS = 1, 3, slice(4, 8), slice(8, 14), 14
+ARGUMENT = 1
+GROUP = 3
+MAP = slice(4, 8)
+MATRIX = slice(8, 14)
+COLUMNS = 14
 
 
 def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
     """Look up each value in its channel's table; counts: of AutoContrast, Equalize and others."""
     stretched, equalised, fixed = counts
-    middle = slice(stretched, stretched + equalised)  # the images that Equalize has
+    adaptive = stretched + equalised  # how many tables depend on the image
     levels = torch.arange(LEVELS, dtype=torch.int16, device=images.device)
     tables = images.new_empty(len(images), 3, LEVELS)
     first = torch.arange(0, tables.numel(), LEVELS, dtype=torch.int32, device=images.device)
     entries = images + first.view(-1, 3, 1, 1)  # of each value, in the flattened tables
     if fixed:
-        tables[middle.stop :] = fixed_tables(columns[middle.stop :], levels)
-    if stretched or equalised:
-        lightest = images[: middle.stop].amax((2, 3))[..., None]  # (·, 3, 1)
+        tables[adaptive:] = fixed_tables(columns[adaptive:], levels)
+    if adaptive:
+        lightest = images[:adaptive].amax((2, 3))[..., None]  # (·, 3, 1)
     if stretched:
         tables[:stretched] = auto_contrast_tables(images[:stretched], lightest[:stretched], levels)
     if equalised:
+        middle = slice(stretched, adaptive)  # the images that Equalize has
         values = entries[middle].flatten()
-        counted = first.new_ones(1).expand(len(values))
-        histograms = first.new_zeros(tables.numel()).index_add_(0, values, counted)
-        tables[middle] = equalize_tables(
-            histograms.view(tables.shape)[middle], lightest[middle], levels
-        )
-    return tables.flatten().index_select(0, entries.flatten()).view(images.shape)
+        histograms = first.new_zeros(tables.numel())
+        histograms.index_add_(0, values, first.new_ones(1).expand(len(values)))
+        histograms = histograms.view(tables.shape)[middle]
+        tables[middle] = equalize_tables(histograms, lightest[middle], levels)
+    found = tables.flatten().index_select(0, entries.flatten())
+    return found.view(images.shape)
 
 
 def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
@@ -62,12 +68,14 @@ def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
     inverted if flip is 255. Of the result only the bits of the mask are kept.
     """
     threshold, addend, flip, mask = columns[:, MAP].to(torch.int16)[..., None].unbind(1)  # (n, 1)
-    return (torch.where(levels < threshold, levels + addend, levels ^ flip) & mask)[:, None]
+    changed = torch.where(levels < threshold, levels + addend, levels ^ flip)  # (n, 256)
+    return (changed & mask)[:, None]
 
 
 def auto_contrast_tables(images: Tensor, lightest: Tensor, levels: Tensor) -> Tensor:
     """Stretch each channel so that its darkest value becomes 0 and its lightest, (n, 3, 1), 255."""
-    low, high = images.amin((2, 3)).double()[..., None], lightest.double()
+    low = images.amin((2, 3)).double()[..., None]
+    high = lightest.double()
     scale = levels[-1] / (high - low)  # (n, 3, 1), of 255
     stretched = (levels * scale).sub_(low * scale).clamp_(0, 255)
     return torch.where(high > low, stretched, levels).to(torch.uint8)
@@ -76,9 +84,10 @@ def auto_contrast_tables(images: Tensor, lightest: Tensor, levels: Tensor) -> Te
 def equalize_tables(histograms: Tensor, lightest: Tensor, levels: Tensor) -> Tensor:
     """Spread the pixels of each channel's histogram, (n, 3, 256), evenly over the levels."""
     so_far = histograms.cumsum(2)
+    darker = so_far - histograms  # pixels below each level
     # Pixels per level if spread evenly, without those of the lightest value, (n, 3, 1), as Pillow.
     step = (so_far[..., -1:] - histograms.gather(2, lightest.long())) // 255
-    spread = (so_far - histograms + step // 2) // step.clamp(min=1)
+    spread = (darker + step // 2) // step.clamp(min=1)
     return torch.where(step > 0, spread.clamp_(max=255), levels).to(torch.uint8)
 
 
@@ -92,23 +101,23 @@ def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
     parts = []
     if coloured or contrasted:
         greys = grey(images[: coloured + contrasted])  # (·, 1, H, W)
-        pixels = images.shape[2] * images.shape[3]
     if coloured:
         parts.append(greys[:coloured])
     if contrasted:
+        pixels = images.shape[2] * images.shape[3]
         total = greys[coloured:].sum((1, 2, 3), keepdim=True)  # int64
-        parts.append((2 * total + pixels) // (2 * pixels))
+        parts.append((2 * total + pixels) // (2 * pixels))  # the mean, rounded
     if brightened:
         parts.append(images.new_zeros(brightened, 1, 1, 1))
     if sharpened:
         parts.append(smoothed(images[-sharpened:]))
-    plain = (
-        parts[0]
-        if len(parts) == 1
-        else torch.cat([part.expand(-1, 3, *images.shape[2:]) for part in parts])
-    ).float()
+    plain = parts[0]
+    if len(parts) > 1:
+        plain = torch.cat([part.expand(-1, *images.shape[1:]) for part in parts])
+    plain = plain.float()
     factors = columns[:, ARGUMENT].float()[:, None, None, None]
-    return to_levels((images - plain).mul_(factors).add_(plain))
+    blended = (images - plain).mul_(factors).add_(plain)
+    return to_levels(blended)
 
 
 def to_levels(values: Tensor) -> Tensor:
@@ -126,13 +135,16 @@ def grey(images: Tensor) -> Tensor:
 def smoothed(images: Tensor) -> Tensor:
     """Smooth by the kernel 1/13, in its centre 5/13, but for the border: whole levels, float32."""
     smooth = images.float()
-    if min(images.shape[2:]) > 2:
-        wide = images.to(torch.int16)
-        rows = (wide[:, :, :-2] + wide[:, :, 1:-1]).add_(wide[:, :, 2:])  # (n, 3, H - 2, W)
-        box = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:])  # (n, 3, H - 2, W - 2)
-        sums = box.add_(wide[:, :, 1:-1, 1:-1], alpha=4)
-        # No sum is nearer than 1/26 to where rounding changes, so a product serves as division.
-        smooth[:, :, 1:-1, 1:-1] = sums.float().mul_(1 / 13).round_()
+    if min(images.shape[2:]) <= 2:  # nothing but border
+        return smooth
+    wide = images.to(torch.int16)
+    rows = wide[:, :, :-2] + wide[:, :, 1:-1]
+    rows.add_(wide[:, :, 2:])  # sums of three rows: (n, 3, H - 2, W)
+    sums = rows[..., :-2] + rows[..., 1:-1]
+    sums.add_(rows[..., 2:])  # of 3×3 pixels: (n, 3, H - 2, W - 2)
+    sums.add_(wide[:, :, 1:-1, 1:-1], alpha=4)
+    # No sum is nearer than 1/26 to where rounding changes, so a product serves as division.
+    smooth[:, :, 1:-1, 1:-1] = sums.float().mul_(1 / 13).round_()
     return smooth
 
 
@@ -146,38 +158,36 @@ def affine(
     pixels move along x, along y and along both, with bilinear, then with bicubic interpolation.
     few_launches: read all rows of neighbours at once, which takes much memory.
     """
-    along_x, along_y, along_both = [a + b for a, b in zip(counts[:3], counts[3:])]
-    axes = "x" * (along_x + along_both > 0) + "y" * (along_y + along_both > 0)
-    low, shares, inside = source_positions(
-        columns[:, MATRIX].view(-1, 2, 3), axes, images.shape[2:]
-    )
+    along_x, along_y, along_both = map(sum, zip(counts[:3], counts[3:]))
+    axes = ""
+    if along_x or along_both:
+        axes += "x"
+    if along_y or along_both:
+        axes += "y"
+    size = images.shape[2:]
+    low, shares, inside = source_positions(columns[:, MATRIX].view(-1, 2, 3), axes, size)
+    integers = partial(torch.arange, dtype=torch.int32, device=images.device)
+    y, x = map(integers, size)
+    y = y[:, None]  # (H, 1)
+    if "x" in axes:
+        x = low[:, 0]  # (n, H, W)
+    if "y" in axes:
+        y = low[:, -1]
     words = framed(images)
     stride = words.stride(1)
-    rows, places = (
-        torch.arange(side, dtype=torch.int32, device=images.device) for side in images.shape[2:]
-    )
-    y = low[:, -1] if "y" in axes else rows[:, None]
-    x = low[:, 0] if "x" in axes else places
-    # The word above on the left of the source pixel, in the flattened words: (n, H, W).
-    first = torch.arange(
-        (FRAME - 1) * (stride + 1),
-        words.numel(),
-        words.stride(0),
-        dtype=torch.int32,
-        device=images.device,
-    )
+    # The word above on the left of each image's first pixel, in the flattened words, (n,), and of
+    # each source pixel, (n, H, W).
+    first = integers((FRAME - 1) * (stride + 1), words.numel(), words.stride(0))
     index = y * stride + x + first[:, None, None]
+    parts = []
     bilinear = sum(counts[:3])
-    parts = [
-        interpolated(
-            words, index[part], dict(zip(axes, shares[part].split(1, dim=1))), bicubic, few_launches
-        )
-        for bicubic, part in ((False, slice(bilinear)), (True, slice(bilinear, None)))
-        if len(index[part])
-    ]
-    values = to_levels(parts[0] if len(parts) == 1 else torch.cat(parts))
+    for part, bicubic in ((slice(bilinear), False), (slice(bilinear, None), True)):
+        if len(index[part]):
+            by_axis = dict(zip(axes, shares[part].split(1, dim=1)))
+            parts.append(interpolated(words, index[part], by_axis, bicubic, few_launches))
+    values = parts[0] if len(parts) == 1 else torch.cat(parts)
     # uint8 arithmetic wraps around at 256: this gives the value where `inside` is 1, else the fill.
-    return values.sub_(fill).mul_(inside.view(torch.uint8)).add_(fill)
+    return to_levels(values).sub_(fill).mul_(inside.view(torch.uint8)).add_(fill)
 
 
 def source_positions(
@@ -190,7 +200,7 @@ def source_positions(
     (n, k, H, W), and whether the position lies in the image, (n, 1, H, W) bool.
     """
     y, x = (torch.arange(0.5, side, dtype=torch.float64, device=matrices.device) for side in size)
-    along = slice("xy".index(axes[0]), "xy".index(axes[-1]) + 1)
+    along = {"x": slice(1), "y": slice(1, 2), "xy": slice(2)}[axes]
     a, b, c = matrices[:, along, :, None, None].unbind(2)  # (n, k, 1, 1)
     old = (a * x + b * y[:, None]).add_(c)  # (n, k, H, W)
     sides = size[::-1][along]
@@ -203,7 +213,8 @@ def source_positions(
     # Pixels from outside get the fill in the end, but their indices must be valid, too.
     for positions, side in zip(low.unbind(1), sides):
         positions.clamp_(-1, side - 1)
-    return low.int(), shares, inside[:, :1] & inside[:, -1:]
+    inside = inside[:, :1] & inside[:, -1:]  # along both axes
+    return low.int(), shares, inside
 
 
 def framed(images: Tensor) -> Tensor:
@@ -229,24 +240,30 @@ def interpolated(
     taps = range(4) if bicubic else range(1, 3)
     across = taps if "x" in shares else range(1, 2)
     down = taps if "y" in shares else range(1, 2)
+    at_once = len(down) if few_launches else 1
     rows: list[Tensor] = []  # (n, 3, H, W) each
-    for part in [down] if few_launches else [range(row, row + 1) for row in down]:
-        pixels = neighbours(words, index, part, across)
-        rows += between(*pixels.unbind(1), shares["x"]) if "x" in shares else pixels[:, 0]
-    return between(*rows, shares["y"]) if "y" in shares else rows[0]
+    for start in down[::at_once]:
+        pixels = neighbours(words, index, range(start, start + at_once), across)
+        if "x" in shares:
+            rows.extend(between(*pixels.unbind(1), shares["x"]))
+        else:
+            rows.extend(pixels[:, 0])
+    if "y" in shares:
+        return between(*rows, shares["y"])
+    return rows[0]
 
 
 def neighbours(words: Tensor, index: Tensor, down: range, across: range) -> Tensor:
     """Look up rows and columns of each pixel's neighbours: (down, across, n, 3, H, W) int16."""
-    stride, size = words.stride(1), (len(down), len(across))
+    stride = words.stride(1)
+    size = len(down), len(across)
     words = words.flatten()[down.start * stride + across.start :]
     if size != (1, 1):  # a view of all windows, which overlap
-        words = words.as_strided(
-            (len(words) - (size[0] - 1) * stride - size[1] + 1, *size), (1, stride, 1)
-        )
+        reach = (len(down) - 1) * stride + len(across) - 1  # from a window's first word to its last
+        words = words.as_strided((len(words) - reach, *size), (1, stride, 1))
     pixels = words.index_select(0, index.flatten()).view(torch.uint8)
-    channels = pixels.view(*index.shape, *size, 4)[..., :3]
-    return channels.permute(3, 4, 0, 5, 1, 2).to(torch.int16, memory_format=torch.contiguous_format)
+    channels = pixels.view(*index.shape, *size, 4)[..., :3].permute(3, 4, 0, 5, 1, 2)
+    return channels.to(torch.int16, memory_format=torch.contiguous_format)
 
 
 def linear(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
@@ -261,5 +278,6 @@ def cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, t: Tensor) -> Tensor:
     """
     step = a - b
     values = (d - step).sub_(c) * t
-    values.add_(torch.add(c, step, alpha=2).sub_(d)).mul_(t)
+    quadratic = torch.add(c, step, alpha=2).sub_(d)
+    values.add_(quadratic).mul_(t)
     return values.add_(c - a).mul_(t).add_(b)
