@@ -15,7 +15,8 @@ from .draw import Augmentation, unpack
 from .operations import GROUP
 from .rand_augment import CPU_CHUNK, rand_augment
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def normalise(
@@ -23,17 +24,19 @@ def normalise(
 ) -> Tensor:
     """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with 3 means and 3 stds."""
     # Computed where the values are: Apple's GPUs have no float64.
-    mean, std = (
-        torch.as_tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (mean, std)
-    )
+    mean = torch.as_tensor(mean, dtype=torch.float64).view(3, 1, 1)
+    std = torch.as_tensor(std, dtype=torch.float64).view(3, 1, 1)
+    scale = 1.0 / (255.0 * std)
+    shift = mean / std
     # One product and one difference, because devices divide float32 in different ways.
-    scale, shift = (part.float().to(images.device) for part in (1.0 / (255.0 * std), mean / std))
-    return (images * scale).sub_(shift)
+    scaled = images * scale.float().to(images.device)
+    return scaled.sub_(shift.float().to(images.device))
 
 
 def normal_quantiles() -> Tensor:
     """The quantiles of N(0, 1) at (i + ½) / 2¹⁶: (2¹⁶,) float32, from -4.3 to 4.3."""
-    return torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16).float()
+    probabilities = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
+    return torch.special.ndtri(probabilities).float()
 
 
 def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
@@ -43,7 +46,8 @@ def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
     """
 
     def shifted(bits: Tensor, by: int) -> Tensor:
-        return (bits >> by) & ((1 << (64 - by)) - 1)
+        without_sign = (1 << (64 - by)) - 1  # a shift of int64 repeats the sign, cleared here
+        return (bits >> by) & without_sign
 
     # The constants of the paper as int64, less 2^64.
     bits = keys + (counters + 1) * (0x9E3779B97F4A7C15 - 2**64)
@@ -62,33 +66,34 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
     """
     if not count:
         return images
-    area, across = images.shape[2] * images.shape[3], images.shape[3]
-    top, left, height, width = erased[:, :4].long().unbind(1)  # (B,) each
-    sizes = 3 * height * width
-    corners = torch.arange(0, 3 * area * len(images), 3 * area, device=images.device)
-    corners = corners + across * top + left
-    box = torch.repeat_interleave(sizes, output_size=count)  # of each value
-    starts, corners, pixels, widths, keys = (
-        column.index_select(0, box)  # (count,) each
-        for column in (
-            sizes.cumsum(0) - sizes,
-            corners,
-            height * width,
-            width,
-            erased[:, 4].view(torch.int64),
-        )
+    across = images.shape[3]
+    area = images.shape[2] * across
+    # Of each box, (B,): its first value's place among those of all images, and others.
+    top, left, height, width = erased[:, :4].long().unbind(1)
+    first = torch.arange(0, 3 * area * len(images), 3 * area, device=images.device)
+    corner = first + across * top + left
+    pixels = height * width
+    size = 3 * pixels
+    noise_key = erased[:, 4].view(torch.int64)
+    # The same of each value, (count,): boxes lie one after another.
+    box = torch.repeat_interleave(size, output_size=count)
+    start, corner, pixels, width, noise_key = (
+        column.index_select(0, box)
+        for column in (size.cumsum(0) - size, corner, pixels, width, noise_key)
     )
-    position = torch.arange(count, device=images.device).sub_(starts)  # in its box
+    position = torch.arange(count, device=images.device).sub_(start)  # in its box
     channel = position // pixels
-    row = (position - channel * pixels) // widths
+    row = (position - channel * pixels) // width
     # A value's place: as in an image of the box's size, but for what lies beside the box.
-    index = corners.add_(position).add_(channel * (area - pixels)).add_(row * (across - widths))
+    place = corner.add_(position)
+    place.add_(channel * (area - pixels))
+    place.add_(row * (across - width))
     if fill == "const":
         values = torch.zeros(count, device=images.device)
     else:
-        bits = hashed(keys, channel if fill == "rand" else position)
+        bits = hashed(noise_key, channel if fill == "rand" else position)
         values = quantiles.index_select(0, bits & (len(quantiles) - 1))
-    images.view(-1).scatter_(0, index, values)
+    images.view(-1).scatter_(0, place, values)
     return images
 
 
@@ -105,13 +110,15 @@ def mix_images(images: Tensor, mixed: Tensor) -> Tensor:
     share, top, left, height, width = mixed.view(-1, 5, 1, 1, 1).unbind(1)  # (B, 1, 1, 1) each
     rows = torch.arange(images.shape[2], device=images.device)[:, None]
     columns = torch.arange(images.shape[3], device=images.device)
-    inside = (
-        ((rows >= top) & (rows < top + height)) & ((columns >= left) & (columns < left + width))
-    ).float()  # (B, 1, H, W)
+    in_rows = (rows >= top) & (rows < top + height)  # (B, 1, H, 1)
+    in_columns = (columns >= left) & (columns < left + width)  # (B, 1, 1, W)
+    inside = (in_rows & in_columns).float()  # (B, 1, H, W)
     # An image that has a box stays as it is around it: weights of 1 and 0 change no bit.
     share = share.masked_fill(height * width > 0, 1.0)
     blended = blend(images, share.float() - inside, (1.0 - share).float() + inside)
-    return blended if images.is_floating_point() else blended.round_().to(images.dtype)
+    if images.is_floating_point():
+        return blended
+    return blended.round_().to(images.dtype)
 
 
 def mix_targets(targets: Tensor, mixed: Tensor) -> Tensor:
@@ -142,7 +149,8 @@ class ToDevice:
 
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = (part.to(self.device, non_blocking=True) for part in batch)
-        return normalise(images, *self.statistics).contiguous(memory_format=self.format), labels
+        images = normalise(images, *self.statistics)
+        return images.contiguous(memory_format=self.format), labels
 
 
 class TrainToDevice(ToDevice):
@@ -157,7 +165,8 @@ class TrainToDevice(ToDevice):
         self, device: torch.device, augmentation: Augmentation, *, num_classes: int, **as_input: Any
     ) -> None:
         super().__init__(device, **as_input)
-        self.augmentation, self.num_classes = augmentation, num_classes
+        self.augmentation = augmentation
+        self.num_classes = num_classes
         self.chunk = CPU_CHUNK if device.type == "cpu" else 2**62  # pixels at once
         self.fill = torch.tensor(augmentation.rand_augment.fill, dtype=torch.uint8, device=device)
         self.quantiles = normal_quantiles().to(device)
@@ -165,20 +174,18 @@ class TrainToDevice(ToDevice):
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Augment a micro-batch, a `loader.Batch` of images with their mixing partners."""
         images, labels, packed = (part.to(self.device, non_blocking=True) for part in batch)
-        draws, on_host = unpack(packed), unpack(batch[2].numpy())
+        draws = unpack(packed)
+        on_host = unpack(batch[2].numpy())  # the same, where reading it waits for no GPU
         mix = self.augmentation.mix
-        targets = (
-            smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
-            if self.augmentation.masks is None
-            else labels
-        )
+        targets = labels
+        if self.augmentation.masks is None:
+            targets = smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
         if mix.mixes:
             targets = mix_targets(targets, draws.mixed)
-        images = rand_augment(
-            images, draws.operations, self.fill, groups=on_host.operations[..., GROUP]
-        )
-        count, _, height, width = images.shape
+        groups = on_host.operations[..., GROUP]
+        images = rand_augment(images, draws.operations, self.fill, groups=groups)
         values = 3 * on_host.erased[:, 2] * on_host.erased[:, 3]  # (B,), erased of each
+        count, _, height, width = images.shape
         if count * height * width <= self.chunk:
             return self.finish(images, draws.erased, int(values.sum()), draws.mixed), targets
         inputs = torch.empty(images.shape, memory_format=self.format, device=self.device)
@@ -198,7 +205,8 @@ class TrainToDevice(ToDevice):
         mix → normalise → erase     with erase_after_mix: the order of timm with its prefetcher,
                                     which mixes uint8 images in workers
         """
-        augment, mixes = self.augmentation.augment, self.augmentation.mix.mixes
+        augment = self.augmentation.augment
+        mixes = self.augmentation.mix.mixes
         if mixes and augment.erase_after_mix:
             images = mix_images(images, mixed)
         images = normalise(images, *self.statistics)

@@ -6,7 +6,7 @@ three functions of operations.py.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -23,7 +23,8 @@ from .operations import GROUP, affine, enhance, map_levels
 MAX_MAGNITUDE = 10.0  # the magnitude at which operations are strongest
 # The most pixels that go through a function at once. CPUs: what fits into the cache, 2.6 images of
 # 224×224. GPUs: a bicubic map takes, by counting, 250 bytes of memory per pixel, hence 4 GiB.
-CPU_CHUNK, GPU_CHUNK = 2**17, 2**24
+CPU_CHUNK = 2**17
+GPU_CHUNK = 2**24
 
 
 class Operation(IntEnum):
@@ -83,21 +84,19 @@ class RandAugment:
         """The arguments of operations at magnitudes in [0, 10]; signs: -1 or 1, of directions."""
         shares = magnitudes / MAX_MAGNITUDE
         signed = signs * shares
-        table = [
-            ([Operation.Rotate], signed * self.rotate_degrees),
-            ([Operation.ShearX, Operation.ShearY], signed * self.shear_factor),
-            ([Operation.TranslateX, Operation.TranslateY], signed * self.translate_share),
-            (
-                [Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
-                np.maximum(0.1, 1.0 + signed * self.enhance_factor),
-            ),
-            ([Operation.Posterize], self.posterize_bits - np.trunc(shares * self.posterize_bits)),
-            ([Operation.Solarize], 256 - np.minimum(256, np.trunc(shares * self.solarize_levels))),
-            ([Operation.SolarizeAdd], np.minimum(128, np.trunc(shares * self.solarize_add_levels))),
-        ]
-        return np.select(
-            [np.isin(codes, operations) for operations, _ in table], [values for _, values in table]
-        )
+        posterized = np.trunc(shares * self.posterize_bits)
+        solarized = np.trunc(shares * self.solarize_levels)
+        added = np.trunc(shares * self.solarize_add_levels)
+        factors = np.maximum(0.1, 1.0 + signed * self.enhance_factor)
+        by_code = np.zeros((len(Operation), *codes.shape))  # of all operations, 0 if it has none
+        by_code[Operation.Rotate] = signed * self.rotate_degrees
+        by_code[Operation.Posterize] = self.posterize_bits - posterized
+        by_code[Operation.Solarize] = 256 - np.minimum(256, solarized)
+        by_code[Operation.SolarizeAdd] = np.minimum(128, added)
+        by_code[Operation.Color : Operation.Sharpness + 1] = factors
+        by_code[[Operation.ShearX, Operation.ShearY]] = signed * self.shear_factor
+        by_code[[Operation.TranslateX, Operation.TranslateY]] = signed * self.translate_share
+        return np.choose(codes, by_code)
 
 
 def draw_operations(
@@ -112,20 +111,17 @@ def draw_operations(
     indices = np.empty((count, layers), np.int64)  # of operations
     chances, normals = np.empty((2, count, layers))
     signs_and_kinds = np.empty((count, 2, layers))
-    for rng, index, chance, normal, rest in zip(
-        generators, indices, chances, normals, signs_and_kinds
-    ):
-        index[:] = [rng.integers(len(settings.operations)) for _ in range(layers)]
-        rng.random(out=chance)
-        rng.standard_normal(out=normal)
-        rng.random(out=rest)
+    for row, rng in enumerate(generators):
+        indices[row] = [rng.integers(len(settings.operations)) for _ in range(layers)]
+        rng.random(out=chances[row])
+        rng.standard_normal(out=normals[row])
+        rng.random(out=signs_and_kinds[row])
     signs, kinds = signs_and_kinds.swapaxes(0, 1)  # (B, L) each
     known = np.array([Operation[name] for name in settings.operations], np.int64)
     codes = np.where(chances < settings.probability, known[indices], Operation.NONE)
     magnitudes = settings.magnitude + settings.magnitude_std * normals
-    arguments = settings.arguments(
-        codes, magnitudes.clip(0.0, MAX_MAGNITUDE), np.where(signs < 0.5, -1.0, 1.0)
-    )
+    magnitudes = magnitudes.clip(0.0, MAX_MAGNITUDE)
+    arguments = settings.arguments(codes, magnitudes, np.where(signs < 0.5, -1.0, 1.0))
     share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
     return np.stack([codes, arguments, kinds < share_bicubic], axis=2)
 
@@ -158,16 +154,18 @@ def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     codes, arguments, bicubic = np.moveaxis(operations, 2, 0)  # (B, L) each
     codes = codes.astype(np.int64)
     groups = GROUP_OF[codes]
-    groups = np.where((bicubic > 0) & (groups >= 7) & (groups < 10), groups + 3, groups)
-    add, posterize = codes == Operation.SolarizeAdd, codes == Operation.Posterize
-    maps = [
-        np.select([add, posterize, codes == Operation.Solarize], [128, 256, arguments], 0),
-        np.where(add, arguments, 0),
-        np.where(add, 0, 255),  # threshold, addend, flip
-        256 - 2 ** (8 - np.where(posterize, arguments, 8)),
-    ]  # mask
+    geometric = (groups >= 7) & (groups < 10)
+    groups[geometric & (bicubic > 0)] += 3
+    add = codes == Operation.SolarizeAdd
+    posterize = codes == Operation.Posterize
+    solarize = codes == Operation.Solarize
+    threshold = np.select([add, posterize, solarize], [128, 256, arguments], 0)
+    addend = np.where(add, arguments, 0)
+    flip = np.where(add, 0, 255)
+    mask = 256 - 2 ** (8 - np.where(posterize, arguments, 8))
     matrices = affine_matrices(codes, arguments, *size).reshape(*codes.shape, 6)
-    return np.concatenate([operations, np.stack([groups, *maps], 2), matrices], 2)
+    added = np.stack([groups, threshold, addend, flip, mask], 2)
+    return np.concatenate([operations, added, matrices], 2)  # in the order of operations.py
 
 
 def affine_matrices(
@@ -179,22 +177,35 @@ def affine_matrices(
     not geometric have the identity.
     """
     matrices = np.tile(np.eye(2, 3), (*codes.shape, 1, 1))
-    for operation, (row, column), scale in [
-        (Operation.ShearX, (0, 1), 1),
-        (Operation.ShearY, (1, 0), 1),
-        (Operation.TranslateX, (0, 2), width),
-        (Operation.TranslateY, (1, 2), height),
-    ]:
-        images = codes == operation
-        matrices[images, row, column] = arguments[images] * scale
+    matrices[..., 0, 1] = np.where(codes == Operation.ShearX, arguments, 0.0)
+    matrices[..., 1, 0] = np.where(codes == Operation.ShearY, arguments, 0.0)
+    matrices[..., 0, 2] = np.where(codes == Operation.TranslateX, arguments * width, 0.0)
+    matrices[..., 1, 2] = np.where(codes == Operation.TranslateY, arguments * height, 0.0)
     centre = np.array([width / 2.0, height / 2.0])
-    for place in zip(*np.nonzero(codes == Operation.Rotate)):  # about the centre
+    for place in zip(*np.nonzero(codes == Operation.Rotate)):
         angle = -math.radians(arguments[place])
-        turn = np.array(
-            [[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]
-        ).round(15)  # as Pillow does
-        matrices[place] = np.column_stack([turn, centre - (turn * centre).sum(1)])
+        cosine = math.cos(angle)
+        sine = math.sin(angle)
+        turn = np.array([[cosine, sine], [-sine, cosine]]).round(15)  # as Pillow does
+        shift = centre - (turn * centre).sum(1)  # the centre stays where it is
+        matrices[place] = np.column_stack([turn, shift])
     return matrices
+
+
+def pieces(
+    limits: Sequence[int], most: int, *, together: bool
+) -> Iterator[tuple[slice, list[int]]]:
+    """Yield which of the sorted images go through a function at once, and how many of each group.
+
+    limits: where each of the function's groups begins, and where the last one ends. most: images
+    at once. together: whether images of several groups may go through it together.
+    """
+    parts = [(limits[0], limits[-1])] if together else pairwise(limits)
+    for first, last in parts:
+        for start in range(first, last, most):
+            stop = min(start + most, last)
+            counts = np.diff(np.clip(limits, start, stop))
+            yield slice(start, stop), counts.tolist()
 
 
 def rand_augment(
@@ -214,24 +225,23 @@ def rand_augment(
         other, which takes least arithmetic and memory. None: what suits the device.
     """
     on_cpu = images.device.type == "cpu"
-    few_launches = not on_cpu if few_launches is None else few_launches
-    groups = operations[..., GROUP].cpu().numpy() if groups is None else groups
+    if few_launches is None:
+        few_launches = not on_cpu
+    if groups is None:
+        groups = operations[..., GROUP].cpu().numpy()
+    # Where each group begins in each layer, once images are sorted: how many are of a lower one.
     starts = (groups[..., None] < np.arange(len(GROUPS))).sum(0).tolist()  # (L, groups)
     orders = operations[..., GROUP].argsort(dim=0, stable=True)  # (n, L)
     fill = torch.as_tensor(fill, dtype=torch.uint8, device=images.device).view(3, 1, 1)
     move = partial(affine, fill=fill, few_launches=few_launches)
-    most = max(1, (CPU_CHUNK if on_cpu else GPU_CHUNK) // (images.shape[2] * images.shape[3]))
+    chunk = CPU_CHUNK if on_cpu else GPU_CHUNK  # in pixels
+    most = max(1, chunk // (images.shape[2] * images.shape[3]))  # images at once
     images = images.clone(memory_format=torch.contiguous_format)
     for layer, order, bounds in zip(operations.unbind(1), orders.unbind(1), starts):
         columns = layer.index_select(0, order)  # (n, COLUMNS), sorted
         for function, begin, end in ((map_levels, 0, 3), (enhance, 3, 7), (move, 7, 13)):
-            limits = bounds[begin : end + 1]  # where each of the function's groups begins
-            for first, last in [(limits[0], limits[-1])] if few_launches else pairwise(limits):
-                for start in range(first, last, most):
-                    stop = min(start + most, last)
-                    counts = [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(limits)]
-                    rows = order[start:stop]
-                    images.index_copy_(
-                        0, rows, function(images.index_select(0, rows), counts, columns[start:stop])
-                    )
+            for piece, counts in pieces(bounds[begin : end + 1], most, together=few_launches):
+                rows = order[piece]
+                changed = function(images.index_select(0, rows), counts, columns[piece])
+                images.index_copy_(0, rows, changed)
     return images

@@ -22,7 +22,9 @@ SUPERSAMPLING = 2  # sampling points per side of a pixel; their mean smooths edg
 SPLITS = {"train": 5_000, "val": 1_000}
 SEED = 0  # the seed of the data set itself, which is not that of a run
 # Each colour channel is uniform on one of these ranges in [0, 1].
-GROUND_RANGE, CLUTTER_RANGE, SHAPE_RANGE = (0.0, 0.45), (0.0, 0.7), (0.45, 1.0)
+GROUND_RANGE = (0.0, 0.45)
+CLUTTER_RANGE = (0.0, 0.7)
+SHAPE_RANGE = (0.45, 1.0)
 NOISE_STD = 0.03
 
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -55,29 +57,28 @@ def _turned(
     x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float, scale: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Points in the coordinates of a shape; scale: its radius in pixels, or one along each axis."""
-    x, y = x - centre[0], y - centre[1]
-    across, down = scale if isinstance(scale, np.ndarray) else (scale, scale)
-    return (
-        (x * np.cos(angle) + y * np.sin(angle)) / across,
-        (y * np.cos(angle) - x * np.sin(angle)) / down,
-    )
+    x = x - centre[0]
+    y = y - centre[1]
+    u = x * np.cos(angle) + y * np.sin(angle)
+    v = y * np.cos(angle) - x * np.sin(angle)
+    across, down = np.broadcast_to(scale, 2)
+    return u / across, v / down
 
 
 def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
     """The rows and columns of the sampling points within `radius` pixels of `centre`, as slices."""
-    column, row = (
-        (max(0, int((c - radius) * SUPERSAMPLING)), int((c + radius) * SUPERSAMPLING) + 1)
-        for c in centre
-    )
-    return slice(*row), slice(*column)
+    first = ((centre - radius) * SUPERSAMPLING).astype(int).clip(min=0)
+    last = ((centre + radius) * SUPERSAMPLING).astype(int)
+    columns, rows = map(slice, first, last + 1)
+    return rows, columns
 
 
 class Drawing(NamedTuple):
     """What is painted; points and lengths are in pixels, colours (3,) in [0, 1]."""
 
     ground: tuple[np.ndarray, np.ndarray, float]  # a gradient's two colours and its angle
-    clutter: list[tuple[np.ndarray, np.ndarray, float, bool, np.ndarray]]  # half length and half
-    # width, centre, angle, whether a bar, colour
+    # Of each piece half its length and half its width, centre, angle, whether a bar, and colour.
+    clutter: list[tuple[np.ndarray, np.ndarray, float, bool, np.ndarray]]
     label: int  # the class of the shape
     radius: float
     centre: np.ndarray  # (2,), like all points (column, row)
@@ -88,27 +89,20 @@ class Drawing(NamedTuple):
 def draw(rng: np.random.Generator) -> Drawing:
     """Draw what an image shows, but for its noise."""
     corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
-    ground, clutter = (corner, other, rng.uniform(0, 2 * np.pi)), []
+    ground = corner, other, rng.uniform(0, 2 * np.pi)
+    clutter = []
     for _ in range(rng.integers(4, 10)):
-        clutter.append(
-            (
-                rng.uniform((0.6, 0.6), (6.0, 1.5)),
-                rng.uniform(0, SIZE, 2),
-                rng.uniform(0, 2 * np.pi),
-                rng.random() < 0.5,
-                rng.uniform(*CLUTTER_RANGE, 3),
-            )
-        )
-    label, radius = int(rng.integers(len(CLASSES))), rng.uniform(7.0, 12.0)
-    return Drawing(
-        ground,
-        clutter,
-        label,
-        radius,
-        rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2),
-        rng.uniform(0, 2 * np.pi),
-        rng.uniform(*SHAPE_RANGE, 3),
-    )
+        half = rng.uniform((0.6, 0.6), (6.0, 1.5))
+        centre = rng.uniform(0, SIZE, 2)
+        angle = rng.uniform(0, 2 * np.pi)
+        is_bar = rng.random() < 0.5
+        clutter.append((half, centre, angle, is_bar, rng.uniform(*CLUTTER_RANGE, 3)))
+    label = int(rng.integers(len(CLASSES)))
+    radius = rng.uniform(7.0, 12.0)
+    centre = rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2)
+    angle = rng.uniform(0, 2 * np.pi)
+    colour = rng.uniform(*SHAPE_RANGE, 3)
+    return Drawing(ground, clutter, label, radius, centre, angle, colour)
 
 
 def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
@@ -123,14 +117,19 @@ def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
     for half, centre, angle, is_bar, colour in drawing.clutter:
         near = _window(centre, 1.5 * half.max())  # 1.5 > √2, so a bar's corners are included
         u, v = _turned(x[near], y[near], centre, angle, half)
-        inside = np.maximum(abs(u), abs(v)) < 1 if is_bar else u**2 + v**2 < 1
+        if is_bar:
+            inside = np.maximum(abs(u), abs(v)) < 1
+        else:
+            inside = u**2 + v**2 < 1
         canvas[near][inside] = colour
     u, v = _turned(x, y, drawing.centre, drawing.angle, drawing.radius)
-    canvas[SHAPES[CLASSES[drawing.label]](u, v)] = drawing.colour
+    contains = SHAPES[CLASSES[drawing.label]]
+    canvas[contains(u, v)] = drawing.colour
 
     pixels = canvas.reshape(SIZE, SUPERSAMPLING, SIZE, SUPERSAMPLING, 3).mean(axis=(1, 3))
     noisy = pixels + rng.normal(0.0, NOISE_STD, pixels.shape)
-    return np.rint(255 * noisy.clip(0, 1)).astype(np.uint8).transpose(2, 0, 1)
+    levels = np.rint(255 * noisy.clip(0, 1))
+    return levels.astype(np.uint8).transpose(2, 0, 1)
 
 
 def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
@@ -156,11 +155,10 @@ class Shapes(Source):
 
     def __init__(self, split: str) -> None:
         number = list(SPLITS).index(split)
-        super().__init__(
-            torch.tensor([(number, index) for index in range(SPLITS[split])]),
-            [label_of(number, index) for index in range(SPLITS[split])],
-            CLASSES,
-        )
+        indices = range(SPLITS[split])
+        keys = torch.tensor([(number, index) for index in indices])
+        super().__init__(keys, [label_of(number, index) for index in indices], CLASSES)
 
     def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
-        return view(image_of(*self.stored[index].tolist()))
+        split, number = self.stored[index].tolist()
+        return view(image_of(split, number))
