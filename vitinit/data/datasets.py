@@ -35,18 +35,7 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     split: "train", "val", or "whole": all images if the folder has no splits, else "val". Raises
     DataError if there are no images of the split, or if the splits do not have the same classes.
     """
-    splits, names = splits_in(root), folders_in(root)
-    used = (TRAIN, VAL if VAL in splits else TEST)
-    train, held = map(splits.get, used)
-    name = train if split == "train" else held
-    unused = [folder for folder in names if SPLITS.get(folder.lower()) not in used]
-    lacks = (
-        f"no {'train/' if split == 'train' else 'val/ or test/'} in it"
-        if name is None
-        else ""
-        if folders_in(root / name)
-        else f"no class folders in {name}/"
-    )
+    splits = splits_in(root)
     if not splits and split != "val":
         source = ImageFolder(root)
         if split == "whole":
@@ -54,28 +43,48 @@ def open_folder(root: Path, split: str) -> ImageFolder:
                 f"{root}: no splits in it, so that all {len(source):,} images are evaluated"
             )
         return source
-    if lacks and split != "train" and (not splits or train and folders_in(root / train)):
-        raise DataError(
-            f"{root}: {lacks}; train.py needs none with --set data.held_out_per_class=N, which "
-            "validates on N images of each class, and eval.py evaluates all images of a folder of "
-            f"classes by --data image_folder={root / (train or '')}"
-        )
-    if name is None or lacks and unused:
-        raise DataError(
-            f"{root}: {lacks}, but {listed(names)}; expected train/<class>/<image>; if "
-            f"all are classes, they belong into {root}/train/ or {root}/val/"
-        )
+    held = VAL if VAL in splits else TEST
+    name = splits.get(TRAIN if split == "train" else held, "")
+    others = [
+        folder for folder in folders_in(root) if SPLITS.get(folder.lower()) not in (TRAIN, held)
+    ]
+    if not name or not folders_in(root / name):
+        refuse_split(root, split, name, splits, others)
     source = ImageFolder(root / name)
-    if split != "train":
-        require_the_classes_of(root / (train or "train"), source, root / name)
-    if unused:
-        source.note(f"left out: {counted(len(unused), 'folder')} in {root}: {listed(unused)}")
+    if split != "train" and TRAIN in splits:
+        require_the_classes_of(root / splits[TRAIN], source, root / name)
+    if others:
+        source.note(f"left out: {counted(len(others), 'folder')} in {root}: {listed(others)}")
     return source
 
 
+def refuse_split(
+    root: Path, split: str, name: str, splits: dict[int, str], others: list[str]
+) -> None:
+    """Refuse a split that is missing, or has no classes, if something else is there in its place.
+
+    name: its folder, or "". others: folders that are neither to train nor to validate on.
+    """
+    missing = "train/" if split == "train" else "val/ or test/"
+    lacks = f"no class folders in {name}/" if name else f"no {missing} in it"
+    train = root / splits.get(TRAIN, "")
+    if split != "train" and (not splits or TRAIN in splits and folders_in(train)):
+        raise DataError(
+            f"{root}: {lacks}; train.py needs none with --set data.held_out_per_class=N, which "
+            "validates on N images of each class, and eval.py evaluates all images of a folder of "
+            f"classes by --data image_folder={train}"
+        )
+    if not name or others:
+        raise DataError(
+            f"{root}: {lacks}, but {listed(folders_in(root))}; expected train/<class>/<image>; if "
+            f"all are classes, they belong into {root}/train/ or {root}/val/"
+        )
+
+
 def require_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
-    """Refuse the images in `held` if the training set, if it is there, has other classes."""
-    if os.path.isdir(train) and (unshared := set(source.classes) ^ set(folders_in(train))):
+    """Refuse the images in `held` if the training set has other classes."""
+    unshared = set(source.classes) ^ set(folders_in(train))
+    if unshared:
         raise DataError(
             f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
             f"and {held.name}/; both must hold the same classes"
@@ -91,12 +100,13 @@ def open_images(root: Path, split: str) -> ImageFiles:
 def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
     source = open_wnids(root / split)
-    if split != "train":
+    if split != "train" and os.path.isdir(root / "train"):
         require_the_classes_of(root / "train", source, root / split)
     return source
 
 
-def open_wnids(folder: Path) -> ImageFolder:
+def open_wnids(folder: Path, split: str = "val") -> ImageFolder:
+    """All images of a folder whose classes are wnids, whatever the split."""
     source = ImageFolder(folder)
     for name in source.classes:
         if not is_wnid(name):
@@ -109,7 +119,8 @@ def open_wnids(folder: Path) -> ImageFolder:
 
 def open_imagenet_v2(root: Path, split: str) -> ImageFolder:
     """ImageNet-V2, whose folders are 0 … 999, in the order of the wnids."""
-    source, wnids = ImageFolder(root), imagenet_wnids()
+    source = ImageFolder(root)
+    wnids = imagenet_wnids()
     numbers = np.array(source.classes, np.int64)  # sorted as words: 0, 1, 10, 100, …
     present, source.labels = np.unique(numbers[source.labels], return_inverse=True)
     source.classes = [wnids[number] for number in present]
@@ -128,9 +139,8 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
         return source
     names, wnids = zip(*(line.split("\t")[:2] for line in lines))
     classes, labels = np.unique(wnids, return_inverse=True)
-    return ImageFiles(
-        [str(root / "val" / "images" / name) for name in names], labels, classes.tolist()
-    )
+    paths = [str(root / "val" / "images" / name) for name in names]
+    return ImageFiles(paths, labels, classes.tolist())
 
 
 def imagenet_wnids() -> list[str]:
@@ -163,21 +173,27 @@ def published(name: str) -> Any:
 
 
 def fetch(name: str, root: Path) -> None:
-    for part in ({"split": "train"}, {"split": "test"}) if name == "SVHN" else ({},):
-        published(name)(root, download=True, **part)
+    kind = published(name)
+    if name == "SVHN":  # one file for each split
+        kind(root, "train", download=True)
+        kind(root, "test", download=True)
+    else:
+        kind(root, download=True)
 
 
 def read_arrays(name: str, root: Path, split: str) -> ImagesInMemory:
     """Read a split of a set of torchvision that holds its images in an array `data`."""
-    cifar = name.startswith("CIFAR")
-    arrays = published(name)(root, split == "train" if cifar else TRAIN_AND_TEST[split])
-    images = torch.from_numpy(arrays.data)  # (N, 3, H, W), or (N, H, W, 3) of CIFAR
-    images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
-    return ImagesInMemory(
-        images.contiguous(memory_format=torch.channels_last),
-        arrays.targets if cifar else arrays.labels,
-        list(getattr(arrays, "classes", "0123456789")),
-    )  # SVHN's digits
+    if name.startswith("CIFAR"):
+        arrays = published(name)(root, split == "train")
+        images = torch.from_numpy(arrays.data).permute(0, 3, 1, 2)
+        labels = arrays.targets
+    else:
+        arrays = published(name)(root, TRAIN_AND_TEST[split])
+        images = torch.from_numpy(arrays.data)
+        labels = arrays.labels
+    images = images.contiguous(memory_format=torch.channels_last)  # (N, 3, H, W)
+    classes = list(getattr(arrays, "classes", "0123456789"))  # SVHN's digits
+    return ImagesInMemory(images, labels, classes)
 
 
 def list_food101(root: Path, split: str) -> ImageFiles:
@@ -191,11 +207,9 @@ def list_flowers102(root: Path, split: str) -> ImageFiles:
     """Oxford Flowers: train has its training and validation images, val has its test images."""
     names = ["train", "val"] if split == "train" else ["test"]
     parts = [published("Flowers102")(root, name) for name in names]
-    return ImageFiles(
-        [str(file) for part in parts for file in part._image_files],
-        sum([part._labels for part in parts], []),
-        list(parts[0].classes),
-    )
+    paths = [str(file) for part in parts for file in part._image_files]
+    labels = [label for part in parts for label in part._labels]
+    return ImageFiles(paths, labels, list(parts[0].classes))
 
 
 def list_pets(root: Path, split: str) -> ImageFiles:
@@ -204,9 +218,8 @@ def list_pets(root: Path, split: str) -> ImageFiles:
     breeds = {
         label: path.stem.rpartition("_")[0] for label, path in zip(pets._labels, pets._images)
     }
-    return ImageFiles(
-        list(map(str, pets._images)), pets._labels, [breeds[label] for label in sorted(breeds)]
-    )
+    classes = [breeds[label] for label in sorted(breeds)]
+    return ImageFiles(map(str, pets._images), pets._labels, classes)
 
 
 class DataSet(NamedTuple):
@@ -255,10 +268,10 @@ DATA_SETS = {
 EVAL_SETS = {  # which have no training split
     "imagenet_v2": DataSet(
         open_imagenet_v2, "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000
-    )
-} | {
-    name: DataSet(lambda root, _: open_wnids(root), f"{count} folders <wnid>/…", count)
-    for name, count in (("imagenet_r", 200), ("imagenet_a", 200), ("imagenet_sketch", 1000))
+    ),
+    "imagenet_r": DataSet(open_wnids, "200 folders <wnid>/…", 200),
+    "imagenet_a": DataSet(open_wnids, "200 folders <wnid>/…", 200),
+    "imagenet_sketch": DataSet(open_wnids, "1000 folders <wnid>/…", 1000),
 }
 
 
@@ -268,7 +281,8 @@ def download(name: str, root: str) -> None:
     Of processes that share the folder, on any machine, one downloads and the others wait; if it
     dies, the next goes on. Raises DataError if the download fails.
     """
-    data_set, folder = DATA_SETS[name], folder_of(root)
+    data_set = DATA_SETS[name]
+    folder = folder_of(root)
     if not data_set.torchvision:
         return
     import fcntl  # which Windows has not
@@ -297,7 +311,8 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     num_classes: how many are expected; 0: any number. Raises DataError for another number, a file
     that is missing or damaged, and a class without images.
     """
-    data_set, folder = (DATA_SETS | EVAL_SETS)[name], folder_of(root)
+    data_set = (DATA_SETS | EVAL_SETS)[name]
+    folder = folder_of(root)
     if not os.path.isdir(folder):
         raise DataError(f"{folder}: no such folder; {name} is {data_set.holds}")
     try:

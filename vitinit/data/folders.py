@@ -33,6 +33,7 @@ EXTENSIONS = (
 )
 HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}  # Pillow's names
 TRAIN, VAL, TEST = range(3)
+VISIBLE = "[!.]*"  # a pattern for names
 SPLITS = {
     "train": TRAIN,
     "training": TRAIN,
@@ -48,7 +49,7 @@ SPLITS = {
 def folders_in(folder: Path) -> list[str]:
     """The names of the folders in `folder`, sorted, not hidden ones; [] if it cannot be listed."""
     _, names, _ = next(os.walk(folder), ("", [], []))
-    return sorted(fnmatch.filter(names, "[!.]*"))
+    return sorted(fnmatch.filter(names, VISIBLE))
 
 
 def listed(names: Iterable[str]) -> str:
@@ -60,34 +61,48 @@ def splits_in(root: Path) -> dict[int, str]:
     """The folders in `root` that are splits, by their names: TRAIN, VAL or TEST → name.
 
     Raises DataError if two are the same split, and if there is none but folders look like splits:
-    by words in their names, or because most hold the same folders, at least two, and no images.
+    by words in their names, or because of `shared_folders`.
     """
-    names, splits = folders_in(root), dict[int, str]()
+    names = folders_in(root)
+    splits: dict[int, str] = {}
     for name in names:
         split = SPLITS.get(name.lower())
-        if split is not None and not os.path.samefile(
-            root / name, root / (other := splits.setdefault(split, name))
-        ):
+        if split is None:
+            continue
+        other = splits.setdefault(split, name)
+        if not os.path.samefile(root / name, root / other):
             raise DataError(
                 f"{root}: {other}/ and {name}/ are the same split, and in it are "
                 f"{listed(names)}; expected one of the two: merge or move them"
             )
-    words = {SPLITS.get(word) for name in names for word in re.split("[^a-z]+", name.lower())}
-    nested = [
-        {*folders_in(root / name)}
-        for name in names
-        if not splits and not any(map(is_image, os.listdir(root / name)))
-    ]
-    shared = set.intersection(*nested) if nested else set[str]()
-    alike = len(shared) > 1 and len(nested) > 1 and 2 * len(nested) > len(names)
-    if not splits and (alike or {TRAIN} < words - {None}):  # such as train2017/ and val2017/
-        reason = f": {len(nested)} hold {listed(sorted(shared))}" if alike else ""
+    if splits:
+        return splits
+    words = re.split("[^a-z]+", " ".join(names).lower())
+    named = set(map(SPLITS.get, words)) - {None}  # such as by train2017/ and val2017/
+    shared = shared_folders(root, names)
+    if shared or named > {TRAIN}:
         raise DataError(
-            f"{root}: {listed(names)} look like splits, not classes{reason}; expected "
+            f"{root}: {listed(names)} look like splits, not classes{shared}; expected "
             "the names train/, and val/ or test/; if they are classes, they belong "
             f"into {root}/train/ or {root}/val/"
         )
     return splits
+
+
+def shared_folders(root: Path, names: list[str]) -> str:
+    """ ": 3 hold cat/, dog/" if most of the folders hold the same folders, at least two, and no
+    images; else "".
+    """
+    nested = []
+    for name in names:
+        if not any(map(is_image, os.listdir(root / name))):
+            nested.append(set(folders_in(root / name)))
+    if len(nested) < 2 or 2 * len(nested) <= len(names):
+        return ""
+    shared = set.intersection(*nested)
+    if len(shared) < 2:
+        return ""
+    return f": {len(nested)} hold {listed(sorted(shared))}"
 
 
 def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, list[str]]]:
@@ -100,7 +115,8 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
-    images, seen = {}, set[str]()
+    images = {}
+    seen = set()
     # Still to be read: how deep a link is, or 0 for what is none, its path, and the real path.
     waiting = [(0, os.fspath(folder), os.path.realpath(folder))]
     while waiting:
@@ -109,16 +125,18 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
             left_out["read elsewhere"] += 1
             continue
         seen.add(real)
-        _, *content = next(os.walk(parent, onerror=refuse))
-        folders, files = (fnmatch.filter(names, "[!.]*") for names in content)
-        for name in folders:
+        _, folders, files = next(os.walk(parent, onerror=refuse))
+        for name in fnmatch.filter(folders, VISIBLE):
             path = os.path.join(parent, name)
-            linked = os.path.islink(path)
-            target = os.path.realpath(path) if linked else os.path.join(real, name)
-            if linked and Path(real).is_relative_to(target):
+            if not os.path.islink(path):
+                heappush(waiting, (0, path, os.path.join(real, name)))
+                continue
+            target = os.path.realpath(path)
+            if Path(real).is_relative_to(target):
                 left_out["linked back"] += 1
             else:
-                heappush(waiting, (linked * path.count(os.sep), path, target))
+                heappush(waiting, (path.count(os.sep), path, target))
+        files = fnmatch.filter(files, VISIBLE)
         images[parent] = sorted(filter(is_image, files))
         left_out.update(map(suffix_of, set(files).difference(images[parent])))
     return sorted(images.items())
@@ -126,9 +144,10 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
 
 def is_image(name: str) -> bool:
     """Whether a file's name ends as that of an image which can be read here."""
-    return name.lower().endswith(EXTENSIONS) or (
-        (suffix := suffix_of(name)) in HEIF and HEIF[suffix] in heif_formats()
-    )
+    suffix = suffix_of(name)
+    if suffix in HEIF:
+        return HEIF[suffix] in heif_formats()
+    return name.lower().endswith(EXTENSIONS)
 
 
 def suffix_of(name: str) -> str:
@@ -141,13 +160,9 @@ def in_words(left_out: Counter[str], folder: str | Path) -> str:
     if not left_out:
         return ""
     kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
-    unread = any(
-        kind.startswith(suffix) and name not in heif_formats()
-        for kind in left_out
-        for suffix, name in HEIF.items()
-    )
-    remedy = f"; {HEIF_REMEDY}" if unread else ""
-    return one_line(
-        f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
-        f" in {folder}{remedy}"
-    )
+    counts = ", ".join(f"{count:,} {in_brief(kind)}" for kind, count in kinds)
+    line = f"left out: {counts} in {folder}"
+    found = [suffix for suffix in HEIF if any(kind.startswith(suffix) for kind in left_out)]
+    if any(HEIF[suffix] not in heif_formats() for suffix in found):
+        line += f"; {HEIF_REMEDY}"
+    return one_line(line)

@@ -39,12 +39,40 @@ class Lines:
         self.labels: dict[str, int] = {}  # and the number of each
         self.numbers = array("i")  # of each line label, split, list, line
         self.digests = bytearray()  # of its path, 16 bytes
-        self.wrong, self.problems = 0, list[str]()  # how many there are; those of the first
+        self.wrong = 0  # how many cannot be used
+        self.problems: list[str] = []  # of the first of these
 
     def refuse(self, problem: str) -> None:
         self.wrong += 1
         if self.wrong <= 5:  # as many as `shortened` shows
             self.problems.append(problem)
+
+    def add(self, file: Path, number: int, columns: list[str], row: list[str]) -> str | None:
+        """Add line `number` of a list, and return its path; or add what is wrong with it."""
+        place = f"{file.name}:{number}"
+        if len(row) != len(columns):
+            self.refuse(f"{place} has {counted(len(row), 'value')}, not {len(columns)}")
+            return None
+        values = dict(zip(columns, row))
+        path = values["path"]
+        label = values["label"].strip()
+        if not path or not label:
+            self.refuse(f"{place} has no {'label' if path else 'path'}")
+            return None
+        split = LISTS[file.name]
+        if split == ALL and "split" in values:
+            word = values["split"].strip()
+            if word.lower() not in SPLITS:
+                self.refuse(f"{place} has the split '{in_brief(word)}', not train, val or test")
+                return None
+            split = SPLITS[word.lower()]
+        label_number = self.labels.setdefault(label, len(self.labels))
+        self.numbers.extend((label_number, split, list(LISTS).index(file.name), number))
+        path = os.path.join(file.parent, path)
+        name = os.fsencode(os.path.normpath(path))
+        # Different ones with the same 128 bits are not to be expected.
+        self.digests += blake2b(name, digest_size=16).digest()
+        return path
 
 
 def open_list(root: Path, split: str) -> ImageFiles:
@@ -54,12 +82,7 @@ def open_list(root: Path, split: str) -> ImageFiles:
     all are. split: as of `open_folder`; "whole" are all images of an images.csv without splits.
     Raises DataError that names lines which cannot be used, or if a split or class has no images.
     """
-    names = [name for name in LISTS if os.path.isfile(root / name)]
-    if not names or "images.csv" in names[1:]:
-        raise DataError(
-            f"{root}: {' beside '.join(names) or 'no list'} in it; expected train.csv "
-            "and val.csv, or images.csv alone, with the columns path and label"
-        )
+    names = lists_in(root)
     lines = Lines()
     images = ImageFiles((path for name in names for path in read_list(root / name, lines)), (), [])
     images.labels, splits, *_ = np.asarray(lines.numbers).reshape(-1, 4).T
@@ -68,7 +91,6 @@ def open_list(root: Path, split: str) -> ImageFiles:
     whole = split == "whole" and ALL in splits  # a list without splits
     used = to_train if split == "train" or whole else to_hold
     known = set(images.labels[to_train]) or set(images.labels[to_hold])
-    labels = list(lines.labels)
     for problem in wrong_lines(root, images, lines, used, known):
         lines.refuse(problem)
     if lines.wrong:
@@ -77,29 +99,58 @@ def open_list(root: Path, split: str) -> ImageFiles:
             f"{shortened(lines.problems, lines.wrong)}"
         )
     listed = images.part(used)
-    if not len(listed) and split == "train":
-        raise DataError(f"{root}: no images to train on in {' and '.join(names)}")
     if not len(listed):
+        raise DataError(none_listed(root, split, " and ".join(names)))
+    labels = list(lines.labels)
+    of_test = len(images) - to_train.sum() - to_hold.sum()
+    source = readable_part(listed, labels, of_test, root)
+    classes = [labels[number] for number in known]
+    classes.sort(key=int if all(map(str.isdecimal, classes)) else None)
+    source.classes = classes
+    new_numbers = np.full(len(labels), -1)
+    new_numbers[[lines.labels[label] for label in classes]] = range(len(classes))
+    source.labels = new_numbers[source.labels]
+    if whole:
+        source.note(f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
+    return source
+
+
+def lists_in(root: Path) -> list[str]:
+    """The names of the lists in a folder; DataError for none, or an images.csv that is not alone."""
+    names = [name for name in LISTS if os.path.isfile(root / name)]
+    if not names or "images.csv" in names[1:]:
         raise DataError(
-            f"{root}: no images to validate on in {' and '.join(names)}; train.py needs none with "
-            "--set data.held_out_per_class=N, which validates on N images of each class, and "
-            "eval.py evaluates all images of an images.csv without a column split"
+            f"{root}: {' beside '.join(names) or 'no list'} in it; expected train.csv "
+            "and val.csv, or images.csv alone, with the columns path and label"
         )
+    return names
+
+
+def none_listed(root: Path, split: str, names: str) -> str:
+    """What is wrong if lists have no images of a split."""
+    if split == "train":
+        return f"{root}: no images to train on in {names}"
+    return (
+        f"{root}: no images to validate on in {names}; train.py needs none with "
+        "--set data.held_out_per_class=N, which validates on N images of each class, and "
+        "eval.py evaluates all images of an images.csv without a column split"
+    )
+
+
+def readable_part(listed: ImageFiles, labels: list[str], of_test: int, root: Path) -> ImageFiles:
+    """The images whose names have a suffix of images; DataError for a label without any.
+
+    of_test: how many other images are left out, since they are of the split "test".
+    """
     readable = np.array([is_image(path) for path in listed.each_path()])
     source = listed.part(readable)
     left_out = Counter(map(suffix_of, listed.part(~readable).paths))
-    left_out["of the split test"] = len(images) - to_train.sum() - to_hold.sum()
+    left_out["of the split test"] = of_test
     source.left_out = in_words(+left_out, root)
-    if empty := set(listed.labels).difference(source.labels):
+    empty = set(listed.labels).difference(source.labels)
+    if empty:
         name = min(labels[number] for number in empty)
         raise DataError(f"{root}: no image of class '{name}' can be read; {source.left_out}")
-    classes = [labels[number] for number in known]
-    classes.sort(key=int if all(map(str.isdecimal, classes)) else None)
-    numbers = {label: number for number, label in enumerate(classes)}
-    source.labels = np.array([numbers.get(label, -1) for label in labels])[source.labels]
-    source.classes = classes
-    if whole:
-        source.note(f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
     return source
 
 
@@ -107,7 +158,6 @@ def read_list(file: Path, lines: Lines) -> Iterator[str]:
     """Yield the path of each line, and add to `lines` the rest of it, or what is wrong with it.
     Raises DataError for a file that is no list. Names of files need not be UTF-8.
     """
-    root, split, number = file.parent, LISTS[file.name], list(LISTS).index(file.name)
     length = 0  # of the row that is being read
 
     def limited() -> Iterator[str]:
@@ -130,37 +180,11 @@ def read_list(file: Path, lines: Lines) -> Iterator[str]:
                     f"{file}: no columns path and label, with commas between, in its "
                     f"first line ({in_brief(','.join(columns) or 'empty')})"
                 )
-            by_column = split == ALL and "split" in columns
             length = 0
             for row in rows:
                 length = 0
-                if not row:  # an empty line
-                    continue
-                place, values = f"{file.name}:{rows.line_num}", dict(zip(columns, row))
-                path, label = values.get("path"), values.get("label", "").strip()
-                word = values.get("split", "").strip()
-                if len(row) != len(columns):
-                    lines.refuse(f"{place} has {counted(len(row), 'value')}, not {len(columns)}")
-                elif not path or not label:
-                    lines.refuse(f"{place} has no {'label' if path else 'path'}")
-                elif by_column and word.lower() not in SPLITS:
-                    lines.refuse(
-                        f"{place} has the split '{in_brief(word)}', not train, val or test"
-                    )
-                else:
-                    lines.numbers.extend(
-                        (
-                            lines.labels.setdefault(label, len(lines.labels)),
-                            SPLITS[word.lower()] if by_column else split,
-                            number,
-                            rows.line_num,
-                        )
-                    )
-                    path = os.path.join(root, path)
-                    # Different ones with the same 128 bits are not to be expected.
-                    lines.digests += blake2b(
-                        os.fsencode(os.path.normpath(path)), digest_size=16
-                    ).digest()
+                path = lines.add(file, rows.line_num, columns, row) if row else None
+                if path is not None:  # None: of an empty line, or one that cannot be used
                     yield path
         except csv.Error as error:
             raise DataError(f"{file}:{rows.line_num}: {error}") from None
@@ -180,7 +204,8 @@ def wrong_lines(
 
     def is_there(path: str) -> bool:
         folder, name = os.path.split(path)
-        hashes, wanted = hashes_in(folder), hash(name)
+        hashes = hashes_in(folder)
+        wanted = hash(name)
         listed = bisect_left(hashes, wanted) < bisect_right(hashes, wanted)
         return listed or os.path.isfile(path)
 
@@ -190,11 +215,14 @@ def wrong_lines(
 
     digests = np.frombuffer(lines.digests, "S16")
     order = digests.argsort(kind="stable")
-    digests, firsts = digests[order], np.empty_like(order)
+    digests = digests[order]
+    firsts = np.empty_like(order)
     firsts[order] = order[np.searchsorted(digests, digests)]  # in order they are near at hand
-    labels, start = list(lines.labels), os.path.join(root, "")
+    labels = list(lines.labels)
+    start = os.path.join(root, "")
     for index, path in enumerate(images.each_path()):
-        first, label = firsts[index], images.labels[index]
+        first = firsts[index]
+        label = images.labels[index]
         if first != index:
             yield f"{place(index)} repeats {place(first)}"
         elif used[index] and label not in known:
@@ -207,12 +235,13 @@ def wrong_lines(
 
 def as_list(guesses: Iterable[tuple[str, str, float]], folder: Path) -> bytes:
     """The content of a list in `folder`: paths, labels and their probabilities, each image once."""
-    text, start = io.StringIO(newline=""), os.path.join(os.path.abspath(folder), "")
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("path", "label", "probability"))
-    shares = {
-        os.path.abspath(path).removeprefix(start): (label, f"{share:.6f}")
-        for path, label, share in guesses
-    }
-    rows.writerows((path, *label_and_share) for path, label_and_share in shares.items())
+    start = os.path.join(os.path.abspath(folder), "")
+    rows = {}
+    for path, label, share in guesses:
+        name = os.path.abspath(path).removeprefix(start)
+        rows[name] = name, label, f"{share:.6f}"
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("path", "label", "probability"))
+    writer.writerows(rows.values())
     return text.getvalue().encode("utf-8", "surrogateescape")

@@ -36,7 +36,9 @@ class Source:
     def __init__(
         self, stored: Tensor, labels: Sequence[int] | np.ndarray, classes: list[str]
     ) -> None:
-        self.stored, self.labels, self.classes = stored, np.array(labels, np.int64), classes
+        self.stored = stored
+        self.labels = np.array(labels, np.int64)
+        self.classes = classes
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,7 +50,8 @@ class Source:
     def part(self, indices: np.ndarray) -> Self:
         """Only these images, in this order."""
         part = copy.copy(self)
-        part.stored, part.labels = self.stored[indices], self.labels[indices]
+        part.stored = self.stored[indices]
+        part.labels = self.labels[indices]
         return part
 
 
@@ -72,7 +75,8 @@ class ImageFiles(Source):
     def __init__(
         self, paths: Iterable[str], labels: Sequence[int] | np.ndarray, classes: list[str]
     ) -> None:
-        text, bounds = bytearray(), array("q")
+        text = bytearray()
+        bounds = array("q")
         for path in map(os.fsencode, paths):
             bounds.extend((len(text), len(text) + len(path)))
             text += path
@@ -105,26 +109,26 @@ class ImageFolder(ImageFiles):
     """Images `folder`/<class>/**/<image>, sorted; DataError for no class, or one without images."""
 
     def __init__(self, folder: Path) -> None:
-        classes, left_out = folders_in(folder), Counter[str]()
+        classes = folders_in(folder)
         if not classes:
             reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
             raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
-        paths: dict[str, list[str]] = {name: [] for name in ("", *classes)}  # "": of no class
+        paths: dict[str, list[str]] = {name: [] for name in (os.curdir, *classes)}
+        left_out = Counter[str]()
         for parent, files in images_below(folder, left_out):
-            name = os.path.relpath(parent, folder).split(os.sep)[0].removeprefix(os.curdir)
+            name, *_ = os.path.relpath(parent, folder).split(os.sep)
             paths[name] += [os.path.join(parent, file) for file in files]
-        left_out.update(f"{suffix_of(path)} of no class" for path in paths.pop(""))
+        of_no_class = paths.pop(os.curdir)
+        left_out.update(f"{suffix_of(path)} of no class" for path in of_no_class)
         self.left_out = in_words(left_out, folder)
-        if empty := next((name for name in classes if not paths[name]), None):
-            raise DataError(
-                f"{folder / empty}: no image in this class; expected files ending in "
-                f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}"
-            )
-        super().__init__(
-            list(chain.from_iterable(paths.values())),
-            np.repeat(range(len(classes)), list(map(len, paths.values()))),
-            classes,
-        )
+        for name in classes:
+            if not paths[name]:
+                raise DataError(
+                    f"{folder / name}: no image in this class; expected files ending in "
+                    f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}"
+                )
+        labels = np.repeat(range(len(classes)), [len(paths[name]) for name in classes])
+        super().__init__(chain.from_iterable(paths.values()), labels, classes)
 
 
 class LooseImages(ImageFiles):
@@ -140,7 +144,8 @@ class LooseImages(ImageFiles):
         self.left_out = in_words(left_out, folder)
         if not paths:
             raise DataError(f"{folder}: no images in it{self.left_out and '; '}{self.left_out}")
-        super().__init__(paths[:count], np.zeros(len(paths[:count])), [""])
+        paths = paths[:count]
+        super().__init__(paths, np.zeros(len(paths)), [""])
 
 
 def oriented(source: Source, apply_exif_orientation: bool) -> Source:
@@ -172,12 +177,12 @@ def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> l
     has more than once.
     """
     indices = rows_by_name(model_classes)
-    if wrong := [name for name in set_classes if name not in indices]:
-        raise DataError(
-            f"class '{wrong[0]}' is {model_classes.count(wrong[0]) or 'none'} of the "
-            f"model's {len(model_classes):,} classes "
-            f"({in_brief(', '.join(model_classes))})"
-        )
+    for name in set_classes:
+        if name not in indices:
+            raise DataError(
+                f"class '{name}' is {model_classes.count(name) or 'none'} of the "
+                f"model's {len(model_classes):,} classes ({in_brief(', '.join(model_classes))})"
+            )
     return [indices[name] for name in set_classes]
 
 
@@ -189,10 +194,10 @@ def fingerprint(source: Source, root: str) -> str:
     digest = hashlib.sha256("\0".join([*source.classes, ""]).encode("utf-8", "surrogateescape"))
     digest.update(source.labels.tobytes())
     if isinstance(source, ImageFiles):
-        folders = folder_of(root), os.path.abspath(folder_of(root))  # of a list, either
-        starts = [os.path.join(folder, "") for folder in folders]
+        folder = folder_of(root)
+        starts = [os.path.join(start, "") for start in (folder, os.path.abspath(folder))]
         for path in source.each_path():
-            for start in starts:
+            for start in starts:  # paths of a list may have either
                 path = path.removeprefix(start)
             digest.update(os.fsencode(f"\0{path}"))
         digest.update(b"\0")
@@ -210,7 +215,9 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
             order = keyed_generator(seed, Stream.FILE_SIZES, split).permutation(len(source))
             paths += source.part(order[:SIZED]).paths
     sizes = [os.path.getsize(path) if os.path.exists(path) else -1 for path in paths]
-    return {SIZES: hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]} if sizes else {}
+    if not sizes:
+        return {}
+    return {SIZES: hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}
 
 
 # The images of each class have a random order that is keyed by (seed, class) alone. Images to train
@@ -236,14 +243,15 @@ def stratified_part(
     """
     if share == 1.0 and not images_per_class and not held_out:
         return source
-    orders, others = (
-        shuffled_classes(source, number, max(images_per_class, 1), held_out)
-        for number in (seed, held_out_seed)
-    )
+    least = max(images_per_class, 1)
+    orders = shuffled_classes(source, seed, least, held_out)
+    others = shuffled_classes(source, held_out_seed, least, held_out)
     fronts = []
     for order, other in zip(orders, others):
-        order = order[~np.isin(order, other[len(other) - held_out :])]
-        fronts.append(order[: images_per_class or max(1, int(share * len(order) + 0.5))])
+        end = other[len(other) - held_out :]
+        order = order[~np.isin(order, end)]
+        size = images_per_class or max(1, int(share * len(order) + 0.5))
+        fronts.append(order[:size])
     return source.part(np.sort(np.concatenate(fronts)))
 
 
