@@ -96,7 +96,8 @@ def draw_crop(rng: np.random.Generator, augment: Augment, height: int, width: in
     padding; after ten boxes that do not fit the centre of the image, at the allowed ratio that is
     nearest to the image's.
     """
-    ratio, padding = augment.crop_ratio, augment.crop_padding
+    ratio = augment.crop_ratio
+    padding = augment.crop_padding
     for _ in range(ATTEMPTS):
         box_width, box_height = draw_sides(rng, height * width, augment.crop_scale, ratio)
         if 0 < box_width <= width + 2 * padding and 0 < box_height <= height + 2 * padding:
@@ -106,7 +107,9 @@ def draw_crop(rng: np.random.Generator, augment: Augment, height: int, width: in
     aspect = min(max(width / height, ratio[0]), ratio[1])
     box_height = max(1, round(min(height, width / aspect)))
     box_width = max(1, round(min(width, height * aspect)))
-    return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+    top = (height - box_height) // 2
+    left = (width - box_width) // 2
+    return Box(top, left, box_height, box_width)
 
 
 def draw_erasing(
@@ -164,16 +167,25 @@ class Mix:
             return UNMIXED
         switch = rng.random() < self.switch_probability
         if self.cutmix_alpha and (switch or not self.mixup_alpha):
-            # A box of (1 − λ) of the area, centre uniform, clipped at the border, which λ follows.
-            side = math.sqrt(1.0 - rng.beta(self.cutmix_alpha, self.cutmix_alpha))
-            half_height, half_width = int(height * side) // 2, int(width * side) // 2
-            y, x = int(rng.integers(height)), int(rng.integers(width))
-            top, left = max(y - half_height, 0), max(x - half_width, 0)
-            box = Box(
-                top, left, min(y + half_height, height) - top, min(x + half_width, width) - left
-            )
-            return MixDraw(1.0 - box.height * box.width / (height * width), box)
+            return self.draw_cutmix(rng, height, width)
         return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), NOWHERE)
+
+    def draw_cutmix(self, rng: np.random.Generator, height: int, width: int) -> MixDraw:
+        """Draw a box of (1 − λ) of the area around a uniform centre, and clip it at the border.
+
+        What is clipped off counts for λ, which is the share of the area outside of the box.
+        """
+        side = math.sqrt(1.0 - rng.beta(self.cutmix_alpha, self.cutmix_alpha))
+        half_height = int(height * side) // 2
+        half_width = int(width * side) // 2
+        y = int(rng.integers(height))
+        x = int(rng.integers(width))
+        top = max(y - half_height, 0)
+        left = max(x - half_width, 0)
+        bottom = min(y + half_height, height)
+        right = min(x + half_width, width)
+        box = Box(top, left, bottom - top, right - left)
+        return MixDraw(1.0 - box.height * box.width / (height * width), box)
 
 
 class Masks(NamedTuple):
@@ -212,15 +224,17 @@ class Draws(NamedTuple, Generic[Array]):
     """What happens to the B samples of a micro-batch on the device, as float64."""
 
     operations: Array  # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
-    erased: Array  # (B, 5): the `Box` that is erased (height 0: none), and the bits of
-    # the key of the noise in it: `view(torch.int64)`
+    # (B, 5): the `Box` that is erased (height 0: none), and the key of the noise in it, as the bits
+    # of a float: `view(torch.int64)`.
+    erased: Array
     mixed: Array  # (B, 5): a `MixDraw`, λ and its `Box`, the same for two partners
 
 
 def unpack(draws: Array) -> Draws[Array]:
     """The parts of `Augmentation.draws`, as views; so also of an array."""
     layers = (draws.shape[1] - 10) // COLUMNS
-    return Draws(draws[:, 10:].reshape(len(draws), layers, COLUMNS), draws[:, :5], draws[:, 5:10])
+    operations = draws[:, 10:].reshape(len(draws), layers, COLUMNS)
+    return Draws(operations, erased=draws[:, :5], mixed=draws[:, 5:10])
 
 
 @dataclass(frozen=True)
@@ -237,20 +251,19 @@ class Augmentation:
     def draws(self, samples: Samples) -> Tensor:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""
         step, keys, groups = samples
-        operations = draw_operations(
-            keyed_generators(self.seed, Stream.RAND_AUGMENT, keys), len(keys), self.rand_augment
-        )
+        generators = keyed_generators(self.seed, Stream.RAND_AUGMENT, keys)
+        operations = draw_operations(generators, len(keys), self.rand_augment)
         operations = for_device(operations, self.size).reshape(len(keys), -1)
         erased = np.zeros((len(keys), 5))
         if self.augment.erase_probability > 0.0:
-            for row, rng in zip(erased, keyed_generators(self.seed, Stream.ERASE, keys)):
-                box, noise_key = draw_erasing(rng, self.augment, *self.size)
-                row[:4], row.view(np.int64)[4] = box, noise_key
+            generators = keyed_generators(self.seed, Stream.ERASE, keys)
+            for row, rng in zip(erased, generators):
+                row[:4], noise_key = draw_erasing(rng, self.augment, *self.size)
+                row.view(np.int64)[4] = noise_key
         mixed = np.tile([UNMIXED.share, *UNMIXED.box], (len(keys), 1))
         if self.mix.mixes:
             for group in set(groups.tolist()):
-                share, box = self.mix.draw(
-                    keyed_generator(self.seed, Stream.MIX, step, group), *self.size
-                )
+                rng = keyed_generator(self.seed, Stream.MIX, step, group)
+                share, box = self.mix.draw(rng, *self.size)
                 mixed[groups == group] = share, *box
         return torch.from_numpy(np.concatenate([erased, mixed, operations], 1))

@@ -45,8 +45,9 @@ OPEN_FILES = 10_240  # as many as every system allows
 class Batch(NamedTuple):
     """A training batch, with the draws of what the device still has to do."""
 
-    images: Tensor  # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or
-    # (B, 4) int64, descriptions of views for the device, see `TrainViews`
+    # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or (B, 4) int64,
+    # descriptions of views for the device, see `TrainViews`.
+    images: Tensor
     labels: Tensor  # (B,) int64; or (B, n), indices of the visible patches, of `Masks`
     draws: Tensor  # (B, …) float64, see `Augmentation.draws`
 
@@ -59,46 +60,47 @@ class TrainViews(Dataset):
     """
 
     def __init__(self, source: Source, augmentation: Augmentation, *, decode: bool = True) -> None:
-        self.augmentation, self.labels = augmentation, source.labels
+        self.augmentation = augmentation
+        self.labels = source.labels
         self.source = source if decode else None  # not sent to workers that need not decode it
 
     def __getitem__(self, samples: Samples) -> Batch:
-        augmentation, indices = self.augmentation, np.array([key.image for key in samples.keys])
+        augmentation = self.augmentation
+        indices = np.array([key.image for key in samples.keys])
         generators = keyed_generators(augmentation.seed, Stream.CROP_AND_FLIP, samples.keys)
-        if self.source is not None:
-            views = [
-                view
-                for index, same in groupby(indices.tolist())
-                for view in self.source.image(
-                    index, partial(self.views, rngs=islice(generators, len([*same])))
-                )
-            ]
-            if views[0].stride(0) == 1:  # channels-last, as resized views are
-                images = default_collate([view.permute(1, 2, 0) for view in views])
-                images = images.permute(0, 3, 1, 2)
-            else:  # padded ones
-                images = default_collate(views)
-        else:
+        if self.source is None:
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
             images = torch.from_numpy(np.column_stack([indices, corners]))
-        labels = (
-            self.labels[indices]
-            if augmentation.masks is None
-            else augmentation.masks.draw(
-                keyed_generators(augmentation.seed, Stream.MASK, samples.keys)
-            )
-        )
+        else:
+            images = self.decoded(self.source, indices, generators)
+        if augmentation.masks is None:
+            labels = self.labels[indices]
+        else:
+            generators = keyed_generators(augmentation.seed, Stream.MASK, samples.keys)
+            labels = augmentation.masks.draw(generators)
         return Batch(images, torch.from_numpy(labels), augmentation.draws(samples))
+
+    def decoded(
+        self, source: Source, indices: np.ndarray, generators: Iterator[np.random.Generator]
+    ) -> Tensor:
+        """The views of images, (B, 3, H, W) uint8; an image is decoded once for its neighbours."""
+        views = []
+        for index, same in groupby(indices.tolist()):
+            rngs = islice(generators, len(list(same)))
+            views += source.image(index, partial(self.views, rngs=rngs))
+        if views[0].stride(0) == 1:  # channels-last, as resized views are
+            batch = default_collate([view.permute(1, 2, 0) for view in views])
+            return batch.permute(0, 3, 1, 2)
+        return default_collate(views)  # padded ones
 
     def views(self, image: Tensor, rngs: Iterable[np.random.Generator]) -> list[Tensor]:
         """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
-        how, size = self.augmentation.augment, self.augmentation.size
-        views = (draw_view(rng, how, *image.shape[1:]) for rng in rngs)
-        return [
-            crop_and_flip(image, box, flip, size, interpolation)
-            for box, flip, interpolation in views
-        ]
+        views = []
+        for rng in rngs:
+            box, flip, interpolation = draw_view(rng, self.augmentation.augment, *image.shape[1:])
+            views.append(crop_and_flip(image, box, flip, self.augmentation.size, interpolation))
+        return views
 
 
 class EvalViews(Dataset):
@@ -119,18 +121,21 @@ class EvalViews(Dataset):
         interpolation: str,
         masks: Masks | None = None,
     ) -> None:
-        self.source, self.size = source, size
+        self.source = source
+        self.size = size
         self.view = partial(
             resize_and_centre_crop, size=size, crop_pct=crop_pct, interpolation=interpolation
         )
         self.indices = range(rank, len(source), world_size)
-        self.labels, self.masks = source.labels[rank::world_size], masks  # (n,) int64
+        self.labels = source.labels[rank::world_size]  # (n,) int64
+        self.masks = masks
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, position: int) -> tuple[Tensor, Any]:
-        index, label = self.indices[position], self.labels[position]
+        index = self.indices[position]
+        label = self.labels[position]
         if self.masks is not None:
             (label,) = self.masks.draw([keyed_generator(0, Stream.EVAL_MASK, index)])
         return self.source.image(index, self.view), label
@@ -233,6 +238,7 @@ def begin_work(worker: int) -> None:
 
 def end_with_parent() -> None:
     """End this worker once the training process has ended: a fork server, its parent, lives on."""
-    if parent := multiprocessing.parent_process():
+    parent = multiprocessing.parent_process()
+    if parent is not None:
         parent.join()
     os._exit(1)

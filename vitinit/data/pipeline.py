@@ -24,7 +24,8 @@ from .loader import Batch, EvalViews, Loader, TrainViews
 from .sampler import BatchPlan, TrainSampler
 from .sources import Source
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 
 
 @functools.cache
@@ -57,10 +58,12 @@ class Ahead:
         """prepare(*arguments), a batch that work in the current stream may use."""
         if self.device.type != "cuda":
             return prepare(*arguments)
-        training, preparing = torch.cuda.current_stream(self.device), preparing_stream(self.device)
+        training = torch.cuda.current_stream(self.device)
+        preparing = preparing_stream(self.device)
         # `before` follows all work on the batch before the current one, whose memory is then free.
-        before, self.asked = self.asked, (now := training.record_event())
-        preparing.wait_event(before or now)
+        before = self.asked
+        self.asked = training.record_event()
+        preparing.wait_event(before or self.asked)
         with torch.cuda.stream(preparing):
             self.batch = prepare(*arguments)  # the current batch is kept alive until here
         training.wait_stream(preparing)
@@ -70,9 +73,9 @@ class Ahead:
 class MicroBatch(NamedTuple):
     """What one forward and one backward pass work on; its images have been loaded."""
 
-    prepare: Callable[[], tuple[Tensor, Tensor]]  # → images (B, 3, H, W), targets (B, K) on the
-    # device, or visible patches (B, n); called
-    # once, in training's order
+    # → images (B, 3, H, W) and targets (B, K) on the device, or visible patches (B, n); called
+    # once, in training's order.
+    prepare: Callable[[], tuple[Tensor, Tensor]]
     positions: np.ndarray  # (B,), of its images in the global batch
 
 
@@ -97,7 +100,9 @@ class TrainingBatches:
         workers: int = 0,
         advance: Callable[[], object] = lambda: None,
     ) -> None:
-        self.sampler, self.prepare, drawn = sampler, prepare, prepare.augmentation
+        self.sampler = sampler
+        self.prepare = prepare
+        drawn = prepare.augmentation
         self.stored = decode_to_device(source, prepare.device, drawn, budget_gib, advance)
         workers = min(workers, len(sampler))  # more workers would have nothing to do
         ahead = max(2, math.ceil(sampler.plan.accumulation / workers)) if workers else None
@@ -120,20 +125,16 @@ class TrainingBatches:
         that an image that cannot be read (DataError) never leaves half a step.
         """
         self.sampler.start(epoch=epoch, step=done)
-        plan, ahead = self.sampler.plan, Ahead(self.prepare.device)
-        positions = [
-            plan.positions(self.sampler.rank, micro_step)  # the same in every step
-            for micro_step in range(plan.accumulation)
-        ]
+        plan = self.sampler.plan
+        ahead = Ahead(self.prepare.device)
         loaded = iter(self.loader)
         for step in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
-            yield (
-                step,
-                [
-                    MicroBatch(functools.partial(ahead, self._prepared, next(loaded)), places)
-                    for places in positions
-                ],
-            )
+            micro_batches = []
+            for micro_step in range(plan.accumulation):
+                prepare = functools.partial(ahead, self._prepared, next(loaded))
+                positions = plan.positions(self.sampler.rank, micro_step)
+                micro_batches.append(MicroBatch(prepare, positions))
+            yield step, micro_batches
 
     def _prepared(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.stored is not None:
@@ -154,9 +155,11 @@ def decode_to_device(
     Likewise if images take more than `budget_gib` GiB, or if one has not the size of a view.
     advance: called after each. Raises DataError if one cannot be decoded.
     """
-    scale, ratio, size = drawn.augment.crop_scale, drawn.augment.crop_ratio, drawn.size
-    moves = scale == ratio == (1.0, 1.0) and size[0] == size[1]
-    if not moves or len(source) * 3 * size[0] * size[1] > budget_gib * GIB:
+    augment = drawn.augment
+    size = drawn.size
+    only_moved = augment.crop_scale == augment.crop_ratio == (1.0, 1.0) and size[0] == size[1]
+    nbytes = len(source) * 3 * size[0] * size[1]
+    if not only_moved or nbytes > budget_gib * GIB:
         return None
     images = torch.empty(len(source), 3, *size, dtype=torch.uint8)
     for index in range(len(source)):
@@ -181,7 +184,8 @@ def cut(images: Tensor, windows: Tensor) -> Tensor:
     # The place of each value among those of all images: (B, 3, H, W).
     rows = (3 * index + planes[:, None, None]) * height + rows.clamp(0, height - 1)
     places = rows * width + columns.clamp(0, width - 1)
-    return images.view(-1).index_select(0, places.flatten()).view(places.shape).mul_(inside)
+    found = images.view(-1).index_select(0, places.flatten())
+    return found.view(places.shape).mul_(inside)
 
 
 class EvaluationBatches:
@@ -204,7 +208,9 @@ class EvaluationBatches:
         on_device_gib: float = 0.0,
         cache_gib: float = 0.0,
     ) -> None:
-        self.views, self.prepare, self.batch_size = views, prepare, batch_size
+        self.views = views
+        self.prepare = prepare
+        self.batch_size = batch_size
         self.nbytes = len(views) * 3 * views.size[0] * views.size[1]
         places = [(prepare.device, on_device_gib), (torch.device("cpu"), cache_gib)]
         # Where they are stored; None: nowhere.
@@ -232,7 +238,8 @@ class EvaluationBatches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches, ahead = map(self.prepare, self._loaded()), Ahead(self.prepare.device)
+        batches = map(self.prepare, self._loaded())
+        ahead = Ahead(self.prepare.device)
         while (batch := ahead(next, batches, None)) is not None:
             yield batch
 
@@ -244,16 +251,17 @@ class EvaluationBatches:
         stored = []
         for batch in self.loader:
             if self.place is not None:
-                # A copy, because /dev/shm is small; but pinned memory is kept as it is.
-                batch = [
-                    part
-                    if part.is_pinned() and self.place.type == "cpu"
-                    else part.to(self.place, copy=True, non_blocking=True)
-                    for part in batch
-                ]
+                batch = [copied(part, self.place) for part in batch]
                 stored.append(batch)
             yield batch
         self.stored = stored or None
+
+
+def copied(part: Tensor, place: torch.device) -> Tensor:
+    """A copy, because /dev/shm is small; but what lies in pinned memory may stay there."""
+    if part.is_pinned() and place.type == "cpu":
+        return part
+    return part.to(place, copy=True, non_blocking=True)
 
 
 class Data(NamedTuple):

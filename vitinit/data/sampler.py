@@ -57,7 +57,8 @@ class BatchPlan:
         The partner of image i of the micro-batch is its image B − 1 − i.
         """
         pairs = np.arange(self.global_batch // min(self.group, 2))  # or single images
-        count, number = self.world_size * self.accumulation, micro_step * self.world_size + rank
+        count = self.world_size * self.accumulation  # of micro-batches
+        number = micro_step * self.world_size + rank
         first = pairs[number::count] if self.strided else np.split(pairs, count)[number]
         if self.group == 1:
             return first
@@ -99,11 +100,12 @@ def plan_batches(
         raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs")
     multiple = math.lcm(group, unit * world_size)
     if global_batch % multiple:
-        what = (
-            f"groups of mix.group = {group} images"
-            if global_batch % group
-            else f"{'mixed pairs for each of ' * (unit - 1)}{world_size} processes"
-        )
+        if global_batch % group:
+            what = f"groups of mix.group = {group} images"
+        elif unit == 2:
+            what = f"mixed pairs for each of {world_size} processes"
+        else:
+            what = f"{world_size} processes"
         raise ValueError(
             f"optim.global_batch = {global_batch} does not divide into {what}; "
             f"expected a multiple of {multiple}"
@@ -139,27 +141,34 @@ class TrainSampler:
                 f"the training set has {count} images{views}, fewer than "
                 f"optim.global_batch = {plan.global_batch}"
             )
-        self.count, self.plan, self.rank, self.seed, self.repeats = count, plan, rank, seed, repeats
+        self.count = count
+        self.plan = plan
+        self.rank = rank
+        self.seed = seed
+        self.repeats = repeats
         self.steps_per_epoch = max(1, count // plan.global_batch)
         self.start(epoch=0, step=0)
 
     def start(self, *, epoch: int, step: int) -> None:
         """Let the next iteration go through `epoch`, beginning at its step `step` (both from 0)."""
-        self.epoch, self.first_step = epoch, step
+        self.epoch = epoch
+        self.first_step = step
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.first_step) * self.plan.accumulation
 
     def __iter__(self) -> Iterator[Samples]:
-        plan, order = self.plan, epoch_order(self.seed, self.epoch, self.count)
+        plan = self.plan
+        order = epoch_order(self.seed, self.epoch, self.count)
         for step in range(self.first_step, self.steps_per_epoch):
+            step_of_run = self.epoch * self.steps_per_epoch + step
             for micro_step in range(plan.accumulation):
                 positions = plan.positions(self.rank, micro_step)  # in the global batch
-                images, repeats = np.divmod(step * plan.global_batch + positions, self.repeats)
+                # View v of the epoch is number v % repeats of the image at place v // repeats.
+                places, repeats = np.divmod(step * plan.global_batch + positions, self.repeats)
+                images = order[places]
                 keys = [
-                    SampleKey(self.epoch, *view)
-                    for view in zip(order[images].tolist(), repeats.tolist())
+                    SampleKey(self.epoch, image, repeat)
+                    for image, repeat in zip(images.tolist(), repeats.tolist())
                 ]
-                yield Samples(
-                    self.epoch * self.steps_per_epoch + step, keys, positions % plan.groups
-                )
+                yield Samples(step_of_run, keys, positions % plan.groups)
