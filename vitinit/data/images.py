@@ -22,7 +22,7 @@ from ..base.messages import OneLineError, in_brief, ran_out_of_memory, without_w
 
 LARGEST_FILE = 2**30  # bytes: RGB of 16 bits of the most pixels that Pillow reads
 LONG = 32  # an image so many times as long as its view is not enlarged whole
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")  # Pillow's names
+FORMATS: tuple[str, ...] = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")  # Pillow's names
 HEIF_BRANDS = {b"ftypheic": "HEIF", b"ftypheix": "HEIF", b"ftypmif1": "HEIF", b"ftypavif": "AVIF"}
 HEIF_REMEDY = (
     "HEIC and HEIF are read after pip install 'vitinit[heic]', AVIF by Pillow 11.3 or "
@@ -64,14 +64,16 @@ def heif_formats() -> tuple[str, ...]:
     """Pillow's names of the formats like HEIF that it can read here: AVIF itself, and HEIF by
     pillow-heif. Importing that takes as long as Pillow, so the first such file does it.
     """
+    formats = []
     with without_warnings():  # of an old Pillow, which knows no "avif"
-        formats = ("AVIF",) * bool(features.check("avif"))
+        if features.check("avif"):
+            formats.append("AVIF")
     with suppress(ImportError):
         import pillow_heif
 
         pillow_heif.register_heif_opener()
-        formats += ("HEIF",)
-    return formats
+        formats.append("HEIF")
+    return tuple(formats)
 
 
 @contextmanager
@@ -97,11 +99,12 @@ def decode_image(
     with room_for(path):
         try:
             content = read_bytes(path, limit=LARGEST_FILE)
-        except ValueError as error:  # a FileError, or of a zero byte in the name
-            raise DataError(
-                error if isinstance(error, FileError) else f"{path}: cannot be read: {error}"
-            ) from None
-        return view(decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation))
+        except FileError as error:
+            raise DataError(error) from None
+        except ValueError as error:  # of a zero byte in the name
+            raise DataError(f"{path}: cannot be read: {error}") from None
+        image = decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation)
+        return view(image)
 
 
 def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
@@ -118,16 +121,17 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
     image, if it has 32-bit values, or more pixels than Pillow reads (178,956,970 by default).
     """
-    formats = FORMATS + (heif_formats() if content[4:8] == b"ftyp" else ())
+    formats = FORMATS
+    if content[4:8] == b"ftyp":
+        formats += heif_formats()
     with without_warnings():  # of deprecation, read-only bytes and damage
         try:
             with Image.open(io.BytesIO(content), formats=formats) as image:  # reads its header
-                if image.format in ("JPEG", "MPO") and (decode := jpeg_decoder()):
+                decode = jpeg_decoder() if image.format in ("JPEG", "MPO") else None
+                if decode is not None:
                     with suppress(RuntimeError):  # Pillow may decode it, or say why not
-                        decoded = decode(
-                            torch.frombuffer(content, dtype=torch.uint8),
-                            apply_exif_orientation=apply_exif_orientation,
-                        )
+                        file = torch.frombuffer(content, dtype=torch.uint8)
+                        decoded = decode(file, apply_exif_orientation=apply_exif_orientation)
                         return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
                 return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
         except MemoryError:
@@ -145,10 +149,11 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
     """A Pillow image as RGB, (3, H, W) uint8, channels-last; DataError for 32-bit values."""
     # Pillow may read 16-bit values as 32-bit integers, too; PNG and PPM have no others.
     if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
-        bits = getattr(image, "tag_v2", {}).get(258)  # TIFF's BitsPerSample
+        tags = getattr(image, "tag_v2", {})  # of a TIFF; 258 is its BitsPerSample
+        bits = "signed 16" if tags.get(258) == (16,) else "32"
         raise DataError(
-            f"an image of {'signed 16' if bits == (16,) else '32'}-bit values, whose "
-            "black and white are not known; expected 8 or 16 bits per channel"
+            f"an image of {bits}-bit values, whose black and white are not known; "
+            "expected 8 or 16 bits per channel"
         )
     image.load()  # turns a TIFF in any case
     if apply_exif_orientation:
@@ -156,7 +161,8 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
             image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):
         # convert("RGB") clips 16-bit grey levels above 255; of colours it keeps the higher byte.
-        image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+        higher = (np.asarray(image) // 256).clip(0, 255)
+        image = Image.fromarray(higher.astype(np.uint8))
     flat = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)
 
@@ -171,18 +177,17 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
             without_warnings(),
             Image.open(path, formats=("PNG", "TIFF", "PPM")) as image,
         ):
-            if ";16" in (raw := str(image.tile)) or ";12" in raw:
+            raw_modes = str(image.tile)
+            if ";16" in raw_modes or ";12" in raw_modes:
                 grey = image.mode.startswith("I")
                 values = np.asarray(image if grey else image.convert("RGB"))
                 highest.append(values.max() / (65_535 if grey else 255))
+    if max(highest, default=1.0) >= 0.25:
+        return ""
     return (
-        ""
-        if not highest or max(highest) >= 0.25
-        else (
-            f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
-            f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they are "
-            "nearly black; multiply values of 12 bits, say, by 16"
-        )
+        f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
+        f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they are "
+        "nearly black; multiply values of 12 bits, say, by 16"
     )
 
 
@@ -201,10 +206,11 @@ def crop(image: Tensor, box: Box) -> Tensor:
     inside = image[:, max(top, 0) : max(top + height, 0), max(left, 0) : max(left + width, 0)]
     if inside.shape[1:] == (height, width):
         return inside
-    above, before = min(max(-top, 0), height), min(max(-left, 0), width)
-    return F.pad(
-        inside, (before, width - before - inside.shape[2], above, height - above - inside.shape[1])
-    )
+    above = min(max(-top, 0), height)
+    before = min(max(-left, 0), width)
+    below = height - above - inside.shape[1]
+    after = width - before - inside.shape[2]
+    return F.pad(inside, (before, after, above, below))
 
 
 def crop_and_flip(
@@ -234,14 +240,23 @@ def resize_and_centre_crop(
     box = Box(round((down - size[0]) / 2), round((across - size[1]) / 2), *size)
     if down * across <= max(height * width, LONG * size[0] * size[1] / crop_pct**2):
         return crop(resize(image, (down, across), interpolation), box)
-    y, x = height / down, width / across  # pixels per pixel of the enlarged image
+    return enlarged_part(image, (down, across), box, interpolation)
+
+
+def enlarged_part(image: Tensor, size: tuple[int, int], box: Box, interpolation: str) -> Tensor:
+    """What lies in `box` of the image enlarged to `size`, by Pillow, which makes nothing else."""
+    y = image.shape[1] / size[0]  # pixels per pixel of the enlarged image
+    x = image.shape[2] / size[1]
     # Bicubic interpolation reads two pixels beside the box. Pillow's box is of short floats.
-    first, before = max(0, int(box.top * y) - 2), max(0, int(box.left * x) - 2)
-    piece = image[:, first : first + size[0] + 6, before : before + size[1] + 6].permute(1, 2, 0)
-    top, left, kernel = box.top * y - first, box.left * x - before, interpolation.upper()
-    rows = Image.fromarray(piece.numpy()).resize(  # first, as in torch
-        (size[1], len(piece)), Image.Resampling[kernel], (left, 0, left + size[1] * x, len(piece))
-    )
-    return from_pillow(
-        rows.resize(size[::-1], Image.Resampling[kernel], (0, top, size[1], top + size[0] * y))
-    )
+    first = max(0, int(box.top * y) - 2)
+    before = max(0, int(box.left * x) - 2)
+    top = box.top * y - first
+    left = box.left * x - before
+    piece = image[:, first : first + box.height + 6, before : before + box.width + 6]
+    pixels = Image.fromarray(piece.permute(1, 2, 0).numpy())
+    kernel = Image.Resampling[interpolation.upper()]
+    # Rows first, as in torch.
+    across = (left, 0, left + box.width * x, pixels.height)
+    rows = pixels.resize((box.width, pixels.height), kernel, across)
+    down = (0, top, box.width, top + box.height * y)
+    return from_pillow(rows.resize((box.width, box.height), kernel, down))

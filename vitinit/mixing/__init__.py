@@ -14,7 +14,8 @@ All models of this package alternate channel mixing with spatial mixing X ← M 
 share of an attention matrix lies on the token that an impulse filter would pick.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -37,6 +38,26 @@ AT_ONCE = 8  # images per forward pass, whose attention matrices are all compute
 Heads = slice | list[int]  # heads, or channels of a Mixer or ConvMixer
 
 
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """A context after which the modes of a model's modules, and its buffers, are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers: list[Any] = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            copy = None if buffer is None else buffer.clone()
+            buffers.append((module._buffers, name, buffer, copy))
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for table, name, buffer, copy in buffers:  # counters and caches
+            if buffer is not None:
+                buffer.copy_(copy)
+            table[name] = buffer
+
+
 @torch.no_grad()
 def run(
     model: nn.Module,
@@ -50,36 +71,22 @@ def run(
     before: by module, what is called with the module's input. after: with all its inputs and its
     output. PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module._buffers, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    hooks = []
-    try:
+
+    def read_input(reader: Callable, _: nn.Module, inputs: tuple) -> None:
+        reader(inputs[0] if inputs else None)  # None: of a module that is called by keywords alone
+
+    def read_both(reader: Callable, _: nn.Module, inputs: tuple, output: Any) -> None:
+        reader(inputs, output)
+
+    with restored(model), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
         for module, reader in (before or {}).items():
-            hooks.append(
-                module.register_forward_pre_hook(
-                    lambda _, inputs, reader=reader: reader(*inputs[:1] or [None])
-                )
-            )
+            hook = partial(read_input, reader)
+            hooks.enter_context(module.register_forward_pre_hook(hook))
         for module, call in (after or {}).items():
-            hooks.append(
-                module.register_forward_hook(
-                    lambda _, inputs, output, call=call: call(inputs, output)
-                )
-            )
+            hook = partial(read_both, call)
+            hooks.enter_context(module.register_forward_hook(hook))
         model.eval()
-        with torch.random.fork_rng(devices=[]):
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes:
-            module.training = training
-        for table, name, buffer, value in buffers:  # counters and caches
-            table[name] = buffer if buffer is None or value is None else buffer.copy_(value)
+        model(images)
 
 
 def mixing_matrices(
@@ -102,7 +109,8 @@ def mixing_matrices(
     `run`. Raises ValueError for a model of another family or a block that the model does not have.
     """
     by_block = mixers(model)
-    wanted = block_numbers(range(len(by_block)) if blocks is None else blocks, len(by_block))
+    if blocks is None:
+        blocks = range(len(by_block))
     chosen: Heads = slice(None) if heads is None else list(heads)
     matrices = {}
 
@@ -110,6 +118,7 @@ def mixing_matrices(
         weights = by_block[block].read(chosen, *inputs)
         matrices[block] = weights if summarise is None else summarise(weights)
 
+    wanted = block_numbers(blocks, len(by_block))
     run(model, images, after={by_block[block].module: partial(record, block) for block in wanted})
     return matrices
 
@@ -125,16 +134,16 @@ def mean_shares(
     readers: by block, a module and a function of its inputs and its output that gives attention
         weights, (n, h, N, N). images: (B, 3, H, W), of which AT_ONCE go through the model at once.
     """
-    sums: list[Any] = [0.0] * len(readers)
+    means: list[Any] = [0.0] * len(readers)
 
     def add(block: int, read: Callable, inputs: tuple, output: Tensor) -> None:
         shares = shares_of_patches(read(inputs, output), grids[block])  # of images, or windows
-        sums[block] = sums[block] + len(batch) / len(images) * shares.mean(0)
+        means[block] = means[block] + len(batch) / len(images) * shares.mean(0)
 
     after = {module: partial(add, block, read) for block, (module, read) in enumerate(readers)}
     for batch in images.split(AT_ONCE):
         run(model, batch, after=after)
-    return sums
+    return means
 
 
 class Mixer(NamedTuple):
@@ -180,8 +189,9 @@ def _read_windows(block: SwinBlock, heads: Heads, x: Tensor, mask: Tensor | None
     weights = block.attn.mixing_weights(x, mask)[:, heads]  # (B·M, h, w², w²)
     tokens = torch.arange(prod(block.grid), device=x.device).view(block.grid)
     tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
-    tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=block.window[0], w=block.window[1])
-    weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))  # (M, w²) tokens
+    down, across = block.window
+    tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=down, w=across)  # (M, w²)
+    weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))
     matrices = weights.new_zeros(*weights.shape[:2], tokens.numel(), tokens.numel())
     matrices[:, :, tokens[:, :, None], tokens[:, None]] = weights
     return matrices
@@ -211,7 +221,8 @@ def among_patches(weights: Tensor, grid: Grid) -> Tensor:
 def shares_of_patches(weights: Tensor, grid: Grid) -> Tensor:
     """`among_patches`, each row divided by its sum; a row that is all on prefix tokens is 0."""
     patches = among_patches(weights, grid)
-    return patches / patches.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    sums = patches.sum(dim=-1, keepdim=True)
+    return patches / sums.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: Grid) -> Tensor:
@@ -220,10 +231,12 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: Grid) -> Tenso
     weights: (..., h, N, N), of which `shares_of_patches` are taken. offsets: one (down, right) per
     head; raises ValueError otherwise. The mean is over tokens with a target on the grid, else NaN.
     """
-    by_head = zip(shares_of_patches(weights, grid).unbind(-3), offsets, strict=True)
-    return torch.stack(
-        [shares[..., *neighbours(offset, grid)].mean() for shares, offset in by_head]
-    )
+    masses = []
+    by_head = shares_of_patches(weights, grid).unbind(-3)
+    for shares, offset in zip(by_head, offsets, strict=True):
+        tokens, targets = neighbours(offset, grid)
+        masses.append(shares[..., tokens, targets].mean())
+    return torch.stack(masses)
 
 
 def mean_kernel(weights: Tensor, grid: Grid, radius: int) -> Tensor:
@@ -237,8 +250,10 @@ def mean_kernel(weights: Tensor, grid: Grid, radius: int) -> Tensor:
 
 def by_offset(patches: Tensor, grid: Grid, radius: int) -> Tensor:
     """`mean_kernel` of matrices among the patches, (..., cells, cells), as they are."""
-    kernel = []
-    for offset in kernel_offsets(2 * radius + 1):
-        rows, targets = neighbours(offset, grid)
-        kernel.append(patches[..., rows, targets].sum(dim=-1) / max(len(rows), 1))
-    return torch.stack(kernel, dim=-1).unflatten(-1, (2 * radius + 1, 2 * radius + 1))
+    size = 2 * radius + 1
+    means = []
+    for offset in kernel_offsets(size):
+        tokens, targets = neighbours(offset, grid)
+        sums = patches[..., tokens, targets].sum(dim=-1)
+        means.append(sums / max(len(tokens), 1))
+    return torch.stack(means, dim=-1).unflatten(-1, (size, size))

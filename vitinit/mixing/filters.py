@@ -82,11 +82,13 @@ def neighbours(offset: Offset, grid: Grid, *, circular: bool = False) -> tuple[T
     """
     height, width = grid
     rows = torch.arange(height)[:, None] + offset[0]  # (H, 1)
-    columns = torch.arange(width)[None, :] + offset[1]  # (1, W)
+    columns = torch.arange(width) + offset[1]  # (W,)
     if circular:
-        rows, columns = rows % height, columns % width
+        rows = rows % height
+        columns = columns % width
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    return inside.flatten().nonzero()[:, 0], (rows * width + columns)[inside]
+    tokens = inside.flatten().nonzero()[:, 0]
+    return tokens, (rows * width + columns)[inside]
 
 
 def shift_matrix(offset: Offset, grid: Grid) -> Tensor:
@@ -102,11 +104,11 @@ def convolution_matrix(kernel: Tensor, grid: Grid, *, circular: bool = False) ->
     kernel: (f_down, f_right). circular: wrap around at the borders instead of padding with zeros.
     """
     matrix = kernel.new_zeros(prod(grid), prod(grid))
-    centre = [(size - 1) // 2 for size in kernel.shape]
-    for cell in product(*map(range, kernel.shape)):
-        weight, offset = kernel[cell], (cell[0] - centre[0], cell[1] - centre[1])
+    height, width = kernel.shape
+    for row, column in product(range(height), range(width)):
+        offset = row - (height - 1) // 2, column - (width - 1) // 2
         # += because several cells of a kernel larger than a circular grid fall on the same entry.
-        matrix[neighbours(offset, grid, circular=circular)] += weight
+        matrix[neighbours(offset, grid, circular=circular)] += kernel[row, column]
     return matrix
 
 
@@ -121,10 +123,14 @@ def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
 
 def smallest_logit(reached: Callable[[float], bool]) -> float | None:
     """The ℓ > 0 from which on `reached(ℓ)` is true, by bisection; None if 1,000 is too small."""
-    low, high = 0.0, 1e3  # a mass that needs a larger logit counts as out of reach
+    low = 0.0
+    high = 1e3  # a mass that needs a larger logit counts as out of reach
     if not reached(high):
         return None
     for _ in range(60):  # more than a double has significant bits
         middle = 0.5 * (low + high)
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        if reached(middle):
+            high = middle
+        else:
+            low = middle
     return high
