@@ -10,6 +10,7 @@ Four test sets are for models that were trained on ImageNet-1K:
 """
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -139,7 +140,7 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
         return source
     names, wnids = zip(*(line.split("\t")[:2] for line in lines))
     classes, labels = np.unique(wnids, return_inverse=True)
-    paths = [str(root / "val" / "images" / name) for name in names]
+    paths = [root / "val" / "images" / name for name in names]
     return ImageFiles(paths, labels, classes.tolist())
 
 
@@ -156,7 +157,7 @@ def unnamed_classes(count: int) -> list[str] | None:
 
 def is_wnid(name: str) -> bool:
     """Whether `name` is a WordNet id: the letter n and eight digits."""
-    return len(name) == 9 and name[0] == "n" and name[1:].isdecimal()
+    return re.fullmatch(r"n\d{8}", name) is not None
 
 
 TRAIN_AND_TEST = {"train": "train", "val": "test"}  # our splits, and what most sets call them
@@ -199,7 +200,7 @@ def read_arrays(name: str, root: Path, split: str) -> ImagesInMemory:
 def list_food101(root: Path, split: str) -> ImageFiles:
     """Food-101 class by class in alphabetical order; its lists have another order of classes."""
     foods = published("Food101")(root, TRAIN_AND_TEST[split])
-    files = [str(foods._image_files[index]) for index in np.argsort(foods._labels, kind="stable")]
+    files = [foods._image_files[index] for index in np.argsort(foods._labels, kind="stable")]
     return ImageFiles(files, np.sort(foods._labels), foods.classes)
 
 
@@ -207,7 +208,7 @@ def list_flowers102(root: Path, split: str) -> ImageFiles:
     """Oxford Flowers: train has its training and validation images, val has its test images."""
     names = ["train", "val"] if split == "train" else ["test"]
     parts = [published("Flowers102")(root, name) for name in names]
-    paths = [str(file) for part in parts for file in part._image_files]
+    paths = [file for part in parts for file in part._image_files]
     labels = [label for part in parts for label in part._labels]
     return ImageFiles(paths, labels, list(parts[0].classes))
 
@@ -219,7 +220,7 @@ def list_pets(root: Path, split: str) -> ImageFiles:
         label: path.stem.rpartition("_")[0] for label, path in zip(pets._labels, pets._images)
     }
     classes = [breeds[label] for label in sorted(breeds)]
-    return ImageFiles(map(str, pets._images), pets._labels, classes)
+    return ImageFiles(pets._images, pets._labels, classes)
 
 
 class DataSet(NamedTuple):

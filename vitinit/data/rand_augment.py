@@ -88,7 +88,7 @@ class RandAugment:
         solarized = np.trunc(shares * self.solarize_levels)
         added = np.trunc(shares * self.solarize_add_levels)
         factors = np.maximum(0.1, 1.0 + signed * self.enhance_factor)
-        by_code = np.zeros((len(Operation), *codes.shape))  # of all operations, 0 if it has none
+        by_code = np.zeros((len(Operation), *codes.shape))  # 0: of an operation without argument
         by_code[Operation.Rotate] = signed * self.rotate_degrees
         by_code[Operation.Posterize] = self.posterize_bits - posterized
         by_code[Operation.Solarize] = 256 - np.minimum(256, solarized)
@@ -129,24 +129,24 @@ def draw_operations(
 # The groups of operations that are treated alike, in the order in which images are sorted: three
 # of `map_levels`, four of `enhance`, three of `affine`, these again where they are bicubic, none.
 GROUPS = [
-    [Operation.AutoContrast],
-    [Operation.Equalize],
-    [Operation.Invert, Operation.Posterize, Operation.Solarize, Operation.SolarizeAdd],
-    [Operation.Color],
-    [Operation.Contrast],
-    [Operation.Brightness],
-    [Operation.Sharpness],
-    [Operation.ShearX, Operation.TranslateX],
-    [Operation.ShearY, Operation.TranslateY],
-    [Operation.Rotate],
+    ["AutoContrast"],
+    ["Equalize"],
+    ["Invert", "Posterize", "Solarize", "SolarizeAdd"],
+    ["Color"],
+    ["Contrast"],
+    ["Brightness"],
+    ["Sharpness"],
+    ["ShearX", "TranslateX"],
+    ["ShearY", "TranslateY"],
+    ["Rotate"],
     [],
     [],
     [],
-    [Operation.NONE],
+    ["NONE"],
 ]
 GROUP_OF = np.empty(len(Operation), np.int64)
-for _group, _operations in enumerate(GROUPS):
-    GROUP_OF[_operations] = _group
+for _group, _names in enumerate(GROUPS):
+    GROUP_OF[[Operation[name] for name in _names]] = _group
 
 
 def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -27,27 +27,30 @@ CLUTTER_RANGE = (0.0, 0.7)
 SHAPE_RANGE = (0.45, 1.0)
 NOISE_STD = 0.03
 
+
+def from_square(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Half the side of the upright square around the centre on whose edge a point lies."""
+    return np.maximum(abs(u), abs(v))
+
+
+def along_rays(u: np.ndarray, v: np.ndarray, count: int) -> np.ndarray:
+    """The coordinates of points along each of `count` rays from the centre, (count, …)."""
+    angles = 2.0 * np.pi * np.arange(count) / count
+    return np.stack([u * np.cos(t) + v * np.sin(t) for t in angles])
+
+
 SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "disc": lambda u, v: u**2 + v**2 < 0.85**2,
     "ring": lambda u, v: (u**2 + v**2 < 0.9**2) & (u**2 + v**2 > 0.5**2),
     "half_disc": lambda u, v: ((u + 0.35) ** 2 + v**2 < 1.0) & (u > -0.35),
     "crescent": lambda u, v: (u**2 + v**2 < 1.0) & ((u - 0.45) ** 2 + v**2 > 0.75**2),
-    "square": lambda u, v: np.maximum(abs(u), abs(v)) < 0.75,
-    "frame": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.8) & (np.maximum(abs(u), abs(v)) > 0.42),
+    "square": lambda u, v: from_square(u, v) < 0.75,
+    "frame": lambda u, v: (from_square(u, v) < 0.8) & (from_square(u, v) > 0.42),
     # Half of the radius is that of a regular triangle's inscribed circle.
-    "triangle": lambda u, v: (
-        np.max([u * np.cos(t) + v * np.sin(t) for t in 2.0 * np.pi * np.arange(3) / 3], axis=0)
-        < 0.5
-    ),
-    "cross": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.95) & (np.minimum(abs(u), abs(v)) < 0.28),
+    "triangle": lambda u, v: along_rays(u, v, 3).max(0) < 0.5,
+    "cross": lambda u, v: (from_square(u, v) < 0.95) & (np.minimum(abs(u), abs(v)) < 0.28),
     # A five-pointed star consists of the points that lie in at least four of five half-planes.
-    "star": lambda u, v: (
-        sum(
-            (u * np.cos(t) + v * np.sin(t) < 0.38).astype(int)
-            for t in 2.0 * np.pi * np.arange(5) / 5
-        )
-        >= 4
-    ),
+    "star": lambda u, v: (along_rays(u, v, 5) < 0.38).sum(0) >= 4,
     "bars": lambda u, v: (abs(v) < 0.9) & (abs(abs(u) - 0.5) < 0.26),
 }
 CLASSES = list(SHAPES)
@@ -77,8 +80,7 @@ class Drawing(NamedTuple):
     """What is painted; points and lengths are in pixels, colours (3,) in [0, 1]."""
 
     ground: tuple[np.ndarray, np.ndarray, float]  # a gradient's two colours and its angle
-    # Of each piece half its length and half its width, centre, angle, whether a bar, and colour.
-    clutter: list[tuple[np.ndarray, np.ndarray, float, bool, np.ndarray]]
+    clutter: list[tuple]  # half length and half width, centre, angle, whether a bar, colour
     label: int  # the class of the shape
     radius: float
     centre: np.ndarray  # (2,), like all points (column, row)
@@ -118,7 +120,7 @@ def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
         near = _window(centre, 1.5 * half.max())  # 1.5 > √2, so a bar's corners are included
         u, v = _turned(x[near], y[near], centre, angle, half)
         if is_bar:
-            inside = np.maximum(abs(u), abs(v)) < 1
+            inside = from_square(u, v) < 1
         else:
             inside = u**2 + v**2 < 1
         canvas[near][inside] = colour
@@ -154,11 +156,10 @@ class Shapes(Source):
     """A split, "train" or "val"."""
 
     def __init__(self, split: str) -> None:
-        number = list(SPLITS).index(split)
-        indices = range(SPLITS[split])
-        keys = torch.tensor([(number, index) for index in indices])
-        super().__init__(keys, [label_of(number, index) for index in indices], CLASSES)
+        self.split = list(SPLITS).index(split)
+        count = SPLITS[split]
+        labels = [label_of(self.split, index) for index in range(count)]
+        super().__init__(torch.arange(count), labels, CLASSES)
 
     def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
-        split, number = self.stored[index].tolist()
-        return view(image_of(split, number))
+        return view(image_of(self.split, int(self.stored[index])))

@@ -67,13 +67,13 @@ class ImageFiles(Source):
 
     Their paths are bytes in one tensor, `text`, which parts share, and `stored`, (N, 2) int64, has
     where in it each begins and ends: tensors, whose memory workers share. Strings would be copied
-    into each, since reading one counts a reference.
+    into each worker, since reading one counts a reference.
     """
 
     apply_exif_orientation = True  # `oriented` changes it
 
     def __init__(
-        self, paths: Iterable[str], labels: Sequence[int] | np.ndarray, classes: list[str]
+        self, paths: Iterable[str | Path], labels: Sequence[int] | np.ndarray, classes: list[str]
     ) -> None:
         text = bytearray()
         bounds = array("q")
@@ -85,11 +85,13 @@ class ImageFiles(Source):
         self.text = torch.from_numpy(np.frombuffer(text, np.uint8))
         jpeg_decoder()  # which forked workers then have
 
+    def path(self, index: int) -> str:
+        start, end = self.stored.numpy()[index]
+        return os.fsdecode(self.text.numpy()[start:end].tobytes())
+
     def each_path(self) -> Iterator[str]:
         """Each path, one at a time: a list of them takes 57 bytes more for each."""
-        text = self.text.numpy().data
-        for start, end in zip(*self.stored.numpy().T):
-            yield os.fsdecode(bytes(text[start:end]))
+        return map(self.path, range(len(self)))
 
     @property
     def paths(self) -> list[str]:
@@ -100,9 +102,8 @@ class ImageFiles(Source):
         return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
 
     def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:
-        start, end = self.stored.numpy()[index]
-        path = os.fsdecode(self.text.numpy()[start:end].tobytes())
-        return decode_image(path, *view, apply_exif_orientation=self.apply_exif_orientation)
+        exif = self.apply_exif_orientation
+        return decode_image(self.path(index), *view, apply_exif_orientation=exif)
 
 
 class ImageFolder(ImageFiles):

@@ -71,20 +71,18 @@ def run(
     before: by module, what is called with the module's input. after: with all its inputs and its
     output. PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
     """
-
-    def read_input(reader: Callable, _: nn.Module, inputs: tuple) -> None:
-        reader(inputs[0] if inputs else None)  # None: of a module that is called by keywords alone
-
-    def read_both(reader: Callable, _: nn.Module, inputs: tuple, output: Any) -> None:
-        reader(inputs, output)
-
     with restored(model), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
-        for module, reader in (before or {}).items():
-            hook = partial(read_input, reader)
-            hooks.enter_context(module.register_forward_pre_hook(hook))
+        for module, read in (before or {}).items():
+            # Without positional inputs, of a module that is called by keywords, it is None.
+            handle = module.register_forward_pre_hook(
+                lambda _, inputs, read=read: read(*inputs[:1] or [None])
+            )
+            hooks.enter_context(handle)
         for module, call in (after or {}).items():
-            hook = partial(read_both, call)
-            hooks.enter_context(module.register_forward_hook(hook))
+            handle = module.register_forward_hook(
+                lambda _, inputs, output, call=call: call(inputs, output)
+            )
+            hooks.enter_context(handle)
         model.eval()
         model(images)
 
