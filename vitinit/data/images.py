@@ -255,7 +255,7 @@ def enlarged_part(image: Tensor, size: tuple[int, int], box: Box, interpolation:
     piece = image[:, first : first + box.height + 6, before : before + box.width + 6]
     pixels = Image.fromarray(piece.permute(1, 2, 0).numpy())
     kernel = Image.Resampling[interpolation.upper()]
-    # Rows first, as in torch.
+    # Rows first, as in torch; in one call Pillow may begin with columns.
     across = (left, 0, left + box.width * x, pixels.height)
     rows = pixels.resize((box.width, pixels.height), kernel, across)
     down = (0, top, box.width, top + box.height * y)

@@ -226,11 +226,10 @@ def wrong_lines(
         if first != index:
             yield f"{place(index)} repeats {place(first)}"
         elif used[index] and label not in known:
-            quoted = in_brief(labels[label])
-            yield f"{place(index)} has the label '{quoted}', which none to train on has"
+            named = in_brief(labels[label])
+            yield f"{place(index)} has the label '{named}', which none to train on has"
         elif used[index] and not is_there(path):
-            quoted = in_brief(path.removeprefix(start))
-            yield f"{place(index)} has no file {quoted}"
+            yield f"{place(index)} has no file {in_brief(path.removeprefix(start))}"
 
 
 def as_list(guesses: Iterable[tuple[str, str, float]], folder: Path) -> bytes:

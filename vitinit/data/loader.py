@@ -127,7 +127,6 @@ class EvalViews(Dataset):
             resize_and_centre_crop, size=size, crop_pct=crop_pct, interpolation=interpolation
         )
         self.indices = range(rank, len(source), world_size)
-        self.labels = source.labels[rank::world_size]  # (n,) int64
         self.masks = masks
 
     def __len__(self) -> int:
@@ -135,7 +134,7 @@ class EvalViews(Dataset):
 
     def __getitem__(self, position: int) -> tuple[Tensor, Any]:
         index = self.indices[position]
-        label = self.labels[position]
+        label = self.source.labels[index]
         if self.masks is not None:
             (label,) = self.masks.draw([keyed_generator(0, Stream.EVAL_MASK, index)])
         return self.source.image(index, self.view), label

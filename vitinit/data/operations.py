@@ -236,7 +236,7 @@ def interpolated(
     words: `framed`. index: (n, H, W), of the first of 4 × 4 neighbours, above on the left.
     shares: for each axis, (n, 1, H, W). Returns (n, 3, H, W) float32.
     """
-    between: Callable[..., Tensor] = cubic if bicubic else linear
+    between: Callable = cubic if bicubic else linear
     taps = range(4) if bicubic else range(1, 3)
     across = taps if "x" in shares else range(1, 2)
     down = taps if "y" in shares else range(1, 2)

@@ -54,7 +54,7 @@ class Ahead:
         self.asked: torch.cuda.Event | None = None  # when the last batch was asked for
         self.batch: Any = None
 
-    def __call__(self, prepare: Callable[..., Any], *arguments: Any) -> Any:
+    def __call__(self, prepare: Callable, *arguments: Any) -> Any:
         """prepare(*arguments), a batch that work in the current stream may use."""
         if self.device.type != "cuda":
             return prepare(*arguments)
@@ -212,9 +212,11 @@ class EvaluationBatches:
         self.prepare = prepare
         self.batch_size = batch_size
         self.nbytes = len(views) * 3 * views.size[0] * views.size[1]
-        places = [(prepare.device, on_device_gib), (torch.device("cpu"), cache_gib)]
-        # Where they are stored; None: nowhere.
-        self.place = next((place for place, gib in places if self.nbytes <= gib * GIB), None)
+        self.place: torch.device | None = None  # where they are stored; None: nowhere
+        if self.nbytes <= on_device_gib * GIB:
+            self.place = prepare.device
+        elif self.nbytes <= cache_gib * GIB:
+            self.place = torch.device("cpu")
         self.stored: list[list[Tensor]] | None = None  # all batches, after the first pass
         workers = min(workers, math.ceil(len(views) / batch_size))
         # Workers wait for the next pass only if there is something left for them to do.

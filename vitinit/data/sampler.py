@@ -124,6 +124,7 @@ def plan_batches(
     return BatchPlan(global_batch, world_size, micro_batch_size, group, strided)
 
 
+@dataclass
 class TrainSampler:
     """Yields the samples of each micro-batch of this process, for one epoch at a time.
 
@@ -134,19 +135,21 @@ class TrainSampler:
     incomplete batch is left out.
     """
 
-    def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
-        if count * repeats < plan.global_batch:
-            views = f" in {repeats} views each" if repeats > 1 else ""
+    count: int
+    plan: BatchPlan
+    rank: int
+    seed: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        global_batch = self.plan.global_batch
+        if self.count * self.repeats < global_batch:
+            views = f" in {self.repeats} views each" if self.repeats > 1 else ""
             raise ValueError(
-                f"the training set has {count} images{views}, fewer than "
-                f"optim.global_batch = {plan.global_batch}"
+                f"the training set has {self.count} images{views}, fewer than "
+                f"optim.global_batch = {global_batch}"
             )
-        self.count = count
-        self.plan = plan
-        self.rank = rank
-        self.seed = seed
-        self.repeats = repeats
-        self.steps_per_epoch = max(1, count // plan.global_batch)
+        self.steps_per_epoch = max(1, self.count // global_batch)
         self.start(epoch=0, step=0)
 
     def start(self, *, epoch: int, step: int) -> None:

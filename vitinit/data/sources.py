@@ -30,7 +30,7 @@ class Source:
     is too little, or if it cannot be decoded.
     """
 
-    image: Callable[..., Any]
+    image: Callable
     left_out = ""  # lines about what is left out of a folder
 
     def __init__(
@@ -119,8 +119,7 @@ class ImageFolder(ImageFiles):
         for parent, files in images_below(folder, left_out):
             name, *_ = os.path.relpath(parent, folder).split(os.sep)
             paths[name] += [os.path.join(parent, file) for file in files]
-        of_no_class = paths.pop(os.curdir)
-        left_out.update(f"{suffix_of(path)} of no class" for path in of_no_class)
+        left_out.update(f"{suffix_of(path)} of no class" for path in paths.pop(os.curdir))
         self.left_out = in_words(left_out, folder)
         for name in classes:
             if not paths[name]:

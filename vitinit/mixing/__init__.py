@@ -63,8 +63,8 @@ def run(
     model: nn.Module,
     images: Tensor,
     *,
-    before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
-    after: Mapping[nn.Module, Callable[[tuple, Any], None]] | None = None,
+    before: Mapping[nn.Module, Callable] | None = None,
+    after: Mapping[nn.Module, Callable] | None = None,
 ) -> None:
     """Pass images through a model in evaluation mode; its modes, buffers and the random state stay.
 
@@ -124,7 +124,7 @@ def mixing_matrices(
 def mean_shares(
     model: nn.Module,
     images: Tensor,
-    readers: Sequence[tuple[nn.Module, Callable[[tuple, Tensor], Tensor]]],
+    readers: Sequence[tuple[nn.Module, Callable]],
     grids: Sequence[Grid],
 ) -> list[Tensor]:
     """By block, the `shares_of_patches` on its grid, (h, cells, cells): means of images, windows.
@@ -149,7 +149,7 @@ class Mixer(NamedTuple):
 
     module: nn.Module
     grid: Grid  # of the patch tokens that it mixes
-    read: Callable[..., Tensor]  # (heads, *inputs) → (B, len(heads), N, N)
+    read: Callable  # (heads, *inputs) → (B, len(heads), N, N)
 
 
 def mixers(model: nn.Module) -> list[Mixer]:
