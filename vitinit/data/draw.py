@@ -19,6 +19,8 @@ from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy import ndarray
+from numpy.random import Generator
 from torch import Tensor
 
 from ..base.keys import Stream, keyed_generator, keyed_generators
@@ -53,7 +55,7 @@ class Augment:
     erase_after_mix: bool  # false: before mixing, as in DeiT
 
 
-def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, count: int) -> ndarray:
     """The order in which an epoch goes through `count` images: a permutation of their indices."""
     return keyed_generator(seed, Stream.ORDER, epoch).permutation(count)
 
@@ -63,21 +65,21 @@ class View(NamedTuple):
 
     box: Box
     flip: bool
-    interpolation: Literal["bilinear", "bicubic"]
+    interpolation: str  # "bilinear" or "bicubic"
 
 
-def draw_view(rng: np.random.Generator, augment: Augment, height: int, width: int) -> View:
+def draw_view(rng: Generator, augment: Augment, height: int, width: int) -> View:
     """Draw the crop and flip of an image of height × width pixels."""
     box = draw_crop(rng, augment, height, width)
     flip = bool(rng.random() < augment.flip)
-    interpolation = augment.interpolation
+    interpolation: str = augment.interpolation
     if interpolation == "random":
         interpolation = "bicubic" if rng.random() < 0.5 else "bilinear"
     return View(box, flip, interpolation)
 
 
 def draw_sides(
-    rng: np.random.Generator, pixels: int, share: tuple[float, float], ratio: tuple[float, float]
+    rng: Generator, pixels: int, share: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[int, int]:
     """Draw the two sides of a box, in whole pixels, possibly 0.
 
@@ -89,7 +91,7 @@ def draw_sides(
     return round(math.sqrt(area * quotient)), round(math.sqrt(area / quotient))
 
 
-def draw_crop(rng: np.random.Generator, augment: Augment, height: int, width: int) -> Box:
+def draw_crop(rng: Generator, augment: Augment, height: int, width: int) -> Box:
     """Draw the box of a random resized crop (Szegedy et al., arXiv 1409.4842).
 
     As in torchvision and timm: sides by `draw_sides`, a position uniform on the image with its
@@ -112,9 +114,7 @@ def draw_crop(rng: np.random.Generator, augment: Augment, height: int, width: in
     return Box(top, left, box_height, box_width)
 
 
-def draw_erasing(
-    rng: np.random.Generator, augment: Augment, height: int, width: int
-) -> tuple[Box, int]:
+def draw_erasing(rng: Generator, augment: Augment, height: int, width: int) -> tuple[Box, int]:
     """Draw what is erased (arXiv 1708.04896): a box, or NOWHERE, and its noise's 63-bit key."""
     if rng.random() >= augment.erase_probability:
         return NOWHERE, 0
@@ -161,7 +161,7 @@ class Mix:
         """Whether any image is ever mixed with these settings."""
         return self.probability > 0.0 and (self.mixup_alpha > 0.0 or self.cutmix_alpha > 0.0)
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> MixDraw:
+    def draw(self, rng: Generator, height: int, width: int) -> MixDraw:
         """Draw how a group of images of height × width pixels is mixed."""
         if not self.mixes or rng.random() >= self.probability:
             return UNMIXED
@@ -170,7 +170,7 @@ class Mix:
             return self.draw_cutmix(rng, height, width)
         return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), NOWHERE)
 
-    def draw_cutmix(self, rng: np.random.Generator, height: int, width: int) -> MixDraw:
+    def draw_cutmix(self, rng: Generator, height: int, width: int) -> MixDraw:
         """Draw a box of (1 − λ) of the area around a uniform centre, and clip it at the border.
 
         What is clipped off counts for λ, which is the share of the area outside of the box.
@@ -194,7 +194,7 @@ class Masks(NamedTuple):
     patches: int  # of an image
     visible: int  # of these
 
-    def draw(self, generators: Iterable[np.random.Generator]) -> np.ndarray:
+    def draw(self, generators: Iterable[Generator]) -> ndarray:
         """For each generator the indices of the visible patches, ascending: (B, visible) int64."""
         return np.stack(
             [np.sort(rng.permutation(self.patches)[: self.visible]) for rng in generators]
@@ -214,10 +214,10 @@ class Samples(NamedTuple):
 
     step: int  # of the run, from 0
     keys: list[SampleKey]
-    groups: np.ndarray  # (B,), the mixing group of each sample
+    groups: ndarray  # (B,), the mixing group of each sample
 
 
-Array = TypeVar("Array", Tensor, np.ndarray)
+Array = TypeVar("Array", Tensor, ndarray)
 
 
 class Draws(NamedTuple, Generic[Array]):

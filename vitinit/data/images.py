@@ -89,7 +89,7 @@ def room_for(name: str) -> Iterator[None]:
 
 def decode_image(
     path: str,
-    view: Callable[[Tensor], Any] = lambda image: image,
+    view: Callable = lambda image: image,
     *,
     apply_exif_orientation: bool = True,
 ) -> Any:
@@ -159,7 +159,7 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
     if apply_exif_orientation:
         with suppress(Exception):  # of many kinds, where EXIF data are damaged
             image = ImageOps.exif_transpose(image)
-    if image.mode == "I" or image.mode.startswith("I;16"):
+    if image.mode.startswith("I"):
         # convert("RGB") clips 16-bit grey levels above 255; of colours it keeps the higher byte.
         higher = (np.asarray(image) // 256).clip(0, 255)
         image = Image.fromarray(higher.astype(np.uint8))

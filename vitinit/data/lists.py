@@ -20,6 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+from numpy import ndarray
 
 from ..base.files import in_one_line, opened
 from ..base.messages import counted, in_brief, shortened
@@ -191,14 +192,14 @@ def read_list(file: Path, lines: Lines) -> Iterator[str]:
 
 
 def wrong_lines(
-    root: Path, images: ImageFiles, lines: Lines, used: np.ndarray, known: set[int]
+    root: Path, images: ImageFiles, lines: Lines, used: ndarray, known: set[int]
 ) -> Iterator[str]:
     """Yield what is wrong with lines: an image that is listed before, and, in a split that is used,
     one that is not there or whose label is not known.
     """
 
     @lru_cache(2**16)  # asking for each file takes longer
-    def hashes_in(folder: str) -> np.ndarray:
+    def hashes_in(folder: str) -> ndarray:
         entries = os.scandir(folder) if os.path.isdir(folder) else ()
         return np.sort(np.fromiter((hash(entry.name) for entry in entries), np.int64))
 

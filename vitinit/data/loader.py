@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy import ndarray
+from numpy.random import Generator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -81,9 +83,7 @@ class TrainViews(Dataset):
             labels = augmentation.masks.draw(generators)
         return Batch(images, torch.from_numpy(labels), augmentation.draws(samples))
 
-    def decoded(
-        self, source: Source, indices: np.ndarray, generators: Iterator[np.random.Generator]
-    ) -> Tensor:
+    def decoded(self, source: Source, indices: ndarray, generators: Iterator[Generator]) -> Tensor:
         """The views of images, (B, 3, H, W) uint8; an image is decoded once for its neighbours."""
         views = []
         for index, same in groupby(indices.tolist()):
@@ -94,7 +94,7 @@ class TrainViews(Dataset):
             return batch.permute(0, 3, 1, 2)
         return default_collate(views)  # padded ones
 
-    def views(self, image: Tensor, rngs: Iterable[np.random.Generator]) -> list[Tensor]:
+    def views(self, image: Tensor, rngs: Iterable[Generator]) -> list[Tensor]:
         """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
         views = []
         for rng in rngs:

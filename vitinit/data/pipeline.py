@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from .augment import ToDevice, TrainToDevice
@@ -76,7 +76,7 @@ class MicroBatch(NamedTuple):
     # → images (B, 3, H, W) and targets (B, K) on the device, or visible patches (B, n); called
     # once, in training's order.
     prepare: Callable[[], tuple[Tensor, Tensor]]
-    positions: np.ndarray  # (B,), of its images in the global batch
+    positions: ndarray  # (B,), of its images in the global batch
 
 
 class TrainingBatches:

@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from numpy import ndarray
+from numpy.random import Generator
 from torch import Tensor
 
 from ..base.values import Bounds, Proportion
@@ -80,7 +82,7 @@ class RandAugment:
     solarize_levels: Annotated[int, Bounds(minimum=0, maximum=256)]  # 256 minus the threshold
     solarize_add_levels: Level  # what is added, at most 128
 
-    def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    def arguments(self, codes: ndarray, magnitudes: ndarray, signs: ndarray) -> ndarray:
         """The arguments of operations at magnitudes in [0, 10]; signs: -1 or 1, of directions."""
         shares = magnitudes / MAX_MAGNITUDE
         signed = signs * shares
@@ -99,9 +101,7 @@ class RandAugment:
         return np.choose(codes, by_code)
 
 
-def draw_operations(
-    generators: Iterable[np.random.Generator], count: int, settings: RandAugment
-) -> np.ndarray:
+def draw_operations(generators: Iterable[Generator], count: int, settings: RandAugment) -> ndarray:
     """Draw the operations of `count` samples; each sample has a generator of its own.
 
     Returns (count, layers, 3) float64: the code of the operation (0 for none), its argument, and 1
@@ -149,7 +149,7 @@ for _group, _names in enumerate(GROUPS):
     GROUP_OF[[Operation[name] for name in _names]] = _group
 
 
-def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def for_device(operations: ndarray, size: tuple[int, int]) -> ndarray:
     """What the device needs of `draw_operations`, (B, L, COLUMNS) float64; size: of the views."""
     codes, arguments, bicubic = np.moveaxis(operations, 2, 0)  # (B, L) each
     codes = codes.astype(np.int64)
@@ -158,8 +158,8 @@ def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     groups[geometric & (bicubic > 0)] += 3
     add = codes == Operation.SolarizeAdd
     posterize = codes == Operation.Posterize
-    solarize = codes == Operation.Solarize
-    threshold = np.select([add, posterize, solarize], [128, 256, arguments], 0)
+    conditions = [add, posterize, codes == Operation.Solarize]
+    threshold = np.select(conditions, [128, 256, arguments], 0)
     addend = np.where(add, arguments, 0)
     flip = np.where(add, 0, 255)
     mask = 256 - 2 ** (8 - np.where(posterize, arguments, 8))
@@ -168,9 +168,7 @@ def for_device(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.concatenate([operations, added, matrices], 2)  # in the order of operations.py
 
 
-def affine_matrices(
-    codes: np.ndarray, arguments: np.ndarray, height: int, width: int
-) -> np.ndarray:
+def affine_matrices(codes: ndarray, arguments: ndarray, height: int, width: int) -> ndarray:
     """The matrices that map (x, y, 1) in the new image to (x, y) in the old one, (…, 2, 3) float64.
 
     codes, arguments: (…). Coordinates are in pixels from the top left corner. Operations that are
@@ -213,7 +211,7 @@ def rand_augment(
     operations: Tensor,
     fill: Sequence[int] | Tensor,
     *,
-    groups: np.ndarray | None = None,
+    groups: ndarray | None = None,
     few_launches: bool | None = None,
 ) -> Tensor:
     """Apply to each image of (n, 3, H, W) uint8 its operations; returns new images.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
 from ..base.messages import counted
 from .draw import SampleKey, Samples, epoch_order
@@ -51,7 +52,7 @@ class BatchPlan:
     def groups(self) -> int:
         return self.global_batch // self.group
 
-    def positions(self, rank: int, micro_step: int) -> np.ndarray:
+    def positions(self, rank: int, micro_step: int) -> ndarray:
         """The positions in the global batch of the images of one micro-batch, (B,) int64.
 
         The partner of image i of the micro-batch is its image B − 1 − i.

@@ -8,10 +8,12 @@ whether the point (u, v), in units of the shape's radius, is inside it.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
+from numpy.random import Generator
 from torch import Tensor
 
 from ..base.keys import Stream, keyed_generator
@@ -28,18 +30,18 @@ SHAPE_RANGE = (0.45, 1.0)
 NOISE_STD = 0.03
 
 
-def from_square(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+def from_square(u: ndarray, v: ndarray) -> ndarray:
     """Half the side of the upright square around the centre on whose edge a point lies."""
     return np.maximum(abs(u), abs(v))
 
 
-def along_rays(u: np.ndarray, v: np.ndarray, count: int) -> np.ndarray:
+def along_rays(u: ndarray, v: ndarray, count: int) -> ndarray:
     """The coordinates of points along each of `count` rays from the centre, (count, …)."""
     angles = 2.0 * np.pi * np.arange(count) / count
     return np.stack([u * np.cos(t) + v * np.sin(t) for t in angles])
 
 
-SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+SHAPES: dict[str, Callable[[ndarray, ndarray], ndarray]] = {
     "disc": lambda u, v: u**2 + v**2 < 0.85**2,
     "ring": lambda u, v: (u**2 + v**2 < 0.9**2) & (u**2 + v**2 > 0.5**2),
     "half_disc": lambda u, v: ((u + 0.35) ** 2 + v**2 < 1.0) & (u > -0.35),
@@ -57,8 +59,8 @@ CLASSES = list(SHAPES)
 
 
 def _turned(
-    x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float, scale: np.ndarray | float
-) -> tuple[np.ndarray, np.ndarray]:
+    x: ndarray, y: ndarray, centre: ndarray, angle: float, scale: ndarray | float
+) -> tuple[ndarray, ndarray]:
     """Points in the coordinates of a shape; scale: its radius in pixels, or one along each axis."""
     x = x - centre[0]
     y = y - centre[1]
@@ -68,7 +70,7 @@ def _turned(
     return u / across, v / down
 
 
-def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
+def _window(centre: ndarray, radius: float) -> tuple[slice, slice]:
     """The rows and columns of the sampling points within `radius` pixels of `centre`, as slices."""
     first = ((centre - radius) * SUPERSAMPLING).astype(int).clip(min=0)
     last = ((centre + radius) * SUPERSAMPLING).astype(int)
@@ -79,16 +81,16 @@ def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
 class Drawing(NamedTuple):
     """What is painted; points and lengths are in pixels, colours (3,) in [0, 1]."""
 
-    ground: tuple[np.ndarray, np.ndarray, float]  # a gradient's two colours and its angle
+    ground: tuple[ndarray, ndarray, float]  # a gradient's two colours and its angle
     clutter: list[tuple]  # half length and half width, centre, angle, whether a bar, colour
     label: int  # the class of the shape
     radius: float
-    centre: np.ndarray  # (2,), like all points (column, row)
+    centre: ndarray  # (2,), like all points (column, row)
     angle: float
-    colour: np.ndarray
+    colour: ndarray
 
 
-def draw(rng: np.random.Generator) -> Drawing:
+def draw(rng: Generator) -> Drawing:
     """Draw what an image shows, but for its noise."""
     corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
     ground = corner, other, rng.uniform(0, 2 * np.pi)
@@ -107,7 +109,7 @@ def draw(rng: np.random.Generator) -> Drawing:
     return Drawing(ground, clutter, label, radius, centre, angle, colour)
 
 
-def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
+def paint(drawing: Drawing, rng: Generator) -> ndarray:
     """The image, (3, SIZE, SIZE) uint8: on a dark gradient a few thin bars and small ellipses in
     rather dark colours, then the shape in a lighter colour, then noise, which is drawn here.
     """
@@ -134,7 +136,7 @@ def paint(drawing: Drawing, rng: np.random.Generator) -> np.ndarray:
     return levels.astype(np.uint8).transpose(2, 0, 1)
 
 
-def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+def draw_image(rng: Generator) -> tuple[ndarray, int]:
     """Draw and paint an image, (3, SIZE, SIZE) uint8, and return it with its class."""
     drawing = draw(rng)
     return paint(drawing, rng), drawing.label
@@ -161,5 +163,5 @@ class Shapes(Source):
         labels = [label_of(self.split, index) for index in range(count)]
         super().__init__(torch.arange(count), labels, CLASSES)
 
-    def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
-        return view(image_of(self.split, int(self.stored[index])))
+    def pixels(self, index: int) -> Tensor:
+        return image_of(self.split, int(self.stored[index]))

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeGuard
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from ..base.keys import Stream, keyed_generator
@@ -24,18 +25,12 @@ SIZED = 5_000  # files of a split whose sizes it is of
 
 
 class Source:
-    """N images, their labels, (N,) int64, and the names of their classes.
+    """N images, their labels, (N,) int64, and the names of their classes."""
 
-    `image(i)` is (3, H, W) uint8, and `image(i, view)` what `view` makes of it: DataError if memory
-    is too little, or if it cannot be decoded.
-    """
-
-    image: Callable
+    pixels: Callable[[int], Tensor]  # of an image that is in memory
     left_out = ""  # lines about what is left out of a folder
 
-    def __init__(
-        self, stored: Tensor, labels: Sequence[int] | np.ndarray, classes: list[str]
-    ) -> None:
+    def __init__(self, stored: Tensor, labels: Sequence[int] | ndarray, classes: list[str]) -> None:
         self.stored = stored
         self.labels = np.array(labels, np.int64)
         self.classes = classes
@@ -43,11 +38,17 @@ class Source:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def image(self, index: int, view: Callable = lambda image: image) -> Any:
+        """Image `index`, (3, H, W) uint8, or what `view` makes of it: DataError if there is too
+        little memory for either, or if it cannot be decoded.
+        """
+        return view(self.pixels(index))
+
     def note(self, line: str) -> None:
         """Put a line before what `left_out` says."""
         self.left_out = f"{one_line(line)}\n{self.left_out}".rstrip()
 
-    def part(self, indices: np.ndarray) -> Self:
+    def part(self, indices: ndarray) -> Self:
         """Only these images, in this order."""
         part = copy.copy(self)
         part.stored = self.stored[indices]
@@ -58,8 +59,8 @@ class Source:
 class ImagesInMemory(Source):
     """Images in one tensor in memory, (N, 3, H, W) uint8, so all of one size."""
 
-    def image(self, index: int, view: Callable[[Tensor], Any] = lambda image: image) -> Any:
-        return view(self.stored[index])
+    def pixels(self, index: int) -> Tensor:
+        return self.stored[index]
 
 
 class ImageFiles(Source):
@@ -73,7 +74,7 @@ class ImageFiles(Source):
     apply_exif_orientation = True  # `oriented` changes it
 
     def __init__(
-        self, paths: Iterable[str | Path], labels: Sequence[int] | np.ndarray, classes: list[str]
+        self, paths: Iterable[str | Path], labels: Sequence[int] | ndarray, classes: list[str]
     ) -> None:
         text = bytearray()
         bounds = array("q")
@@ -101,9 +102,9 @@ class ImageFiles(Source):
         """At most `count` of the paths, spread evenly, since a folder's are sorted by class."""
         return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
 
-    def image(self, index: int, *view: Callable[[Tensor], Any]) -> Any:
+    def image(self, index: int, view: Callable = lambda image: image) -> Any:
         exif = self.apply_exif_orientation
-        return decode_image(self.path(index), *view, apply_exif_orientation=exif)
+        return decode_image(self.path(index), view, apply_exif_orientation=exif)
 
 
 class ImageFolder(ImageFiles):
@@ -264,7 +265,7 @@ def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> So
     return source.part(np.sort(np.concatenate(ends)))
 
 
-def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[np.ndarray]:
+def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[ndarray]:
     """Yield the indices of each class in its order; DataError for too few to train and hold out."""
     for label, name in enumerate(source.classes):
         members = np.flatnonzero(source.labels == label)

@@ -41,21 +41,16 @@ Heads = slice | list[int]  # heads, or channels of a Mixer or ConvMixer
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """A context after which the modes of a model's modules, and its buffers, are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers: list[Any] = []
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            copy = None if buffer is None else buffer.clone()
-            buffers.append((module._buffers, name, buffer, copy))
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for module, training in modes:
+        for module, training, buffers in modules:
             module.training = training
-        for table, name, buffer, copy in buffers:  # counters and caches
-            if buffer is not None:
-                buffer.copy_(copy)
-            table[name] = buffer
+            module._buffers.update(buffers)  # caches
+        for buffer, value in values:  # counters
+            buffer.copy_(value)
 
 
 @torch.no_grad()
