@@ -89,7 +89,7 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
     place.add_(channel * (area - pixels))
     place.add_(row * (across - width))
     if fill == "const":
-        values = torch.zeros(count, device=images.device)
+        values = images.new_zeros(count)
     else:
         bits = hashed(noise_key, channel if fill == "rand" else position)
         values = quantiles.index_select(0, bits & (len(quantiles) - 1))

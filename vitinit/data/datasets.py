@@ -27,8 +27,6 @@ from .images import DataError
 from .lists import open_list
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, LooseImages, Source, folder_of
 
-WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
-
 
 def open_folder(root: Path, split: str) -> ImageFolder:
     """Open a split of an image folder; folders.py says which folders are splits and classes.
@@ -146,7 +144,8 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
 
 def imagenet_wnids() -> list[str]:
     """The WordNet ids (wnids) of ImageNet-1K's classes, sorted, as a model's outputs are."""
-    return WNIDS.read_text(encoding="ascii").split()
+    file = Path(__file__).with_name("imagenet_wnids.txt")
+    return file.read_text(encoding="ascii").split()
 
 
 def unnamed_classes(count: int) -> list[str] | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..base.keys import Stream, keyed_generator, keyed_generators
 from ..base.values import AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative, Proportion
-from .images import NOWHERE, Box
+from .images import NOWHERE, Box, Size
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device
 
@@ -159,7 +159,7 @@ class Mix:
     @property
     def mixes(self) -> bool:
         """Whether any image is ever mixed with these settings."""
-        return self.probability > 0.0 and (self.mixup_alpha > 0.0 or self.cutmix_alpha > 0.0)
+        return self.probability > 0.0 and max(self.mixup_alpha, self.cutmix_alpha) > 0.0
 
     def draw(self, rng: Generator, height: int, width: int) -> MixDraw:
         """Draw how a group of images of height × width pixels is mixed."""
@@ -234,7 +234,7 @@ def unpack(draws: Array) -> Draws[Array]:
     """The parts of `Augmentation.draws`, as views; so also of an array."""
     layers = (draws.shape[1] - 10) // COLUMNS
     operations = draws[:, 10:].reshape(len(draws), layers, COLUMNS)
-    return Draws(operations, erased=draws[:, :5], mixed=draws[:, 5:10])
+    return Draws(operations, draws[:, :5], draws[:, 5:10])
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Augmentation:
     """How a run's samples are augmented: the seed, (height, width) of a view, and the settings."""
 
     seed: int
-    size: tuple[int, int]
+    size: Size
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
@@ -251,16 +251,17 @@ class Augmentation:
     def draws(self, samples: Samples) -> Tensor:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""
         step, keys, groups = samples
+        count = len(keys)
         generators = keyed_generators(self.seed, Stream.RAND_AUGMENT, keys)
-        operations = draw_operations(generators, len(keys), self.rand_augment)
-        operations = for_device(operations, self.size).reshape(len(keys), -1)
-        erased = np.zeros((len(keys), 5))
+        operations = draw_operations(generators, count, self.rand_augment)
+        operations = for_device(operations, self.size).reshape(count, -1)
+        erased = np.zeros((count, 5))
         if self.augment.erase_probability > 0.0:
             generators = keyed_generators(self.seed, Stream.ERASE, keys)
             for row, rng in zip(erased, generators):
                 row[:4], noise_key = draw_erasing(rng, self.augment, *self.size)
                 row.view(np.int64)[4] = noise_key
-        mixed = np.tile([UNMIXED.share, *UNMIXED.box], (len(keys), 1))
+        mixed = np.tile([UNMIXED.share, *UNMIXED.box], (count, 1))
         if self.mix.mixes:
             for group in set(groups.tolist()):
                 rng = keyed_generator(self.seed, Stream.MIX, step, group)

@@ -18,19 +18,7 @@ from pathlib import Path
 from ..base.messages import in_brief, one_line
 from .images import HEIF_REMEDY, DataError, heif_formats
 
-EXTENSIONS = (
-    ".jpg",
-    ".jpeg",
-    ".jfif",
-    ".png",
-    ".gif",
-    ".webp",
-    ".bmp",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-)
+EXTENSIONS = tuple(".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm".split())
 HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}  # Pillow's names
 TRAIN, VAL, TEST = range(3)
 VISIBLE = "[!.]*"  # a pattern for names

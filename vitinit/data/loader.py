@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ..base.keys import Stream, keyed_generator, keyed_generators
 from ..base.messages import in_brief, own_words
 from .draw import Augmentation, Masks, Samples, draw_view
-from .images import DataError, crop_and_flip, resize_and_centre_crop
+from .images import DataError, Size, crop_and_flip, resize_and_centre_crop
 from .sources import Source
 
 # What torch's and Python's errors say where a worker was killed, or found no memory to work in.
@@ -116,7 +116,7 @@ class EvalViews(Dataset):
         *,
         rank: int,
         world_size: int,
-        size: tuple[int, int],
+        size: Size,
         crop_pct: float,
         interpolation: str,
         masks: Masks | None = None,
@@ -203,7 +203,6 @@ def prepare_workers(workers: int) -> None:
         return
     import resource  # which Windows has not
 
-    atexit.unregister(end_workers)  # so that it is registered only once
     atexit.register(end_workers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)

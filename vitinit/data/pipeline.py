@@ -24,7 +24,6 @@ from .loader import Batch, EvalViews, Loader, TrainViews
 from .sampler import BatchPlan, TrainSampler
 from .sources import Source
 
-MIB = 2**20
 GIB = 2**30
 
 
@@ -230,7 +229,7 @@ class EvaluationBatches:
 
     def in_words(self) -> str:
         """Where the views are stored and how large they are, for the start of a run."""
-        size = f"{self.nbytes / MIB:,.0f} MiB per process"
+        size = f"{self.nbytes / 2**20:,.0f} MiB per process"
         if self.place is None:
             return f"decoded for every validation: {size} would be more than eval.cache_gib"
         where = "in memory" if self.place.type == "cpu" else "on the device"

@@ -20,6 +20,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from ..base.values import Bounds, Proportion
+from .images import Size
 from .operations import GROUP, affine, enhance, map_levels
 
 MAX_MAGNITUDE = 10.0  # the magnitude at which operations are strongest
@@ -86,15 +87,14 @@ class RandAugment:
         """The arguments of operations at magnitudes in [0, 10]; signs: -1 or 1, of directions."""
         shares = magnitudes / MAX_MAGNITUDE
         signed = signs * shares
-        posterized = np.trunc(shares * self.posterize_bits)
-        solarized = np.trunc(shares * self.solarize_levels)
-        added = np.trunc(shares * self.solarize_add_levels)
         factors = np.maximum(0.1, 1.0 + signed * self.enhance_factor)
         by_code = np.zeros((len(Operation), *codes.shape))  # 0: of an operation without argument
         by_code[Operation.Rotate] = signed * self.rotate_degrees
-        by_code[Operation.Posterize] = self.posterize_bits - posterized
-        by_code[Operation.Solarize] = 256 - np.minimum(256, solarized)
-        by_code[Operation.SolarizeAdd] = np.minimum(128, added)
+        by_code[Operation.Posterize] = self.posterize_bits - np.trunc(shares * self.posterize_bits)
+        by_code[Operation.Solarize] = 256 - np.minimum(256, np.trunc(shares * self.solarize_levels))
+        by_code[Operation.SolarizeAdd] = np.minimum(
+            128, np.trunc(shares * self.solarize_add_levels)
+        )
         by_code[Operation.Color : Operation.Sharpness + 1] = factors
         by_code[[Operation.ShearX, Operation.ShearY]] = signed * self.shear_factor
         by_code[[Operation.TranslateX, Operation.TranslateY]] = signed * self.translate_share
@@ -109,14 +109,13 @@ def draw_operations(generators: Iterable[Generator], count: int, settings: RandA
     """
     layers = settings.layers
     indices = np.empty((count, layers), np.int64)  # of operations
-    chances, normals = np.empty((2, count, layers))
-    signs_and_kinds = np.empty((count, 2, layers))
+    chances, normals, signs, kinds = np.empty((4, count, layers))
     for row, rng in enumerate(generators):
         indices[row] = [rng.integers(len(settings.operations)) for _ in range(layers)]
         rng.random(out=chances[row])
         rng.standard_normal(out=normals[row])
-        rng.random(out=signs_and_kinds[row])
-    signs, kinds = signs_and_kinds.swapaxes(0, 1)  # (B, L) each
+        rng.random(out=signs[row])
+        rng.random(out=kinds[row])
     known = np.array([Operation[name] for name in settings.operations], np.int64)
     codes = np.where(chances < settings.probability, known[indices], Operation.NONE)
     magnitudes = settings.magnitude + settings.magnitude_std * normals
@@ -149,7 +148,7 @@ for _group, _names in enumerate(GROUPS):
     GROUP_OF[[Operation[name] for name in _names]] = _group
 
 
-def for_device(operations: ndarray, size: tuple[int, int]) -> ndarray:
+def for_device(operations: ndarray, size: Size) -> ndarray:
     """What the device needs of `draw_operations`, (B, L, COLUMNS) float64; size: of the views."""
     codes, arguments, bicubic = np.moveaxis(operations, 2, 0)  # (B, L) each
     codes = codes.astype(np.int64)
@@ -158,8 +157,7 @@ def for_device(operations: ndarray, size: tuple[int, int]) -> ndarray:
     groups[geometric & (bicubic > 0)] += 3
     add = codes == Operation.SolarizeAdd
     posterize = codes == Operation.Posterize
-    conditions = [add, posterize, codes == Operation.Solarize]
-    threshold = np.select(conditions, [128, 256, arguments], 0)
+    threshold = np.select([add, posterize, codes == Operation.Solarize], [128, 256, arguments], 0)
     addend = np.where(add, arguments, 0)
     flip = np.where(add, 0, 255)
     mask = 256 - 2 ** (8 - np.where(posterize, arguments, 8))

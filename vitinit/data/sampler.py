@@ -72,10 +72,9 @@ class BatchPlan:
         lines = []
         if self.group > 1 and self.groups < repeats:
             lines.append(
-                f"some of the mix.group = {self.group} images that share a draw of mixing "
-                "are views of the same image: optim.global_batch = "
-                f"{self.global_batch} has fewer groups ({self.groups}) than "
-                f"augment.repeats = {repeats}"
+                f"some of the mix.group = {self.group} images that share a draw of mixing are views "
+                f"of the same image: optim.global_batch = {self.global_batch} has fewer groups "
+                f"({self.groups}) than augment.repeats = {repeats}"
             )
         per_process = self.global_batch // self.world_size
         if 2 * self.micro_batch_size < min(max_batch_per_process, per_process):

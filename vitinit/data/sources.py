@@ -272,8 +272,8 @@ def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> It
         if len(members) < least + held_out:
             which = f"class '{name}'" if name else "the folder"  # without classes
             raise DataError(
-                f"{which} has {len(members)} images, too few to train on {least} "
-                f"and hold out {held_out} of them; "
-                "expected less of data.images_per_class or data.held_out_per_class"
+                f"{which} has {len(members)} images, too few to train on {least} and hold out "
+                f"{held_out} of them; expected less of data.images_per_class or "
+                "data.held_out_per_class"
             )
         yield members[keyed_generator(seed, Stream.SUBSET, label).permutation(len(members))]

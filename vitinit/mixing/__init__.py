@@ -101,7 +101,7 @@ def mixing_matrices(
     Returns {block: (B, len(heads), N, N)}; N includes the prefix tokens. The model runs as in
     `run`. Raises ValueError for a model of another family or a block that the model does not have.
     """
-    by_block = mixers(model)
+    by_block = list(mixers(model))
     if blocks is None:
         blocks = range(len(by_block))
     chosen: Heads = slice(None) if heads is None else list(heads)
@@ -147,22 +147,20 @@ class Mixer(NamedTuple):
     read: Callable  # (heads, *inputs) → (B, len(heads), N, N)
 
 
-def mixers(model: nn.Module) -> list[Mixer]:
-    """The mixer of each block; raises ValueError for a model that is not of this package."""
+def mixers(model: nn.Module) -> Iterator[Mixer]:
+    """Yield the mixer of each block; raises ValueError for a model that is not of this package."""
     if not isinstance(model, Classifier):
         raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
-    by_block = []
     for module in model.modules():
         if isinstance(module, SwinBlock):
-            by_block.append(Mixer(module.attn, module.grid, partial(_read_windows, module)))
+            yield Mixer(module.attn, module.grid, partial(_read_windows, module))
         elif isinstance(module, MixerBlock):
             mlp = module.mlp_tokens
-            by_block.append(Mixer(mlp, model.grid, partial(_read_token_mlp, mlp)))
+            yield Mixer(mlp, model.grid, partial(_read_token_mlp, mlp))
         elif isinstance(module, DepthwiseConv):
-            by_block.append(Mixer(module, model.grid, partial(_read_depthwise, module)))
+            yield Mixer(module, model.grid, partial(_read_depthwise, module))
         elif isinstance(module, (VitBlock, SimpleBlock)):
-            by_block.append(Mixer(module.attn, model.grid, partial(_read_attention, module.attn)))
-    return by_block
+            yield Mixer(module.attn, model.grid, partial(_read_attention, module.attn))
 
 
 def block_grids(model: nn.Module) -> list[Grid]:

@@ -41,7 +41,7 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     """
     offsets = kernel_offsets(kernel_size)
     if kernel_size == 3:
-        return list(map(offsets.__getitem__, RELEASED_ORDER_3X3))
+        return [offsets[cell] for cell in RELEASED_ORDER_3X3]
     return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)  # a stable sort
 
 
