@@ -98,13 +98,13 @@ def open_images(root: Path, split: str) -> ImageFiles:
 
 def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
-    source = open_wnids(root / split)
+    source = open_wnids(root / split, split)
     if split != "train" and os.path.isdir(root / "train"):
         require_the_classes_of(root / "train", source, root / split)
     return source
 
 
-def open_wnids(folder: Path, split: str = "val") -> ImageFolder:
+def open_wnids(folder: Path, split: str) -> ImageFolder:
     """All images of a folder whose classes are wnids, whatever the split."""
     source = ImageFolder(folder)
     for name in source.classes:
@@ -174,11 +174,9 @@ def published(name: str) -> Any:
 
 def fetch(name: str, root: Path) -> None:
     kind = published(name)
-    if name == "SVHN":  # one file for each split
-        kind(root, "train", download=True)
+    kind(root, download=True)
+    if name == "SVHN":  # of which that is the training set alone
         kind(root, "test", download=True)
-    else:
-        kind(root, download=True)
 
 
 def read_arrays(name: str, root: Path, split: str) -> ImagesInMemory:
@@ -218,8 +216,7 @@ def list_pets(root: Path, split: str) -> ImageFiles:
     breeds = {
         label: path.stem.rpartition("_")[0] for label, path in zip(pets._labels, pets._images)
     }
-    classes = [breeds[label] for label in sorted(breeds)]
-    return ImageFiles(pets._images, pets._labels, classes)
+    return ImageFiles(pets._images, pets._labels, [breeds[label] for label in sorted(breeds)])
 
 
 class DataSet(NamedTuple):

@@ -22,7 +22,7 @@ from ..base.messages import OneLineError, in_brief, ran_out_of_memory, without_w
 
 LARGEST_FILE = 2**30  # bytes: RGB of 16 bits of the most pixels that Pillow reads
 LONG = 32  # an image so many times as long as its view is not enlarged whole
-FORMATS: tuple[str, ...] = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")  # Pillow's names
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")  # Pillow's names
 HEIF_BRANDS = {b"ftypheic": "HEIF", b"ftypheix": "HEIF", b"ftypmif1": "HEIF", b"ftypavif": "AVIF"}
 HEIF_REMEDY = (
     "HEIC and HEIF are read after pip install 'vitinit[heic]', AVIF by Pillow 11.3 or "
@@ -49,7 +49,7 @@ Size = tuple[int, int]  # height and width, in pixels
 
 
 @cache
-def jpeg_decoder() -> Callable[..., Tensor] | None:
+def jpeg_decoder() -> Callable | None:
     """torchvision's decoder to RGB; None where it has none. Importing torchvision takes as long as
     torch, so the first JPEG does it, or whoever starts workers, which would each have to.
     """
@@ -104,8 +104,7 @@ def decode_image(
             raise DataError(error) from None
         except ValueError as error:  # of a zero byte in the name
             raise DataError(f"{path}: cannot be read: {error}") from None
-        image = decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation)
-        return view(image)
+        return view(decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation))
 
 
 def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
@@ -122,7 +121,7 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
     image, if it has 32-bit values, or more pixels than Pillow reads (178,956,970 by default).
     """
-    formats = FORMATS
+    formats = list(FORMATS)
     if content[4:8] == b"ftyp":
         formats += heif_formats()
     with without_warnings():  # of deprecation, read-only bytes and damage

@@ -92,16 +92,17 @@ def open_list(root: Path, split: str) -> ImageFiles:
     whole = split == "whole" and ALL in splits  # a list without splits
     used = to_train if split == "train" or whole else to_hold
     known = set(images.labels[to_train]) or set(images.labels[to_hold])
-    for problem in wrong_lines(root, images, lines, used, known):
-        lines.refuse(problem)
-    if lines.wrong:
-        raise DataError(
-            f"{root}: {counted(lines.wrong, 'line')} cannot be used: "
-            f"{shortened(lines.problems, lines.wrong)}"
-        )
+    check_lines(root, images, lines, used, known)
     listed = images.part(used)
     if not len(listed):
-        raise DataError(none_listed(root, split, " and ".join(names)))
+        where = f"in {' and '.join(names)}"
+        if split == "train":
+            raise DataError(f"{root}: no images to train on {where}")
+        raise DataError(
+            f"{root}: no images to validate on {where}; train.py needs none with "
+            "--set data.held_out_per_class=N, which validates on N images of each class, and "
+            "eval.py evaluates all images of an images.csv without a column split"
+        )
     labels = list(lines.labels)
     of_test = len(images) - to_train.sum() - to_hold.sum()
     source = readable_part(listed, labels, of_test, root)
@@ -125,17 +126,6 @@ def lists_in(root: Path) -> list[str]:
             "and val.csv, or images.csv alone, with the columns path and label"
         )
     return names
-
-
-def none_listed(root: Path, split: str, names: str) -> str:
-    """What is wrong if lists have no images of a split."""
-    if split == "train":
-        return f"{root}: no images to train on in {names}"
-    return (
-        f"{root}: no images to validate on in {names}; train.py needs none with "
-        "--set data.held_out_per_class=N, which validates on N images of each class, and "
-        "eval.py evaluates all images of an images.csv without a column split"
-    )
 
 
 def readable_part(listed: ImageFiles, labels: list[str], of_test: int, root: Path) -> ImageFiles:
@@ -184,18 +174,20 @@ def read_list(file: Path, lines: Lines) -> Iterator[str]:
             length = 0
             for row in rows:
                 length = 0
-                path = lines.add(file, rows.line_num, columns, row) if row else None
-                if path is not None:  # None: of an empty line, or one that cannot be used
+                if not row:  # an empty line
+                    continue
+                path = lines.add(file, rows.line_num, columns, row)
+                if path is not None:
                     yield path
         except csv.Error as error:
             raise DataError(f"{file}:{rows.line_num}: {error}") from None
 
 
-def wrong_lines(
+def check_lines(
     root: Path, images: ImageFiles, lines: Lines, used: ndarray, known: set[int]
-) -> Iterator[str]:
-    """Yield what is wrong with lines: an image that is listed before, and, in a split that is used,
-    one that is not there or whose label is not known.
+) -> None:
+    """Refuse lines with an image that is listed before, and, in a split that is used, with one that
+    is not there or whose label is not known. DataError names the first lines that are refused.
     """
 
     @lru_cache(2**16)  # asking for each file takes longer
@@ -225,12 +217,17 @@ def wrong_lines(
         first = firsts[index]
         label = images.labels[index]
         if first != index:
-            yield f"{place(index)} repeats {place(first)}"
+            lines.refuse(f"{place(index)} repeats {place(first)}")
         elif used[index] and label not in known:
             named = in_brief(labels[label])
-            yield f"{place(index)} has the label '{named}', which none to train on has"
+            lines.refuse(f"{place(index)} has the label '{named}', which none to train on has")
         elif used[index] and not is_there(path):
-            yield f"{place(index)} has no file {in_brief(path.removeprefix(start))}"
+            lines.refuse(f"{place(index)} has no file {in_brief(path.removeprefix(start))}")
+    if lines.wrong:
+        raise DataError(
+            f"{root}: {counted(lines.wrong, 'line')} cannot be used: "
+            f"{shortened(lines.problems, lines.wrong)}"
+        )
 
 
 def as_list(guesses: Iterable[tuple[str, str, float]], folder: Path) -> bytes:

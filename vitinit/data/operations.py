@@ -57,8 +57,7 @@ def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor
         histograms.index_add_(0, values, first.new_ones(1).expand(len(values)))
         histograms = histograms.view(tables.shape)[middle]
         tables[middle] = equalize_tables(histograms, lightest[middle], levels)
-    found = tables.flatten().index_select(0, entries.flatten())
-    return found.view(images.shape)
+    return tables.flatten().index_select(0, entries.flatten()).view(images.shape)
 
 
 def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ def interpolated(
     across = taps if "x" in shares else range(1, 2)
     down = taps if "y" in shares else range(1, 2)
     at_once = len(down) if few_launches else 1
-    rows: list[Tensor] = []  # (n, 3, H, W) each
+    rows = []  # (n, 3, H, W) each
     for start in down[::at_once]:
         pixels = neighbours(words, index, range(start, start + at_once), across)
         if "x" in shares:

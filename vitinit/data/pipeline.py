@@ -9,9 +9,9 @@ Images reach the device in one of three ways; there they are augmented and norma
 On a GPU the next micro-batch is prepared while the model still trains on the current one.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from .sources import Source
 GIB = 2**30
 
 
-@functools.cache
+@cache
 def preparing_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of batches, one per device: torch reuses memory freed in it for it alone."""
     return torch.cuda.Stream(device)
@@ -130,7 +130,7 @@ class TrainingBatches:
         for step in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
             micro_batches = []
             for micro_step in range(plan.accumulation):
-                prepare = functools.partial(ahead, self._prepared, next(loaded))
+                prepare = partial(ahead, self._prepared, next(loaded))
                 positions = plan.positions(self.sampler.rank, micro_step)
                 micro_batches.append(MicroBatch(prepare, positions))
             yield step, micro_batches
@@ -183,8 +183,7 @@ def cut(images: Tensor, windows: Tensor) -> Tensor:
     # The place of each value among those of all images: (B, 3, H, W).
     rows = (3 * index + planes[:, None, None]) * height + rows.clamp(0, height - 1)
     places = rows * width + columns.clamp(0, width - 1)
-    found = images.view(-1).index_select(0, places.flatten())
-    return found.view(places.shape).mul_(inside)
+    return images.view(-1).index_select(0, places.flatten()).view(places.shape).mul_(inside)
 
 
 class EvaluationBatches:
@@ -252,17 +251,12 @@ class EvaluationBatches:
         stored = []
         for batch in self.loader:
             if self.place is not None:
-                batch = [copied(part, self.place) for part in batch]
+                # A copy, because /dev/shm is small; but what lies in pinned memory may stay there.
+                if self.place.type != "cpu" or not batch[0].is_pinned():
+                    batch = [part.to(self.place, copy=True, non_blocking=True) for part in batch]
                 stored.append(batch)
             yield batch
         self.stored = stored or None
-
-
-def copied(part: Tensor, place: torch.device) -> Tensor:
-    """A copy, because /dev/shm is small; but what lies in pinned memory may stay there."""
-    if part.is_pinned() and place.type == "cpu":
-        return part
-    return part.to(place, copy=True, non_blocking=True)
 
 
 class Data(NamedTuple):

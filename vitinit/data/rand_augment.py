@@ -153,8 +153,7 @@ def for_device(operations: ndarray, size: Size) -> ndarray:
     codes, arguments, bicubic = np.moveaxis(operations, 2, 0)  # (B, L) each
     codes = codes.astype(np.int64)
     groups = GROUP_OF[codes]
-    geometric = (groups >= 7) & (groups < 10)
-    groups[geometric & (bicubic > 0)] += 3
+    groups[(groups >= 7) & (groups < 10) & (bicubic > 0)] += 3  # of `affine`
     add = codes == Operation.SolarizeAdd
     posterize = codes == Operation.Posterize
     threshold = np.select([add, posterize, codes == Operation.Solarize], [128, 256, arguments], 0)
@@ -230,8 +229,8 @@ def rand_augment(
     orders = operations[..., GROUP].argsort(dim=0, stable=True)  # (n, L)
     fill = torch.as_tensor(fill, dtype=torch.uint8, device=images.device).view(3, 1, 1)
     move = partial(affine, fill=fill, few_launches=few_launches)
-    chunk = CPU_CHUNK if on_cpu else GPU_CHUNK  # in pixels
-    most = max(1, chunk // (images.shape[2] * images.shape[3]))  # images at once
+    pixels = CPU_CHUNK if on_cpu else GPU_CHUNK
+    most = max(1, pixels // (images.shape[2] * images.shape[3]))  # images at once
     images = images.clone(memory_format=torch.contiguous_format)
     for layer, order, bounds in zip(operations.unbind(1), orders.unbind(1), starts):
         columns = layer.index_select(0, order)  # (n, COLUMNS), sorted

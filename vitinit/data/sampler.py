@@ -169,9 +169,8 @@ class TrainSampler:
                 positions = plan.positions(self.rank, micro_step)  # in the global batch
                 # View v of the epoch is number v % repeats of the image at place v // repeats.
                 places, repeats = np.divmod(step * plan.global_batch + positions, self.repeats)
-                images = order[places]
                 keys = [
                     SampleKey(self.epoch, image, repeat)
-                    for image, repeat in zip(images.tolist(), repeats.tolist())
+                    for image, repeat in zip(order[places].tolist(), repeats.tolist())
                 ]
                 yield Samples(step_of_run, keys, positions % plan.groups)

@@ -41,7 +41,7 @@ def along_rays(u: ndarray, v: ndarray, count: int) -> ndarray:
     return np.stack([u * np.cos(t) + v * np.sin(t) for t in angles])
 
 
-SHAPES: dict[str, Callable[[ndarray, ndarray], ndarray]] = {
+SHAPES: dict[str, Callable] = {
     "disc": lambda u, v: u**2 + v**2 < 0.85**2,
     "ring": lambda u, v: (u**2 + v**2 < 0.9**2) & (u**2 + v**2 > 0.5**2),
     "half_disc": lambda u, v: ((u + 0.35) ** 2 + v**2 < 1.0) & (u > -0.35),

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import os
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -103,8 +103,9 @@ class ImageFiles(Source):
         return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
-        exif = self.apply_exif_orientation
-        return decode_image(self.path(index), view, apply_exif_orientation=exif)
+        return decode_image(
+            self.path(index), view, apply_exif_orientation=self.apply_exif_orientation
+        )
 
 
 class ImageFolder(ImageFiles):
@@ -115,12 +116,12 @@ class ImageFolder(ImageFiles):
         if not classes:
             reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
             raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
-        paths: dict[str, list[str]] = {name: [] for name in (os.curdir, *classes)}
+        paths = defaultdict[str, list[str]](list)  # of each class, and in `folder` itself, of none
         left_out = Counter[str]()
         for parent, files in images_below(folder, left_out):
             name, *_ = os.path.relpath(parent, folder).split(os.sep)
             paths[name] += [os.path.join(parent, file) for file in files]
-        left_out.update(f"{suffix_of(path)} of no class" for path in paths.pop(os.curdir))
+        left_out.update(f"{suffix_of(path)} of no class" for path in paths[os.curdir])
         self.left_out = in_words(left_out, folder)
         for name in classes:
             if not paths[name]:
@@ -129,7 +130,7 @@ class ImageFolder(ImageFiles):
                     f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}"
                 )
         labels = np.repeat(range(len(classes)), [len(paths[name]) for name in classes])
-        super().__init__(chain.from_iterable(paths.values()), labels, classes)
+        super().__init__(chain.from_iterable(paths[name] for name in classes), labels, classes)
 
 
 class LooseImages(ImageFiles):

@@ -87,8 +87,7 @@ def neighbours(offset: Offset, grid: Grid, *, circular: bool = False) -> tuple[T
         rows = rows % height
         columns = columns % width
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    tokens = inside.flatten().nonzero()[:, 0]
-    return tokens, (rows * width + columns)[inside]
+    return inside.flatten().nonzero()[:, 0], (rows * width + columns)[inside]
 
 
 def shift_matrix(offset: Offset, grid: Grid) -> Tensor:
