@@ -29,8 +29,8 @@ def normalise(
     scale = 1.0 / (255.0 * std)
     shift = mean / std
     # One product and one difference, because devices divide float32 in different ways.
-    scaled = images * scale.float().to(images.device)
-    return scaled.sub_(shift.float().to(images.device))
+    scale, shift = (part.float().to(images.device) for part in (scale, shift))
+    return (images * scale).sub_(shift)
 
 
 def normal_quantiles() -> Tensor:
@@ -68,14 +68,14 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
         return images
     across = images.shape[3]
     area = images.shape[2] * across
-    # Of each box, (B,): its first value's place among those of all images, and others.
+    # Of each box, (B,): the place of its first value among those of all images, sizes, and its key.
     top, left, height, width = erased[:, :4].long().unbind(1)
     first = torch.arange(0, 3 * area * len(images), 3 * area, device=images.device)
     corner = first + across * top + left
     pixels = height * width
     size = 3 * pixels
     noise_key = erased[:, 4].view(torch.int64)
-    # The same of each value, (count,): boxes lie one after another.
+    # The same of each value, (count,), box by box, and at which of them its box starts.
     box = torch.repeat_interleave(size, output_size=count)
     start, corner, pixels, width, noise_key = (
         column.index_select(0, box)

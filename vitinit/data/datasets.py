@@ -60,7 +60,8 @@ def open_folder(root: Path, split: str) -> ImageFolder:
 def refuse_split(
     root: Path, split: str, name: str, splits: dict[int, str], others: list[str]
 ) -> None:
-    """Refuse a split that is missing, or has no classes, if something else is there in its place.
+    """Refuse a split that is missing, or has no classes, by what is there in its place; where there
+    is nothing else, `ImageFolder` refuses it.
 
     name: its folder, or "". others: folders that are neither to train nor to validate on.
     """
@@ -173,6 +174,7 @@ def published(name: str) -> Any:
 
 
 def fetch(name: str, root: Path) -> None:
+    """Let torchvision download a set, unless its files are there already."""
     kind = published(name)
     kind(root, download=True)
     if name == "SVHN":  # of which that is the training set alone

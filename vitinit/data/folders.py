@@ -21,7 +21,7 @@ from .images import HEIF_REMEDY, DataError, heif_formats
 EXTENSIONS = tuple(".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm".split())
 HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}  # Pillow's names
 TRAIN, VAL, TEST = range(3)
-VISIBLE = "[!.]*"  # a pattern for names
+VISIBLE = "[!.]*"  # the pattern of names that are not hidden
 SPLITS = {
     "train": TRAIN,
     "training": TRAIN,
@@ -49,7 +49,7 @@ def splits_in(root: Path) -> dict[int, str]:
     """The folders in `root` that are splits, by their names: TRAIN, VAL or TEST → name.
 
     Raises DataError if two are the same split, and if there is none but folders look like splits:
-    by words in their names, or because of `shared_folders`.
+    by words in their names, or because most hold the same folders, at least two, and no images.
     """
     names = folders_in(root)
     splits: dict[int, str] = {}
@@ -78,8 +78,8 @@ def splits_in(root: Path) -> dict[int, str]:
 
 
 def shared_folders(root: Path, names: list[str]) -> str:
-    """ ": 3 hold cat/, dog/" if most of the folders hold the same folders, at least two, and no
-    images; else "".
+    """What most of the folders hold, such as ": 3 hold cat/, dog/": the same folders, at least two,
+    and no images; else "".
     """
     nested = []
     for name in names:

@@ -86,13 +86,11 @@ class ImageFiles(Source):
         self.text = torch.from_numpy(np.frombuffer(text, np.uint8))
         jpeg_decoder()  # which forked workers then have
 
-    def path(self, index: int) -> str:
-        start, end = self.stored.numpy()[index]
-        return os.fsdecode(self.text.numpy()[start:end].tobytes())
-
     def each_path(self) -> Iterator[str]:
         """Each path, one at a time: a list of them takes 57 bytes more for each."""
-        return map(self.path, range(len(self)))
+        text = self.text.numpy().data
+        for start, end in zip(*self.stored.numpy().T):
+            yield os.fsdecode(bytes(text[start:end]))
 
     @property
     def paths(self) -> list[str]:
@@ -103,9 +101,8 @@ class ImageFiles(Source):
         return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
-        return decode_image(
-            self.path(index), view, apply_exif_orientation=self.apply_exif_orientation
-        )
+        (path,) = self.part(np.array([index])).paths
+        return decode_image(path, view, apply_exif_orientation=self.apply_exif_orientation)
 
 
 class ImageFolder(ImageFiles):
