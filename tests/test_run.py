@@ -24,6 +24,7 @@ from vitinit.run import NoResult
 from vitinit.tasks.labels import cross_entropy
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import Interrupted
+from vitinit.train.metrics import Diverged
 
 PAGE = read_page(Path(vitinit.__file__).with_name("train") / "README.md")
 SMALL = IN_SECONDS | {"schedule.epochs": 2, "data.workers": 1, "data.on_device_gib": 0.0}
@@ -136,6 +137,22 @@ def test_a_run_that_dies_before_its_first_checkpoint_starts_again_as_if_for_the_
     run.train()
     assert_same_run(whole, again)
     assert ["files and labels" in start["data"] for start in run.folder.starts()] == [True, True]
+
+
+def test_a_run_that_is_stopped_after_a_step_that_diverged_says_so_with_advice(
+    tmp_path, monkeypatch
+):
+    """Its last checkpoint stays that of before."""
+
+    def stopped(training, *_):
+        training.state.progress.add(torch.tensor(torch.nan), None)
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("vitinit.run.train_epochs", stopped)
+    run = vitinit.Run("quickstart", out_dir=tmp_path / "run", overrides=SMALL)
+    message = refused(Diverged, run.train)
+    assert "the loss of step 1 is nan" in message and "start anew with a lower" in message
+    assert torch.load(tmp_path / "run" / "last.pt")["step"] == 0
 
 
 def test_a_loss_of_ones_own_is_on_record_and_a_run_goes_on_with_no_other(tmp_path):
