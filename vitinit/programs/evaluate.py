@@ -30,6 +30,7 @@ from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
 from ..data.sources import ImageFiles, Source, class_indices
 from ..recipe.files import RecipeError, overrides
+from ..recipe.sections import EngineSection
 from ..runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
 from ..runs.load import Saved, open_saved
 from ..runs.model import compiled
@@ -39,6 +40,7 @@ from ..train.device import memory_for
 from ..train.distributed import Processes
 from ..train.interruption import StopRequest
 from ..train.loop import set_precision
+from ..train.metrics import Evaluation
 from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.results import Finding, print_results
 
@@ -60,7 +62,8 @@ EVALUATION_KEYS = (
 def named_set(text: str) -> EvaluatedSet:
     """Parse an argument of --data: NAME=DIR, or `shapes` alone, which needs no folder."""
     name, _, root = text.partition("=")
-    if name not in (known := [*DATA_SETS, *EVAL_SETS]):
+    known = [*DATA_SETS, *EVAL_SETS]
+    if name not in known:
         raise argparse.ArgumentTypeError(f"there is no data set '{name}'{nearest(name, known)}")
     if bool(root) == (name == "shapes"):
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, or shapes without a folder")
@@ -104,15 +107,18 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
 
 def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
     """Open a data set; it is downloaded first if it is not there and can be."""
-    name = eval_set.data.name if eval_set.data else eval_set.name
+    name = eval_set.name if eval_set.data is None else eval_set.data.name
     with processes.together():
         if name in DATA_SETS and processes.local_rank == 0:
             download(name, eval_set.root)
     with processes.together():
         source = eval_set.open()
-    dark = dark_in_16_bits(source.some_paths()) if isinstance(source, ImageFiles) else ""
-    for line in filter(None, [source.left_out, dark and f"warning {dark}"]):
-        processes.say(line)
+    if source.left_out:
+        processes.say(source.left_out)
+    if isinstance(source, ImageFiles):
+        dark = dark_in_16_bits(source.some_paths())
+        if dark:
+            processes.say(f"warning {dark}")
     return source
 
 
@@ -122,13 +128,16 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
     ids name counts as an ImageNet-1K model if the data set's classes are ImageNet's synset ids.
     Raises DataError if the model does not know a class of the data set.
     """
-    count, labels, classes = saved.recipe.data.num_classes, source.classes, saved.classes
-    if not count:
+    count = saved.recipe.data.num_classes
+    labels, classes = source.classes, saved.classes
+    if count == 0:
         raise DataError(
             f"{saved.name}: learned to reconstruct images, and has no classes to "
             "evaluate; init.checkpoint starts a classifier from it"
         )
-    named = saved.state.get("classes") is not None or classes and all(map(is_wnid, classes))
+    named = saved.state.get("classes") is not None
+    if classes is not None and all(map(is_wnid, classes)):
+        named = True
     if not named and all(map(is_wnid, labels)):  # config.json may call them by words
         classes = unnamed_classes(count) or classes
     if classes is None and len(labels) != count:
@@ -168,46 +177,70 @@ def evaluate_checkpoints(
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
             pair = eval_set, number
-            if pair in columns:
-                batches, engine = batches_of(source, saved, made, processes), saved.recipe.engine
-                set_precision(engine.tf32)
-                with (
-                    ProgressBar(
-                        f"validate {eval_set.name}",
-                        len(batches),
-                        items=batches,
-                        shown=processes.is_main,
-                        scale=batches.batch_size * processes.world_size,
-                    ) as bar,
-                    memory_for("eval.batch_size", batches.batch_size),
-                ):
-                    on_device = [
-                        model.to(processes.device).to(memory_format=batches.prepare.format)
-                        for model in models[number].values()
-                    ]
-                    results = evaluate(
-                        on_device,
-                        bar,
-                        amp=engine.amp,
-                        stop=stop,
-                        num_classes=len(source.classes),
-                        processes=processes,
-                        columns=columns[pair],
-                    )
-                for model in on_device:
-                    model.cpu()  # or the memory of many would add up
-                yield (
-                    pair,
-                    Finding(
-                        saved.name,
-                        saved.recipe.name,
-                        eval_set,
-                        saved.size,
-                        saved.recipe.data.num_classes,
-                        list(source.classes),
-                        dict(zip(models[number], results)),
-                    ),
-                )
+            if pair not in columns:
+                continue
+            batches = batches_of(source, saved, made, processes)
+            results = results_of(
+                list(models[number].values()),
+                batches,
+                saved.recipe.engine,
+                processes,
+                stop,
+                what=f"validate {eval_set.name}",
+                num_classes=len(source.classes),
+                columns=columns[pair],
+            )
+            yield (
+                pair,
+                Finding(
+                    saved.name,
+                    saved.recipe.name,
+                    eval_set,
+                    saved.size,
+                    saved.recipe.data.num_classes,
+                    list(source.classes),
+                    dict(zip(models[number], results)),
+                ),
+            )
+
+
+def results_of(
+    models: Sequence[nn.Module],
+    batches: EvaluationBatches,
+    engine: EngineSection,
+    processes: Processes,
+    stop: StopRequest,
+    *,
+    what: str,
+    num_classes: int,
+    columns: Tensor | None,
+) -> list[Evaluation]:
+    """Evaluate models, which are on the device meanwhile. what: the words before the bar.
+    num_classes: of the images. columns: as of `columns_of`.
+    """
+    set_precision(engine.tf32)
+    bar = ProgressBar(
+        what,
+        len(batches),
+        items=batches,
+        shown=processes.is_main,
+        scale=batches.batch_size * processes.world_size,
+    )
+    with bar, memory_for("eval.batch_size", batches.batch_size):
+        for model in models:
+            model.to(processes.device).to(memory_format=batches.prepare.format)
+        results = evaluate(
+            models,
+            bar,
+            amp=engine.amp,
+            stop=stop,
+            num_classes=num_classes,
+            processes=processes,
+            columns=columns,
+        )
+    for model in models:
+        model.cpu()  # or the memory of many would add up
+    return results
 
 
 def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
@@ -236,16 +269,26 @@ def batches_of(
         rank=processes.rank,
         world_size=processes.world_size,
     )
-    views = (
+    how = (
         saved.size,
         recipe.eval.crop_pct,
         recipe.eval.interpolation,
         recipe.data.apply_exif_orientation,
         recipe.eval.batch_size,
     )
-    shared = made.setdefault(views, batches)  # perhaps those of an earlier checkpoint
+    shared = made.setdefault(how, batches)  # perhaps those of an earlier checkpoint
     shared.prepare = batches.prepare  # by this one's mean and std
     return shared
+
+
+def sets_for(
+    saved: Saved, named: Sequence[EvaluatedSet], *, train_images: bool
+) -> list[EvaluatedSet]:
+    """What a checkpoint is evaluated on, each set once: those that are named, and the images that
+    it was trained on, if they are asked for; without either, what its recipe validates on.
+    """
+    sets = [trained_set(saved.recipe), *named] if train_images else list(named)
+    return list(dict.fromkeys(sets)) or [own_set(saved.recipe.data)]
 
 
 def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
@@ -272,11 +315,8 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                 ]
             pairs = []
             for number, saved in enumerate(checkpoints):
-                asked = [trained_set(saved.recipe)] * args.train_images + (args.data or [])
-                pairs += [
-                    (eval_set, number)
-                    for eval_set in dict.fromkeys(asked or [own_set(saved.recipe.data)])
-                ]
+                for eval_set in sets_for(saved, args.data or [], train_images=args.train_images):
+                    pairs.append((eval_set, number))
             findings = {}
             try:
                 for pair, finding in evaluate_checkpoints(checkpoints, pairs, processes, stop):

@@ -67,6 +67,14 @@ def open_held_out(data: DataSection, whole: Source) -> Source:
     return held_out_part(whole, images_per_class=data.held_out_per_class, seed=held_out_seed(data))
 
 
+def open_sets(data: DataSection, run_seed: int) -> tuple[Source, Source, Source]:
+    """The whole training set of a recipe, the part that is trained on, and what validates it."""
+    whole, part = open_training_set(data, run_seed)
+    if data.held_out_per_class:
+        return whole, part, open_held_out(data, whole)
+    return whole, part, open_split(data.name, data.root, "val", len(whole.classes))
+
+
 class EvaluatedSet(NamedTuple):
     """What one result of an evaluation is about: a data set, or a part of a run's training set."""
 
@@ -184,11 +192,7 @@ def open_data(
         if processes.local_rank == 0 and not dry_run:
             download(data.name, data.root)
     with processes.together():
-        whole_set, train_set = open_training_set(data, recipe.run.seed)
-        if data.held_out_per_class:
-            val_set = open_held_out(data, whole_set)
-        else:
-            val_set = open_split(data.name, data.root, "val", len(whole_set.classes))
+        whole_set, train_set, val_set = open_sets(data, recipe.run.seed)
         with building(f"recipe {recipe.name}", "optim"):
             plan = plan_of(recipe, processes, strided=strided)
             sampler = TrainSampler(

@@ -10,12 +10,18 @@ import math
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...base.files import CheckpointError
 from ...base.messages import shortened, warn
+from ...data.images import DataError
+from ...data.sources import fingerprint
+from ...recipe.files import load_recipe, overrides
+from ...recipe.sections import Recipe
 from ...run import Run
+from ...runs.data import open_sets
 from ...runs.folder import RunFolder
 from .groups import commit, experiment
 from .records import RunRecord
@@ -56,7 +62,8 @@ def replay(
     `Run.train` does.
     """
     by_name = {run.path.name: run for run in runs}
-    if (record := by_name.get(name)) is None:
+    record = by_name.get(name)
+    if record is None:
         raise CheckpointError(
             f"--replay {name}: no such run is on record, but {shortened(list(by_name))}"
         )
@@ -70,6 +77,7 @@ def replay(
         # The name is from run.json, which anybody may have written.
         recipe = Path(holder, re.sub(r"[^\w.-]", "_", f"{record.recipe}.toml"))
         recipe.write_bytes(record.files["recipe.toml"])
+        warn_of_other_images(record, load_recipe(recipe, overrides(data_dir=data_dir, sets=sets)))
         again = Run(
             recipe,
             out_dir=folder,
@@ -79,18 +87,27 @@ def replay(
             trust_teacher=trust_teacher,
             first_epochs=epochs or record.epochs,
         ).train()
-    images = "files and labels"
-    if again.folder.data_of(-1).get(images) != record.began.get("data", {}).get(images):
-        warn(
-            f"{record.path.name} was trained and measured on other images, by their names, classes "
-            "and number"
-        )
     seeds = {
         run.seed: run
         for run in runs
         if experiment(run) == experiment(record) and commit(run) == commit(record)
     } | {record.seed: record}
     return against_record(record, again.rows, again.folder.starts(), list(seeds.values()))
+
+
+def warn_of_other_images(record: RunRecord, recipe: Recipe) -> None:
+    """Warn, before it takes its time, if the recipe's images are not those of the record. Images
+    that are not there yet are not compared: training fetches them, or says what is wrong.
+    """
+    data = recipe.data
+    with suppress(DataError):
+        _, train_set, val_set = open_sets(data, recipe.run.seed)
+        now = "".join(fingerprint(source, data.root) for source in (train_set, val_set))
+        if now != record.began.get("data", {}).get("files and labels"):
+            warn(
+                f"{record.path.name} was trained and measured on other images, by their names, "
+                "classes and number"
+            )
 
 
 def against_record(
@@ -102,30 +119,23 @@ def against_record(
     """`replay`'s comparison. rows, starts: of the run that was trained again. seeds: the record and
     those that differ from it in the seed alone.
     """
-    pairs = list(zip(record.rows, rows))
     # What both have: a run that is evaluated every fifth epoch has no top-1 in between.
     values = [
-        {
-            key: (then[key], now[key])
-            for key in RESULTS
-            if then[key] is not None and now[key] is not None
-        }
-        for then, now in pairs
+        {key: (then[key], now[key]) for key in RESULTS if None not in (then[key], now[key])}
+        for then, now in zip(record.rows, rows)
     ]
-    cells = [("train_loss", 6, 0), ("train_loss", 6, 1), ("val_top1", 2, 0), ("val_top1", 2, 1)]
-    text = table(
-        ["epoch", "loss then", "now", "top-1 then", "now"],
-        [
+    cells = []
+    for row, both in zip(rows, values):
+        losses = both.get("train_loss", ())
+        accuracies = both.get("val_top1", ())
+        cells.append(
             [
                 str(row["epoch"]),
-                *(
-                    f"{both[key][side]:.{places}f}" if key in both else "–"
-                    for key, places, side in cells
-                ),
+                *([f"{loss:.6f}" for loss in losses] or ["–", "–"]),
+                *([f"{top1:.2f}" for top1 in accuracies] or ["–", "–"]),
             ]
-            for row, both in zip(rows, values)
-        ],
-    )
+        )
+    text = table(["epoch", "loss then", "now", "top-1 then", "now"], cells)
     others = dict.fromkeys(
         f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
         for key in OF_MACHINE
@@ -143,10 +153,12 @@ def against_record(
     on_record = [last for last in lasts if last is not None]
     if len(on_record) < 2:
         return f"{text}; one seed is on record, so no interval\n", False
-    (mean, half), n = t_interval(on_record), len(on_record)
-    half *= math.sqrt(n + 1)  # of another seed, and not of the mean
+    mean, half = t_interval(on_record)
+    half *= math.sqrt(len(on_record) + 1)  # of another seed, and not of the mean
     holds = abs(now - mean) <= half
-    return (
-        f"{text}; another seed would be expected within {mean:.4f} ± {half:.4f} "
-        f"({n} seeds, 95 %): it is {'' if holds else 'not '}within\n"
-    ), holds
+    verdict = "within" if holds else "not within"
+    text += (
+        f"; another seed would be expected within {mean:.4f} ± {half:.4f} "
+        f"({len(on_record)} seeds, 95 %): it is {verdict}\n"
+    )
+    return text, holds
