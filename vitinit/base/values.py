@@ -7,13 +7,13 @@ such a type, as int, tuple[float, float] or Literal["a", "b"], perhaps Annotated
 
 import dataclasses
 import json
-import math
 import operator
 import re
+import sys
 import types
 import typing
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
@@ -39,16 +39,16 @@ class Bounds:
     maximum: float | None = None
     below: float | None = None
 
+    def _stated(self) -> dict[str, float]:
+        return {name: limit for name, limit in vars(self).items() if limit is not None}
+
     def __contains__(self, number: float) -> bool:
-        return all(
-            SIGNS[name][1](number, limit) for name, limit in vars(self).items() if limit is not None
-        )
+        return all(SIGNS[name][1](number, limit) for name, limit in self._stated().items())
 
     def __str__(self) -> str:
         return " and ".join(
             f"{SIGNS[name][0]} {limit:{',' if type(limit) is int else 'g'}}"
-            for name, limit in vars(self).items()
-            if limit is not None
+            for name, limit in self._stated().items()
         )
 
 
@@ -100,36 +100,48 @@ def accepted_values(kind: Any) -> str:
 def convert(value: Any, kind: Any) -> Any:
     """Convert a TOML value to `kind`, lists to tuples; or raise TypeError, "…, expected …"."""
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
+    if origin is Annotated and arguments[0] is str:
+        return convert(value, arguments[1])
+    for reading in _readings(value, kind):  # the first counts
+        return reading
     if origin is Literal:
-        if value in arguments:
-            return value
         raise TypeError(f"{show(value)}{nearest(str(value), arguments)}")
+    raise TypeError(f"{show(value)}, expected {accepted_values(kind)}")
+
+
+def _readings(value: Any, kind: Any) -> Iterator[Any]:
+    """Yield all that a value means as this kind: nothing if it does not fit."""
+    arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Annotated:
         base, limits = arguments
         if base is str:
-            return convert(value, limits)
-        with suppress(TypeError):
-            if (number := convert(value, base)) in limits:
-                return number
+            yield from _readings(value, limits)
+        else:
+            yield from (number for number in _readings(value, base) if number in limits)
     elif origin in (typing.Union, types.UnionType):
         for option in arguments:
-            with suppress(TypeError):
-                return convert(value, option)
+            yield from _readings(value, option)
     elif origin is tuple:
-        items = [value] * 2 if kind == Size and type(value) is int else value
-        if isinstance(items, (list, tuple)):
-            kinds = arguments[:1] * len(items) if arguments[-1] is Ellipsis else arguments
-            with suppress(TypeError, ValueError):  # of an item, or of another number of them
-                return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
+        yield from _readings_as_tuple(value, kind)
     elif origin is Mapping and isinstance(value, Mapping):
-        return ReadOnly(value)
-    elif kind is float and isinstance(value, (int, float)) and type(value) is not bool:
-        with suppress(OverflowError):  # an integer beyond all floats
-            if math.isfinite(value):
-                return float(value)
-    elif type(value) is kind:
-        return value
-    raise TypeError(f"{show(value)}, expected {accepted_values(kind)}")
+        yield ReadOnly(value)
+    elif kind is float:
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:  # not NaN either
+            yield float(value)
+    elif type(value) is kind or origin is Literal and value in arguments:
+        yield value
+
+
+def _readings_as_tuple(value: Any, kind: Any) -> Iterator[tuple]:
+    kinds = typing.get_args(kind)
+    if kind == Size and type(value) is int:
+        value = (value, value)
+    if not isinstance(value, (list, tuple)):
+        return
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(value)
+    if len(value) == len(kinds):
+        yield from product(*map(_readings, value, kinds))
 
 
 def plain(value: Any) -> Any:
@@ -151,11 +163,10 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables: {"init": {"options": {"rank": 3}}} → {"init.options.rank": 3}."""
     keys: dict[str, Any] = {}
     for name, value in table.items():
-        keys |= (
-            flat(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{name}": value}
-        )
+        if isinstance(value, Mapping):
+            keys |= flat(value, f"{prefix}{name}.")
+        else:
+            keys[f"{prefix}{name}"] = value
     return keys
 
 
@@ -167,10 +178,11 @@ def to_toml(value: Any) -> str:
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
-    return re.sub(
-        "[\x7f\ud800-\udfff]",
-        lambda character: (
-            "\\U%08X" % (ord(character[0]) + (0x100000 if character[0] > "\x7f" else 0))
-        ),
-        json.dumps(value, ensure_ascii=False),
-    )
+    return re.sub("[\x7f\ud800-\udfff]", _escaped, json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(character: re.Match) -> str:
+    code = ord(character[0])
+    if code > 0x7F:  # a surrogate
+        code += 0x100000
+    return f"\\U{code:08X}"

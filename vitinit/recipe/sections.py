@@ -4,7 +4,7 @@ Sections that a module takes as they are stand in that module, such as `Optim` i
 """
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -152,8 +152,10 @@ class Recipe:
         lines = [f"version = {VERSION}"]
         for title in SECTIONS:
             body = plain(getattr(self, title))
-            options = {f"{title}.options": body.pop("options")} if "options" in body else {}
-            for header, table in ({title: body} | options).items():
+            tables = {title: body}
+            if "options" in body:
+                tables[f"{title}.options"] = body.pop("options")
+            for header, table in tables.items():
                 lines += ["", f"[{header}]"]
                 lines += [f"{key} = {to_toml(value)}" for key, value in table.items()]
         return "\n".join(lines) + "\n"
@@ -164,8 +166,9 @@ class Recipe:
 
     def with_amp(self, amp: Any) -> Self:
         """The recipe with this engine.amp, if its own is "auto"."""
-        auto = self.engine.amp == "auto"
-        return replace(self, engine=replace(self.engine, amp=amp)) if auto else self
+        if self.engine.amp != "auto":
+            return self
+        return replace(self, engine=replace(self.engine, amp=amp))
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -188,71 +191,56 @@ MACHINE_KEYS = (
 )
 
 
-def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
-    """Yield values that contradict each other: their keys, and what is expected of the first."""
-    data, schedule, ema, peak = recipe.data, recipe.schedule, recipe.ema, recipe.optim.peak_lr
-    of_peak = "optim.base_lr optim.lr_scaling optim.global_batch"
-    no_more, no_average = f"at most the learning rate's peak, {peak:g}", "no moving average is kept"
+Contradiction = tuple[Sequence[str], str]  # keys, and what is expected of the first one's value
+
+
+def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
+    """Yield the keys whose values contradict each other, that of most weight first."""
+    yield from _of_images(recipe)
+    yield from _of_schedule(recipe)
+    yield from _of_weights(recipe)
+    yield from recipe.task.kind.contradictions(recipe)
+
+
+def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
     for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
         low, high = getattr(recipe.augment, key)
         if low > high:
             yield [f"augment.{key}"], "the smaller value first"
-    for wrong, keys, expected in [
-        (
-            recipe.rand_augment.layers and not recipe.rand_augment.operations,
-            "rand_augment.operations rand_augment.layers",
-            "some, or 0 layers",
-        ),
-        (
-            data.images_per_class and data.subset < 1.0,
-            "data.images_per_class data.subset",
-            "0, or a subset of 1.0",
-        ),
-        (
-            not data.root and data.name != "shapes",
-            "data.root data.name",
-            "a folder, given by --data-dir",
-        ),
-        (
-            schedule.warmup_epochs > schedule.epochs,
-            "schedule.warmup_epochs schedule.epochs",
-            "no more than these",
-        ),
-        (
-            schedule.warmup_epochs and schedule.shape == "one_cycle",
-            "schedule.warmup_epochs schedule.shape",
-            "0, as it has a warm-up of its own",
-        ),
-        (
-            schedule.cosine_after_warmup and schedule.shape == "one_cycle",
-            "schedule.cosine_after_warmup schedule.shape",
-            "false, as it has no cosine",
-        ),
-        (schedule.warmup_lr > peak, f"schedule.warmup_lr {of_peak}", no_more),
-        (schedule.min_lr > peak, f"schedule.min_lr {of_peak}", no_more),
-        (
-            recipe.distill.weights and not recipe.distill.teacher,
-            "distill.weights distill.teacher",
-            "none, as there is no teacher",
-        ),
-        (
-            recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"),
-            "optim.train model.name",
-            "all, as the BatchNorm below would go on changing",
-        ),
-        (ema.warmup and not ema.decay, "ema.warmup ema.decay", f"false, as {no_average}"),
-        (
-            recipe.checkpoint.best_by == "ema_top1" and not ema.decay,
-            "checkpoint.best_by ema.decay",
-            f"another one, as {no_average}",
-        ),
-        (
-            max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
-            "checkpoint.keep_epochs schedule.epochs schedule.cooldown_epochs",
-            "none after the last epoch",
-        ),
-    ]:
-        if wrong:
-            yield keys.split(), expected
-    for of_task, expected in recipe.task.kind.contradictions(recipe):
-        yield [*of_task], expected
+    if recipe.rand_augment.layers and not recipe.rand_augment.operations:
+        yield ("rand_augment.operations", "rand_augment.layers"), "some, or 0 layers"
+    data = recipe.data
+    if data.images_per_class and data.subset < 1.0:
+        yield ("data.images_per_class", "data.subset"), "0, or a subset of 1.0"
+    if not data.root and data.name != "shapes":
+        yield ("data.root", "data.name"), "a folder, given by --data-dir"
+
+
+def _of_schedule(recipe: Recipe) -> Iterator[Contradiction]:
+    schedule, peak = recipe.schedule, recipe.optim.peak_lr
+    if schedule.warmup_epochs > schedule.epochs:
+        yield ("schedule.warmup_epochs", "schedule.epochs"), "no more than these"
+    if schedule.shape == "one_cycle":
+        if schedule.warmup_epochs:
+            yield ("schedule.warmup_epochs", "schedule.shape"), "0, as it has a warm-up of its own"
+        if schedule.cosine_after_warmup:
+            yield ("schedule.cosine_after_warmup", "schedule.shape"), "false, as it has no cosine"
+    for key in ("warmup_lr", "min_lr"):
+        if getattr(schedule, key) > peak:
+            of_peak = "optim.base_lr", "optim.lr_scaling", "optim.global_batch"
+            yield (f"schedule.{key}", *of_peak), f"at most the learning rate's peak, {peak:g}"
+
+
+def _of_weights(recipe: Recipe) -> Iterator[Contradiction]:
+    if recipe.distill.weights and not recipe.distill.teacher:
+        yield ("distill.weights", "distill.teacher"), "none, as there is no teacher"
+    if recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"):
+        yield ("optim.train", "model.name"), "all, as the BatchNorm below would go on changing"
+    if not recipe.ema.decay:
+        if recipe.ema.warmup:
+            yield ("ema.warmup", "ema.decay"), "false, as no moving average is kept"
+        if recipe.checkpoint.best_by == "ema_top1":
+            yield ("checkpoint.best_by", "ema.decay"), "another one, as no moving average is kept"
+    if max(recipe.checkpoint.keep_epochs, default=0) > recipe.schedule.total_epochs:
+        keys = "checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"
+        yield keys, "none after the last epoch"
