@@ -14,7 +14,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
 from glob import escape
 from itertools import islice
@@ -28,19 +28,16 @@ RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "
 RUN_FILES = (*RESULTS, "recipe.toml", "run.json", "run.lock", "start.txt", "images.txt")
 # The files that programs write, by the end of their names: what each begins with.
 KINDS = {
-    suffix: re.compile(start, re.DOTALL)
-    for suffix, start in {
-        ".json": rb"\s*[\[{]",
-        ".jsonl": rb"\s*\{",
-        ".ipynb": rb"\s*\{",
-        ".html": rb"\s*<",
-        ".md": rb"#",
-        ".png": rb"\x89PNG\r\n",
-        ".tar.xz": rb"\xfd7zXZ\0",
-        ".pt2": rb"PK",
-        ".safetensors": rb".{8}\{",
-        ".csv": rb"path,label,probability",
-    }.items()
+    ".json": rb"\s*[\[{]",
+    ".jsonl": rb"\s*\{",
+    ".ipynb": rb"\s*\{",
+    ".html": rb"\s*<",
+    ".md": rb"#",
+    ".png": rb"\x89PNG\r\n",
+    ".tar.xz": rb"\xfd7zXZ\0",
+    ".pt2": rb"PK",
+    ".safetensors": rb"(?s:.{8})\{",
+    ".csv": rb"path,label,probability",
 }
 
 OF_A_WRITER = re.compile(r"\.[\da-f]{12}\.partial$")  # a temporary file's name
@@ -80,20 +77,18 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
     open handle, a pipe and a device are written to, not replaced: see `stream_at`. keep: a path at
     which the old file is kept. Raises FileError, which names `path`, if it cannot be written.
     """
-    try:
-        stream = stream_at(path)
-        if stream is None:
-            with _in_place_of(Path(os.path.realpath(path)), keep) as file:
+    with in_one_line(path):
+        try:
+            context: AbstractContextManager[BinaryIO] | None = stream_at(path)
+            if context is None:
+                context = _in_place_of(Path(os.path.realpath(path)), keep)
+            with context as file:
                 yield file
-        else:
-            with stream:
-                yield stream
-    except Exception as error:
-        # On a full disk torch's writer raises a RuntimeError, in the context of the system's error.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError):
-            raise FileError(f"{path}: cannot be written: {cause.strerror or cause}") from None
-        raise
+        except RuntimeError as error:
+            # On a full disk torch's writer raises one, in the context of the system's error.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def stream_at(path: Path | str) -> BinaryIO | None:
@@ -151,8 +146,7 @@ def _in_place_of(target: Path, keep: Path | None) -> Iterator[BinaryIO]:
             os.replace(temporary, target)
         sync_folder(target.parent)
     except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -176,15 +170,13 @@ def _remove_if_left(path: Path) -> None:
 def _keep(path: Path, keep: Path) -> None:
     """Make the file at `path` that at `keep` as well; `path` is never absent."""
     link = keep.with_name(f"{keep.name}.partial")
-    with suppress(OSError):
-        link.unlink()  # of a process that was killed here
+    link.unlink(missing_ok=True)  # of a process that was killed here
     try:
         os.link(path, link)
     except OSError:  # a file system without hard links
         shutil.copyfile(path, link)
     os.replace(link, keep)
-    with suppress(OSError):  # if both were one file, replacing did nothing
-        link.unlink()
+    link.unlink(missing_ok=True)  # if both were one file, replacing did nothing
 
 
 def sync_folder(folder: Path) -> None:
@@ -201,31 +193,37 @@ def require_replaceable(path: Path, *suffixes: str) -> None:
     """Raise FileError unless a program may write a file whose name ends so, in place of any there:
     one of the same kind and none of a run's own; or a pipe, a terminal, a device.
     """
+    problem = _problem_at(path, suffixes)
+    if problem:
+        raise FileError(f"{path}: {problem}")
+
+
+def _problem_at(path: Path, suffixes: Iterable[str]) -> str:
+    """Why a program may not write a file whose name ends so; "" if it may."""
     if path.is_dir():
-        raise FileError(f"{path}: is a folder; expected a file")
+        return "is a folder; expected a file"
     if not path.parent.is_dir():
-        raise FileError(f"{path}: expected a file in a folder that exists")
+        return "expected a file in a folder that exists"
     handle = open_handle(path)
     if handle is not None:
         with in_one_line(path):
             os.fstat(handle)  # an error now, and not after the work
-        return
-    if path.exists() and not path.is_file():
-        return
+        return ""
+    is_there = path.exists()
+    if is_there and not path.is_file():
+        return ""
     target = Path(os.path.realpath(path))
-    if _is_of_a_run(target) and (target.exists() or (target.parent / "recipe.toml").exists()):
-        raise FileError(f"{path}: is one of a run's own files, which only its training writes")
+    if _is_of_a_run(target) and (is_there or (target.parent / "recipe.toml").exists()):
+        return "is one of a run's own files, which only its training writes"
     suffix = next(filter(target.name.lower().endswith, suffixes), None)
     if suffix is None:
-        raise FileError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
-    if target.exists():
+        return f"expected a name that ends in {' or '.join(suffixes)}"
+    if is_there:
         with in_one_line(path, "read"), open(target, "rb") as file:
             start = file.read(64)
-        if start and not KINDS[suffix].match(start):
-            raise FileError(
-                f"{path}: is there already and no {suffix} file as this program "
-                "writes, so it stays as it is"
-            )
+        if start and not re.match(KINDS[suffix], start):
+            return f"is there already and no {suffix} file as this program writes, so it stays as it is"
+    return ""
 
 
 def require_no_input(path: Path, inputs: Iterable[str]) -> None:
@@ -233,15 +231,22 @@ def require_no_input(path: Path, inputs: Iterable[str]) -> None:
     pictures, weights, .json and lists; a run's own files `require_replaceable` refuses.
     """
     target = Path(os.path.realpath(path))
-    for place in map(Path, inputs if target.is_file() else ()):
-        files = (place, place.parent)  # the second: of runs.tar.xz/pattern
-        if any(file.is_file() and file.samefile(target) for file in files) or (
-            target.suffix.lower() in (".png", ".json", ".csv", ".safetensors")
-            and not (place / "recipe.toml").exists()
-            and place.is_dir()
-            and target.is_relative_to(os.path.realpath(place))
-        ):
+    if not target.is_file():
+        return
+    for place in map(Path, inputs):
+        if _reads(place, target):
             raise FileError(f"{path}: this command reads {place}, so that file stays as it is")
+
+
+def _reads(place: Path, target: Path) -> bool:
+    """Whether a command that reads what is at `place` may read the file `target`."""
+    for file in (place, place.parent):  # the second: of runs.tar.xz/pattern
+        if file.is_file() and file.samefile(target):
+            return True
+    if not place.is_dir() or (place / "recipe.toml").exists():
+        return False
+    is_read = target.suffix.lower() in (".png", ".json", ".csv", ".safetensors")
+    return is_read and target.is_relative_to(os.path.realpath(place))
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -251,21 +256,23 @@ def _is_of_a_run(path: Path) -> bool:
 def require_no_links(folder: Path) -> None:
     """Raise FileError if a file that a run would write here is a link, which may lead anywhere."""
     with in_one_line(folder):
-        for path in folder.iterdir():
-            if path.is_symlink() and _is_of_a_run(path):
-                raise FileError(
-                    f"{path}: is a symbolic link, and no run writes through one; "
-                    "expected the file itself"
-                )
+        links = [path for path in folder.iterdir() if path.is_symlink() and _is_of_a_run(path)]
+    if links:
+        raise FileError(
+            f"{links[0]}: is a symbolic link, and no run writes through one; "
+            "expected the file itself"
+        )
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a pipe, too, without waiting for who writes to it; Windows has none."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 @contextmanager
 def opened(path: Path | str, limit: int) -> Iterator[BinaryIO]:
     """A context of a file to read; FileError if it is over `limit`, or a pipe."""
-    # A pipe, too, is opened without waiting for who writes to it; Windows has none.
-    with open(
-        path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-    ) as file:
+    with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise FileError(f"{path}: is a pipe or a device, expected a file")
@@ -298,23 +305,20 @@ def parse_toml(text: bytes) -> dict[str, Any]:
     # tomllib takes memory by the square of the dots in a name.
     if len(text) > LARGEST_TOML or any(line.count(b".") > 999 for line in text.splitlines()):
         raise ValueError(f"it has over {LARGEST_TOML:,} bytes, or 999 dots in a line")
-    return _parse(
-        text,
-        lambda text: tomllib.loads(
-            re.sub(  # as `values.to_toml` writes them
-                r"\\U0010(D[89A-F][\dA-F]{2})",
-                lambda code: chr(int(code[1], 16)),
-                text.decode("utf-8-sig"),
-            )
-        ),
-    )  # which an editor on Windows may have written
+    return _parse(text, _load_toml)
 
 
-def _parse(text: bytes, read: Callable[[bytes], Any]) -> Any:
+def _load_toml(content: bytes) -> dict[str, Any]:
+    text = content.decode("utf-8-sig")  # which an editor on Windows may have written
+    surrogates = r"\\U0010(D[89A-F][\dA-F]{2})"  # as `values.to_toml` writes them
+    return tomllib.loads(re.sub(surrogates, lambda code: chr(int(code[1], 16)), text))
+
+
+def _parse(text: bytes, load: Callable[[bytes], Any]) -> Any:
     if len(text) > LARGEST or LONG_NUMBER.search(text):
         raise ValueError(f"it has over {LARGEST:,} bytes, or a number of over 300 digits")
     with suppress(RecursionError):
-        value = read(text)
+        value = load(text)
         if not nested_deeply(value):
             return value
     raise ValueError(f"it is nested over {DEEPEST} deep")
@@ -326,26 +330,25 @@ def nested_deeply(value: object) -> bool:
     """
     level: list[Any] = [[value]]
     for _ in range(DEEPEST + 1):
-        parts = (
-            part
-            for container in level
-            for part in (container.values() if isinstance(container, dict) else container)
-            if isinstance(part, (dict, list, tuple))
-        )
-        level = list(islice(parts, MOST))
+        level = list(islice(_containers_in(level), MOST))
         if len(level) in (0, MOST):
             break
     return bool(level)
 
 
+def _containers_in(level: list[Any]) -> Iterator[Any]:
+    for container in level:
+        parts = container.values() if isinstance(container, dict) else container
+        yield from (part for part in parts if isinstance(part, (dict, list, tuple)))
+
+
 def deliver(text: str, path: Path | None) -> None:
     """Write a text to the file of an `Output`, and say so, or print it; None: neither."""
-    if path is None:
-        text = ""
-    elif path != STDOUT:
+    if path == STDOUT:
+        print(text, end="", flush=True)
+    elif path is not None:
         write_text_atomically(text, path)
-        text = f"wrote {path}\n"
-    print(text, end="", flush=True)
+        print(f"wrote {path}", flush=True)
 
 
 class CheckpointError(FileError):

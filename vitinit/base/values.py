@@ -126,10 +126,14 @@ def _readings(value: Any, kind: Any) -> Iterator[Any]:
     elif origin is Mapping and isinstance(value, Mapping):
         yield ReadOnly(value)
     elif kind is float:
-        if type(value) in (int, float) and abs(value) <= sys.float_info.max:  # not NaN either
-            yield float(value)
+        yield from _readings_as_float(value)
     elif type(value) is kind or origin is Literal and value in arguments:
         yield value
+
+
+def _readings_as_float(value: Any) -> Iterator[float]:
+    if type(value) in (int, float) and abs(value) <= sys.float_info.max:  # nor is that NaN
+        yield float(value)
 
 
 def _readings_as_tuple(value: Any, kind: Any) -> Iterator[tuple]:
