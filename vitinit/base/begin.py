@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 PLAIN = str.maketrans(
@@ -19,9 +20,8 @@ PLAIN = str.maketrans(
 )
 
 
-def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """The codecs' error handler for what is printed: "×" → "x", and any other as "\\u4e2d"."""
-    assert isinstance(error, UnicodeEncodeError)
+def in_ascii(error: Any) -> tuple[str, int]:
+    """The codecs' handler of a UnicodeEncodeError: prints "×" as "x", any other as "\\u4e2d"."""
     text = error.object[error.start : error.end].translate(PLAIN)
     return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
@@ -38,7 +38,8 @@ def begin() -> None:
             os.fstat(number)
         except OSError:  # closed, and the lowest number that is free
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        mode = "w" if number else "r"
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
-        if number:
+            setattr(sys, name, open(number, mode, closefd=False))
+        if mode == "w":
             getattr(sys, name).reconfigure(errors="in_ascii")

@@ -40,16 +40,17 @@ def one_line(text: object, longest: int = LONGEST) -> str:
     """
     text = str(text)
     if not text.isprintable():
-        text = "".join(
-            character
-            if character.isprintable()
-            else character.encode("unicode_escape").decode("ascii")
-            for character in text
-        )
+        text = "".join(map(_printable, text))
     if len(text) <= longest:
         return text
     head = (longest - 1) // 2
     return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
@@ -57,15 +58,20 @@ def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
     text = one_line(" ".join(str(essay).split()), longest=2**20)
     if not text and isinstance(essay, Exception):
         return type(essay).__name__
-    return text if len(text) <= longest else text[: longest - 1].rstrip() + "…"
+    if len(text) <= longest:
+        return text
+    return text[: longest - 1].rstrip() + "…"
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A hint for a mistyped word: '; did you mean X?', or all valid words if none is similar."""
     valid = list(valid)
-    if close := difflib.get_close_matches(word, valid, n=1):
+    close = difflib.get_close_matches(word, valid, n=1)
+    if close:
         return f"; did you mean '{close[0]}'?"
-    return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
+    if valid:
+        return f"; valid: {', '.join(sorted(valid))}"
+    return "; it takes none"
 
 
 def environment_rank() -> int:
@@ -79,8 +85,9 @@ def environment_rank() -> int:
 
 def counted(number: int, noun: str) -> str:
     """The number and its noun: "1 epoch", "2 epochs", "3 batches"."""
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "tch")) else "s"
-    return f"{number:,} {noun}{ending}"
+    if number != 1:
+        noun += "es" if noun.endswith(("s", "tch")) else "s"
+    return f"{number:,} {noun}"
 
 
 class LossyStream(ObjectWrapper):
@@ -99,14 +106,15 @@ class LossyStream(ObjectWrapper):
 
 
 class LogStream:
-    """What tqdm writes to where there is no terminal; its lines are said."""
+    """What tqdm writes to where there is no terminal: plain lines."""
 
     def write(self, text: str) -> None:
-        if text := text.strip():
-            say(text)
+        line = text.strip()
+        if line:
+            say(line)
 
     def flush(self) -> None:
-        """Every line is flushed when it is said."""
+        """Every line is flushed when it is printed."""
 
 
 class ProgressBar(tqdm):
@@ -134,7 +142,8 @@ class ProgressBar(tqdm):
             many items were done from then on before this loop, and how many are left after it.
         """
         notebook = tqdm.status_printer is not console_tqdm.status_printer
-        terminal = notebook or bool(sys.stderr) and not sys.stderr.closed and sys.stderr.isatty()
+        closed = not sys.stderr or sys.stderr.closed
+        terminal = notebook or not closed and sys.stderr.isatty()
         self.terminal, self.scale, self.run = terminal, scale, run
         seconds = 0.1 if terminal else LOG_SECONDS
         super().__init__(
@@ -156,17 +165,17 @@ class ProgressBar(tqdm):
     @property
     def format_dict(self) -> dict[str, Any]:
         """What is shown: tqdm's values, the run's times, and the rate, which no widget scales."""
-        values, whole, done = super().format_dict, "", self.n - self.initial
+        values = super().format_dict
+        whole = ""
+        done = self.n - self.initial
         if self.run is not None:
             start, before, after = self.run
             elapsed = time.perf_counter() - start
             left = elapsed / max(before + done, 1) * (self.total - self.n + after)
             whole = f", run {self.format_interval(elapsed)}<{self.format_interval(left)}"
         rate = self.scale * (values["rate"] or done / max(values["elapsed"], 1e-3))
-        return values | {
-            "whole": whole,
-            "pace": f"{rate:,.{0 if rate >= 100 else 2}f} {self.unit}/s",
-        }
+        digits = 0 if rate >= 100 else 2
+        return values | {"whole": whole, "pace": f"{rate:,.{digits}f} {self.unit}/s"}
 
 
 ProgressBar.set_lock(threading.RLock())  # tqdm's own is one of processes, in /dev/shm
@@ -190,21 +199,21 @@ def shortened(names: Sequence[str], count: int = 0) -> str:
     all names, where `names` are only the first ones.
     """
     count = count or len(names)
-    return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")
+    line = ", ".join(names[:5])
+    return f"{line} and {count - 5} more" if count > 5 else line
 
 
 def ran_out_of_memory(error: Exception) -> bool:
     """Whether this is an error of CUDA's, torch's or Python's for running out of memory."""
-    return isinstance(error, MemoryError) or any(
-        words in str(error)
-        for words in ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-    )
+    signs = "can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED"
+    return isinstance(error, MemoryError) or any(words in str(error) for words in signs)
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """A context without Python's warnings that is safe in threads, unlike `catch_warnings`."""
-    filters, ignore = cast(list, warnings.filters), ("ignore", None, Warning, None, 0)
+    filters = cast(list, warnings.filters)
+    ignore = ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)
     try:
         yield
