@@ -64,25 +64,21 @@ def overrides(
     sets: Sequence[str] | Mapping[str, Any] = (),
 ) -> list[Override]:
     """The changes by these flags, in order; sets: of --set, or a table of "section.key" → value."""
-    sets = [sets] if isinstance(sets, str) else sets
-    flags = (
+    changes = []
+    for key, flag, value in (
         ("data.root", "--data-dir", data_dir),
         ("init.name", "--init", init),
         ("run.seed", "--seed", seed),
-    )
-    named = (
-        (Override(key, plain(value), f"{key}={value!r}") for key, value in sets.items())
-        if isinstance(sets, Mapping)
-        else map(parse_override, sets)
-    )
-    return [
-        *(
-            Override(key, plain(value), f"{flag} {value}")
-            for key, flag, value in flags
-            if value is not None
-        ),
-        *named,
-    ]
+    ):
+        if value is not None:
+            changes.append(Override(key, plain(value), f"{flag} {value}"))
+    if isinstance(sets, Mapping):
+        for key, value in sets.items():
+            changes.append(Override(key, plain(value), f"{key}={value!r}"))
+    else:
+        texts = [sets] if isinstance(sets, str) else sets
+        changes += map(parse_override, texts)
+    return changes
 
 
 def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()) -> Recipe:
@@ -94,11 +90,9 @@ def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
     path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
     if not path.exists():
-        hint = (
-            ""
-            if path == Path(name)
-            else nearest(str(name), [file.stem for file in RECIPES.glob("*.toml")])
-        )
+        hint = ""
+        if path != Path(name):
+            hint = nearest(str(name), [file.stem for file in RECIPES.glob("*.toml")])
         raise RecipeError(f"recipe {name}: no such file{hint}")
     text = read_bytes(path)
     try:
@@ -129,15 +123,11 @@ class Origin(NamedTuple):
 
     def of(self, *keys: str) -> str:
         """Where one of these keys, or a table that contains it, was written last."""
-        return next(
-            (
-                change.text
-                for key in keys
-                for change in reversed(self.changes)
-                if f"{key}.".startswith(f"{change.key}.")
-            ),
-            self.source,
-        )
+        for key in keys:
+            for change in reversed(self.changes):
+                if f"{key}.".startswith(f"{change.key}."):
+                    return change.text
+        return self.source
 
     def refuse(self, problem: object, *keys: str) -> NoReturn:
         """Raise RecipeError; keys: whose values are the problem, that of most weight first."""
@@ -149,66 +139,64 @@ def _recipe(
 ) -> Recipe:
     """The recipe of a table of sections, with the origin's changes; see `load_recipe`."""
     tables = _completed(tables, origin)
-    init_before = tables["init"].get("name")
+    init_of_file = tables["init"].get("name")
     for change in origin.changes:
-        *parents, last = change.key.split(".")
-        if not parents:
-            origin.refuse(f"'{last}' is no section.key, such as eval.crop_pct", last)
-        table = tables
-        for parent in parents:
-            if not isinstance(table.get(parent), dict):
-                inner = [key for key, part in table.items() if isinstance(part, dict)]
-                origin.refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
-            table = table[parent]
-        table[last] = change.value
+        _apply(change, tables, origin)
+    sections = {}
+    for title, section in SECTIONS.items():
+        kinds = typing.get_type_hints(section, include_extras=True)
+        sections[title] = _checked(tables[title], title, origin, kinds)
 
-    sections = {
-        title: _checked(
-            tables[title], title, origin, typing.get_type_hints(section, include_extras=True)
-        )
-        for title, section in SECTIONS.items()
-    }
-    model, init = sections["model"], sections["init"]
+    model, task, init = sections["model"], sections["task"], sections["init"]
     family, sizes = MODELS[model["name"]]
-    model["options"] = _options(
-        "model", model["name"], model_class(family).__init__, sizes | model["options"], origin
-    )
-    task = sections["task"]
+    model["options"] = sizes | model["options"]
+    _resolve_options("model", model, model_class(family).__init__, origin)
     if task["name"] not in TASKS:
-        origin.refuse(
-            f"there is no task '{task['name']}'{nearest(task['name'], TASKS)}", "task.name"
-        )
-    task["options"] = _options(
-        "task", task["name"], find(TASKS[task["name"]]).takes, task["options"], origin
-    )
+        hint = nearest(task["name"], TASKS)
+        origin.refuse(f"there is no task '{task['name']}'{hint}", "task.name")
+    _resolve_options("task", task, find(TASKS[task["name"]]).takes, origin)
     if checks_init:
         try:
             function = init_function(init["name"], stated_family(model["name"], model["options"]))
         except ValueError as error:
             origin.refuse(error, "init.name")
-        if init["name"] != init_before:  # of the file's options it keeps what it has
+        if init["name"] != init_of_file:  # of the file's options it keeps what it has
             init["options"] = {
                 key: value
                 for key, value in init["options"].items()
                 if key in signature(function).parameters
                 or origin.of(f"init.options.{key}") != origin.source
             }
-        init["options"] = _options("init", init["name"], function, init["options"], origin)
+        _resolve_options("init", init, function, origin)
 
-    recipe = Recipe(
-        name=name, **{title: section(**sections[title]) for title, section in SECTIONS.items()}
-    )
+    built = {title: section(**sections[title]) for title, section in SECTIONS.items()}
+    recipe = Recipe(name=name, **built)
     for keys, expected in contradictions(recipe):
-        first, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
-        origin.refuse(
-            f"{first}{' with ' * bool(others)}{', '.join(others)}; expected {expected}", *keys
-        )
+        stated, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
+        if others:
+            stated += f" with {', '.join(others)}"
+        origin.refuse(f"{stated}; expected {expected}", *keys)
     return recipe
+
+
+def _apply(change: Override, tables: dict[str, Any], origin: Origin) -> None:
+    """Set the value of a change, in the table that its key names."""
+    *parents, last = change.key.split(".")
+    if not parents:
+        origin.refuse(f"'{last}' is no section.key, such as eval.crop_pct", last)
+    table = tables
+    for parent in parents:
+        if not isinstance(table.get(parent), dict):
+            inner = [key for key, part in table.items() if isinstance(part, dict)]
+            origin.refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
+        table = table[parent]
+    table[last] = change.value
 
 
 def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     """The tables of all sections, with those that a file may leave out."""
-    if (version := tables.pop("version", None)) != VERSION:
+    version = tables.pop("version", None)
+    if version != VERSION:
         origin.refuse(
             f"a recipe of version {show(version)}, and this code reads {VERSION}; "
             "commit bb39c50 reads those of versions 1 to 11"
@@ -228,25 +216,20 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
     return tables
 
 
-def _options(
-    title: str, name: str, function: Callable[..., Any], options: Mapping[str, Any], origin: Origin
-) -> ReadOnly:
-    """The options of the model, init or task `name`: keyword-only parameters of `function`."""
+def _resolve_options(
+    title: str, section: dict[str, Any], function: Callable[..., Any], origin: Origin
+) -> None:
+    """Check the options of a model, init or task: keyword-only parameters of `function`."""
     hints = typing.get_type_hints(function, include_extras=True)
-    parameters = [
-        parameter
-        for parameter in signature(function).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in NO_OPTIONS
-    ]
-    kinds = {parameter.name: hints[parameter.name] for parameter in parameters}
-    defaults = {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.default is not parameter.empty
-    }
-    return ReadOnly(
-        plain(_checked(options, f"{title}.options", origin, kinds, defaults, f" of {name}"))
-    )
+    kinds, defaults = {}, {}
+    for name, parameter in signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in NO_OPTIONS:
+            kinds[name] = hints[name]
+            if parameter.default is not parameter.empty:
+                defaults[name] = parameter.default
+    of = f" of {section['name']}"
+    options = _checked(section["options"], f"{title}.options", origin, kinds, defaults, of)
+    section["options"] = ReadOnly(plain(options))
 
 
 def _checked(
@@ -288,10 +271,12 @@ def building(source: str, section: str) -> Iterator[None]:
         raise
     except (ValueError, RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError: Runtime
         if ran_out_of_memory(error):
-            raise RecipeError(
-                f"{source}: [{section}] takes more memory than there is "
-                f"({in_brief(error)}); expected smaller values"
-            ) from error
-        if not isinstance(error, ValueError):
+            reason = in_brief(error)
+            problem = (
+                f"[{section}] takes more memory than there is ({reason}); expected smaller values"
+            )
+        elif isinstance(error, ValueError):
+            problem = str(error)
+        else:
             raise
-        raise RecipeError(f"{source}: {error}") from error
+        raise RecipeError(f"{source}: {problem}") from error
