@@ -16,6 +16,7 @@ from ..base.files import (
     Damaged,
     FileError,
     NoCheckpoint,
+    in_one_line,
     nested_deeply,
     parse_json,
     read_bytes,
@@ -25,11 +26,12 @@ from ..base.values import Size, convert
 from ..train.state import fault
 
 # The weights in a folder that transformers or timm wrote.
-FOREIGN_WEIGHTS = tuple(
-    f"{name}{index}"
-    for name in ("model.safetensors", "pytorch_model.bin")
-    for index in ("", ".index.json")
-)  # in one file, or in shards
+FOREIGN_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",  # of shards
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 # Where programs keep a model's state dict, and that of its moving average.
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")
 AVERAGES = ("ema", "model_ema", "state_dict_ema")
@@ -42,16 +44,18 @@ BESIDE = (
     "argparse.Namespace",
     "numpy.dtype",
     "numpy.ndarray",
-    *(
-        f"numpy.{core}.multiarray.{name}"
-        for core in ("core", "_core")
-        for name in ("scalar", "_reconstruct")
-    ),
-    *(
-        f"{module}.{kind}Path"
-        for module in ("pathlib", "pathlib._local")
-        for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
-    ),
+    "numpy.core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy._core.multiarray._reconstruct",
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib.PurePosixPath",
+    "pathlib.PureWindowsPath",
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
+    "pathlib._local.PurePosixPath",
+    "pathlib._local.PureWindowsPath",
 )
 
 
@@ -67,49 +71,58 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
     """
     if path.exists() and not path.is_file():  # a pipe may wait for ever
         raise CheckpointError(f"{path}: is a folder, a pipe or a device; expected a file")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        if path.name.endswith(".index.json"):
-            return _load_shards(path, mmap=mmap, verify=verify)
-        archive = zipfile.is_zipfile(path)  # not so for torch < 1.6: it cannot be mapped
-        if archive:
-            with zipfile.ZipFile(path) as zipped:
-                sizes = [part.file_size for part in zipped.infolist()]
-                if sum(sizes) > path.stat().st_size:  # compressed, which torch's never are
-                    raise Damaged(f"{path}: holds {sum(sizes):,} bytes in a file of fewer")
-                if verify and (broken := zipped.testzip()):
-                    raise Damaged(
-                        f"{path}: damaged after it was written, the checksum of {broken} "
-                        "in it is wrong"
-                    )
-        # Of a file that is refused, an error says more than warnings.
-        with (
-            without_warnings(),
-            torch.serialization.safe_globals([(Unread, name) for name in BESIDE]),
-        ):
-            # torch maps no file whose name is not UTF-8.
-            mapped = mmap and archive and not re.search("[\ud800-\udfff]", str(path))
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except ImportError:
-        raise CheckpointError(
-            f"{path}: reading it needs the extra 'safetensors': pip install 'vitinit[safetensors]'"
-        ) from None
-    except FileNotFoundError:
-        raise NoCheckpoint(f"{path}: no such checkpoint") from None
-    except FileError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # zip, pickle and torch errors of many kinds
-        raise Damaged(f"{path}: not a readable checkpoint ({_reason(error)})") from None
+    with in_one_line(path, "read"):
+        try:
+            state = _load(path, mmap=mmap, verify=verify)
+        except ImportError:
+            extra = "pip install 'vitinit[safetensors]'"
+            raise CheckpointError(
+                f"{path}: reading it needs the extra 'safetensors': {extra}"
+            ) from None
+        except FileNotFoundError:
+            raise NoCheckpoint(f"{path}: no such checkpoint") from None
+        except (FileError, OSError):
+            raise
+        except Exception as error:  # zip, pickle and torch errors of many kinds
+            raise Damaged(f"{path}: not a readable checkpoint ({_reason(error)})") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}: holds a {type(state).__name__}, expected a dictionary")
     if nested_deeply(state):
         raise Damaged(f"{path}: its tables are nested too deeply")
     return state
+
+
+def _load(path: Path, *, mmap: bool, verify: bool) -> Any:
+    """What `read_checkpoint_file` returns, or what else there is; errors of any kind."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    if path.name.endswith(".index.json"):
+        return _load_shards(path, mmap=mmap, verify=verify)
+    # Torch before 1.6 wrote no archives; and torch maps no file whose name is not UTF-8.
+    if zipfile.is_zipfile(path):
+        _require_sound(path, verify=verify)
+        mmap = mmap and not re.search("[\ud800-\udfff]", str(path))
+    else:
+        mmap = False
+    # Of a file that is refused, an error says more than warnings.
+    unread: list[Any] = [(Unread, name) for name in BESIDE]
+    with without_warnings(), torch.serialization.safe_globals(unread):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _require_sound(path: Path, *, verify: bool) -> None:
+    """Raise Damaged if an archive would fill the memory, or to `verify` has a wrong checksum."""
+    with zipfile.ZipFile(path) as archive:
+        size = sum(part.file_size for part in archive.infolist())
+        if size > path.stat().st_size:  # compressed, which torch's never are
+            raise Damaged(f"{path}: holds {size:,} bytes in a file of fewer")
+        broken = archive.testzip() if verify else None
+    if broken is not None:
+        raise Damaged(
+            f"{path}: damaged after it was written, the checksum of {broken} in it is wrong"
+        )
 
 
 def read_checkpoint(
@@ -121,16 +134,8 @@ def read_checkpoint(
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
     for its weights.
     """
-    files, problems = [path], []
-    if path.is_dir():
-        files = [path / "last.pt", path / "previous.pt"]
-        if not any(file.exists() for file in files):
-            files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
-        if not files:
-            raise NoCheckpoint(
-                f"{path}: holds no checkpoint; expected last.pt or one of "
-                f"{', '.join(FOREIGN_WEIGHTS)}"
-            )
+    files = _files_of(path) if path.is_dir() else [path]
+    problems: list[CheckpointError] = []
     for file in files:
         try:
             state = read_checkpoint_file(file, mmap=mmap, verify=verify)
@@ -139,14 +144,27 @@ def read_checkpoint(
             continue
         if problems:
             warn(f"{problems[0]}; going on with {file}")
-        require_plain(state, file)
+        _make_plain(state, file)
         return state, file
     if isinstance(problems[-1], NoCheckpoint):
         raise problems[0]
     raise CheckpointError("; and ".join(map(str, problems)))
 
 
-def require_plain(state: dict[str, Any], file: Path) -> None:
+def _files_of(folder: Path) -> list[Path]:
+    """The checkpoints that a folder may stand for, in the order in which they are tried."""
+    own = [folder / "last.pt", folder / "previous.pt"]
+    if any(file.exists() for file in own):
+        return own
+    foreign = [folder / name for name in FOREIGN_WEIGHTS if (folder / name).exists()]
+    if not foreign:
+        raise NoCheckpoint(
+            f"{folder}: holds no checkpoint; expected last.pt or one of {', '.join(FOREIGN_WEIGHTS)}"
+        )
+    return foreign
+
+
+def _make_plain(state: dict[str, Any], file: Path) -> None:
     """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
     if isinstance(state.get("recipe"), dict):  # a checkpoint of ours
         try:  # the same limits as of a text
@@ -165,7 +183,8 @@ def require_plain(state: dict[str, Any], file: Path) -> None:
 
 def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
     """The tensors that an index names, each from the file beside it that it names."""
-    files, shards = parse_json(read_bytes(index))["weight_map"], {}
+    files = parse_json(read_bytes(index))["weight_map"]
+    shards = {}
     for file in sorted({*files.values()}):
         if Path(file).name != file or file.endswith(".json"):
             raise Damaged(f"{index}: names {file}, expected a file of tensors in the same folder")
@@ -187,7 +206,8 @@ class Unread:
 
 def _reason(error: Exception) -> str:
     """Why torch cannot read a file, without torch's advice on how to read it unsafely."""
-    if wanted := re.search(r"GLOBAL ([\w.]+)", str(error)):
+    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if wanted:
         return f"it asks for {wanted[1]}, and only tensors and plain values are read"
     if "zip archive" in str(error) or isinstance(error, zipfile.BadZipFile):
         return "a damaged archive, or one cut short"
@@ -201,31 +221,37 @@ def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model") ->
 
     Without CONTAINERS it is taken for a bare state dict. Raises CheckpointError if there is none.
     """
-    part = (
-        state
-        if name == "model"
-        else next((state[key] for key in AVERAGES if isinstance(state.get(key), Mapping)), {})
-    )
+    part = state
+    if name == "ema":
+        part = _table_in(state, AVERAGES, default={})
     for _ in CONTAINERS:  # one may contain another
-        part = next((part[key] for key in CONTAINERS if isinstance(part.get(key), Mapping)), part)
-    tensors = {
-        key: value for key, value in part.items() if not str(key).endswith("n_averaged")
-    }  # torch's AveragedModel counts there
-    if not tensors or not all(
+        part = _table_in(part, CONTAINERS, default=part)
+    # torch's AveragedModel counts in n_averaged.
+    tensors = {key: value for key, value in part.items() if not str(key).endswith("n_averaged")}
+    of_a_model = all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
-    ):
+    )
+    if not tensors or not of_a_model:
+        or_bare = ", or a bare one" if name == "model" else ""
         raise CheckpointError(
-            f"{path}: no model in it; expected a state dict under the key "
-            f"'{name}'" + (", or a bare one" if name == "model" else "")
+            f"{path}: no model in it; expected a state dict under the key '{name}'{or_bare}"
         )
     return tensors
+
+
+def _table_in(
+    state: Mapping[str, Any], keys: Iterable[str], *, default: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The first table under one of these keys."""
+    return next((state[key] for key in keys if isinstance(state.get(key), Mapping)), default)
 
 
 def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
     """`stored_tensors` without a wrapper's prefix; raises for a tensor that cannot be a model's."""
     tensors = stored_tensors(state, path, name)
     for key, value in tensors.items():
-        if problem := fault(key, value):
+        problem = fault(key, value)
+        if problem:
             raise CheckpointError(
                 f"{path}: {name} '{key}' is {problem}; expected a dense tensor "
                 "of finite floating-point numbers of 16 to 64 bits"
@@ -242,11 +268,9 @@ def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
     while True:
         others = [name for name in names if not CLASSIFIER.match(name)]
         match = PREFIX.match(others[0]) if others else None
-        shorter = [name.removeprefix(match[0]) for name in names] if match else []
-        if (
-            not match
-            or not all(name.startswith(match[0]) for name in others)
-            or (len({*shorter}) < len(names))
-        ):
+        if match is None or not all(name.startswith(match[0]) for name in others):
+            return prefix, names
+        shorter = [name.removeprefix(match[0]) for name in names]
+        if len({*shorter}) < len(names):  # two would become one
             return prefix, names
         prefix, names = prefix + match[0], shorter
