@@ -61,8 +61,6 @@ OF_DATA: dict[str, Any] = {
     "training images": int,
     "strided pairs": bool,
 }
-
-
 # Keys that all records of runs have, of any version, and programs read.
 REQUIRED = {
     "run.seed": int,
@@ -101,19 +99,18 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines: of numbers and None, and under `key` one that increases.
     A last line that was cut short is left out; for any other damaged one, CheckpointError names it.
     """
-    lines, rows, before = text.splitlines(), [], 0
+    rows: list[dict[str, Any]] = []
+    before = 0
+    lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line)
         except ValueError:
             row = None
-        if number == len(lines) and not isinstance(row, dict):
-            break
-        if (
-            not isinstance(row, dict)
-            or not all(map(_is_number, row.values()))
-            or not (type(row.get(key)) is int and row[key] > before)
-        ):
+        is_table = isinstance(row, dict)
+        if not is_table and number == len(lines):
+            break  # cut short
+        if not is_table or not _is_row(row, key, before):
             raise CheckpointError(
                 f"{source}: line {number} is no JSON object with its {key}, that "
                 "increases, and numbers; mend the file or move it away"
@@ -121,6 +118,12 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
         before = row[key]
         rows.append(row)
     return rows
+
+
+def _is_row(table: Mapping[str, Any], key: str, before: int) -> bool:
+    """Whether a table has numbers, and under `key` an integer above `before`."""
+    place = table.get(key)
+    return type(place) is int and place > before and all(map(_is_number, table.values()))
 
 
 def _is_number(value: object) -> bool:
@@ -133,14 +136,18 @@ def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
     try:
         starts = parse_json(text)
         for start in convert(starts, tuple[Mapping[str, Any], ...]):
-            for table, kinds in ((start, OF_START), (start.get("data", {}), OF_DATA)):
-                for key in kinds.keys() & table.keys():
-                    convert(table[key], kinds[key])
+            _check(start, OF_START)
+            _check(start.get("data", {}), OF_DATA)
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{source}: not what a run writes ({in_brief(error)}); mend the file or move it away"
         ) from None
     return starts
+
+
+def _check(table: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for key in kinds.keys() & table.keys():
+        convert(table[key], kinds[key])
 
 
 class Lines:
@@ -164,9 +171,8 @@ class Lines:
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per line; [] if there is no file."""
-        return parse_lines(
-            read_bytes(self.path, default=b"", limit=LONGEST_LINES), self.path, self.key
-        )
+        content = read_bytes(self.path, default=b"", limit=LONGEST_LINES)
+        return parse_lines(content, self.path, self.key)
 
     def cut_back(self, last: int) -> int:
         """Remove the lines whose number under `key` is above `last`; return how many are left."""
@@ -204,23 +210,22 @@ class RunFolder:
 
     def results(self) -> list[str]:
         """The names of the files that training has left, but for empty ones."""
-        return [
-            path.name
-            for pattern in RESULTS
-            for path in sorted(self.path.glob(pattern))
-            if path.stat().st_size
-        ]
+        names = []
+        for pattern in RESULTS:
+            for path in sorted(self.path.glob(pattern)):
+                if path.stat().st_size:
+                    names.append(path.name)
+        return names
 
     def require_unused(self, *, starts_again: bool = False) -> None:
         """Raise CheckpointError if the folder already has files that a run writes. starts_again: it
         may have the texts of a start that ended before its first checkpoint, but no results.
         """
-        before = (
-            ()
-            if starts_again and self.recipe.exists()
-            else (self.recipe, self.info, self.images, self.start)
-        )
-        if names := self.results() + [path.name for path in before if path.exists()]:
+        names = self.results()
+        if not (starts_again and self.recipe.exists()):
+            texts = self.recipe, self.info, self.images, self.start
+            names += [path.name for path in texts if path.exists()]
+        if names:
             raise CheckpointError(
                 f"{self.path}: already holds a run ({', '.join(names)}); --resume auto goes on "
                 "with it and overwrites no results; a new one, in another --out-dir, starts from "
@@ -277,11 +282,14 @@ class RunFolder:
         data: what the run trains on: the absolute path of its folder as "root", and whatever else
             `require_same_data` is to compare on resume.
         """
-        start = {
+        start: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": recipe,
             "arguments": dict(arguments),
-            **({"command": command} if command else {}),
+        }
+        if command:
+            start["command"] = command
+        start |= {
             "git_commit": git_commit(PACKAGE),
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -289,12 +297,15 @@ class RunFolder:
             "device": device,
             "data": dict(data),
         }
-        write_text_atomically(json.dumps([*self.starts(), start], indent=2) + "\n", self.info)
+        self._write_starts([*self.starts(), start])
 
     def forget_sizes(self) -> None:
         """Remove the sizes of files at this start from run.json: images have to be mended."""
         starts = self.starts()
         starts[-1]["data"].pop(SIZES, None)
+        self._write_starts(starts)
+
+    def _write_starts(self, starts: list[dict[str, Any]]) -> None:
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
@@ -302,7 +313,8 @@ class RunFolder:
         step and could be read. Lines that a last.pt counts as done are on disk before it.
         """
         if path != self.last:
-            return save_atomically(state, path)
+            save_atomically(state, path)
+            return
         self.metrics.sync()
         self.steps.sync()
         is_next = self.read_from == self.last and state["step"] != self.step
@@ -316,11 +328,9 @@ class RunFolder:
         """
         with in_one_line(self.path):
             for pattern in RUN_FILES:  # of this version, and of earlier ones
-                for cut_short in [
-                    *self.path.glob(f"{pattern}.partial"),
-                    *self.path.glob(f"{pattern}.*.partial"),
-                ]:
-                    cut_short.unlink()
+                for name in (f"{pattern}.partial", f"{pattern}.*.partial"):
+                    for cut_short in self.path.glob(name):
+                        cut_short.unlink()
         rows = self.metrics.cut_back(epochs)
         if rows < epochs:
             warn(
@@ -343,10 +353,9 @@ def git_commit(folder: Path) -> str:
     run = partial(
         subprocess.run, check=True, text=True, capture_output=True, timeout=10, cwd=folder
     )
+    describe = "git describe --always --abbrev=40 --exclude=* --dirty=+changes"
     try:
-        run(["git", "ls-files", "--error-unmatch", "."])
-        return run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
-        ).stdout.strip()
+        run("git ls-files --error-unmatch .".split())
+        return run(describe.split()).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
