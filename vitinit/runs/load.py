@@ -41,7 +41,9 @@ class Saved(NamedTuple):
     @property
     def name(self) -> str:
         """The path as the user knows it: of a model in recipes/trained it begins with its name."""
-        return str(self.path.relative_to(BOXED) if self.path.is_relative_to(BOXED) else self.path)
+        if self.path.is_relative_to(BOXED):
+            return str(self.path.relative_to(BOXED))
+        return str(self.path)
 
     @property
     def brings_recipe(self) -> bool:
@@ -51,14 +53,17 @@ class Saved(NamedTuple):
     @property
     def classes(self) -> Sequence[str] | None:
         """The class of each logit, in order; None if neither checkpoint nor files name them."""
+        if self.state.get("classes"):
+            return self.state["classes"]
         config = self.reader.config
-        return self.state.get("classes") or (config and config.classes)
+        return None if config is None else config.classes
 
     @property
     def weights(self) -> list[str]:
         """Which weights the checkpoint contains: "model", and "ema" for a moving average."""
         average = self.state.get("ema")
-        return ["model", "ema"] if isinstance(average, Mapping) and average else ["model"]
+        has_average = isinstance(average, Mapping) and average
+        return ["model", "ema"] if has_average else ["model"]
 
     def model(self, weights: str, *, or_backbone: bool = False) -> Classifier:
         """Build the model with the weights "model" or "ema", for images of `size`, on the CPU, in
@@ -93,10 +98,10 @@ class Saved(NamedTuple):
             if self.brings_recipe:
                 tensors = without_decoder(tensors)
             tensors = self.reader.native(tensors, self.recipe.model.options)
-        if self.classes and rows_of(tensors) not in (0, len(self.classes)):
+        rows = rows_of(tensors)
+        if rows and self.classes and rows != len(self.classes):
             raise CheckpointError(
-                f"{self.path}: names {len(self.classes)} classes, and its "
-                f"classifier has {rows_of(tensors)} rows"
+                f"{self.path}: names {len(self.classes)} classes, and its classifier has {rows} rows"
             )
         return tensors
 
@@ -113,23 +118,19 @@ def without_decoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of a run that reconstructed images the encoder's tensors, which are those of a ViT."""
     if not any(name.startswith("decoder.") for name in tensors):
         return tensors
-    return {
-        name.removeprefix("encoder."): value
-        for name, value in tensors.items()
-        if name.startswith("encoder.")
-    }
+    encoder = {}
+    for name, value in tensors.items():
+        if name.startswith("encoder."):
+            encoder[name.removeprefix("encoder.")] = value
+    return encoder
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> int:
     """How many rows the classifier has; 0 if there is none."""
-    return next(
-        (
-            value.shape[0]
-            for name, value in tensors.items()
-            if name in ("head.weight", "head.fc.weight") and value.ndim
-        ),
-        0,
-    )
+    for name in ("head.weight", "head.fc.weight"):
+        if name in tensors and tensors[name].ndim:
+            return tensors[name].shape[0]
+    return 0
 
 
 def open_file(path: Path) -> tuple[Path, dict[str, Any], Any]:
@@ -161,39 +162,10 @@ def open_saved(
     of them, or a value is invalid.
     """
     path, state, reader = open_file(path)
-    description = reader.config
     if "recipe" in state:
-        if recipe is not None:
-            raise RecipeError(
-                f"{path}: brings its own recipe; the recipe {recipe} that was given "
-                "is for checkpoints that hold none"
-            )
-        for change in changes:
-            if change.key not in changeable:
-                raise RecipeError(
-                    f"{change.text}: the checkpoint brings its own recipe, of which "
-                    "only how to evaluate can change"
-                    f"{nearest(change.key, changeable)}"
-                )
-        resolved = from_dict(state["recipe"], str(path), changes)
-        where = RunFolder(path.parent).data_of(-1)  # a relative path was relative to elsewhere
-        resolved = resolved.with_data(root=str(where.get("root", resolved.data.root)))
+        resolved = _recipe_inside(path, state, recipe, changes, changeable)
     else:
-        recipe = recipe or (description and description.recipe)
-        if not recipe:
-            raise RecipeError(
-                f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
-                "of (recipe=… in Python)"
-            )
-        stated = (
-            [
-                Override(key, value, str(description.file))
-                for key, value in description.values.items()
-            ]
-            if description
-            else []
-        )
-        resolved = load_recipe(recipe, [*stated, *changes])
+        resolved = _recipe_beside(path, reader.config, recipe, changes)
     if not resolved.data.num_classes and resolved.task.kind.learns_classes:
         raise RecipeError(
             f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
@@ -201,11 +173,54 @@ def open_saved(
         )
     if resolved.engine.amp == "auto":  # which a run's recipe never states
         resolved = resolved.with_amp(fastest_amp(this_device()))
+    if image_size is None:
+        image_size = resolved.data.image_size
     try:
-        size = convert(resolved.data.image_size if image_size is None else image_size, Size)
+        size = convert(image_size, Size)
     except TypeError as error:
         raise RecipeError(f"the image size is {error}") from None
     return Saved(path, state, resolved, size, reader)
+
+
+def _recipe_inside(
+    path: Path,
+    state: dict[str, Any],
+    recipe: str | None,
+    changes: Sequence[Override],
+    changeable: Sequence[str],
+) -> Recipe:
+    """The recipe that a checkpoint contains; arguments as of `open_saved`."""
+    if recipe is not None:
+        raise RecipeError(
+            f"{path}: brings its own recipe; the recipe {recipe} that was given "
+            "is for checkpoints that hold none"
+        )
+    for change in changes:
+        if change.key not in changeable:
+            raise RecipeError(
+                f"{change.text}: the checkpoint brings its own recipe, of which "
+                f"only how to evaluate can change{nearest(change.key, changeable)}"
+            )
+    resolved = from_dict(state["recipe"], str(path), changes)
+    where = RunFolder(path.parent).data_of(-1)  # a relative path was relative to elsewhere
+    return resolved.with_data(root=where.get("root", resolved.data.root))
+
+
+def _recipe_beside(
+    path: Path, description: Any, recipe: str | None, changes: Sequence[Override]
+) -> Recipe:
+    """The recipe that a checkpoint without one is of: as its user says, or files beside it."""
+    stated = []
+    if description is not None:
+        recipe = recipe or description.recipe
+        for key, value in description.values.items():
+            stated.append(Override(key, value, str(description.file)))
+    if not recipe:
+        raise RecipeError(
+            f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
+            "of (recipe=… in Python)"
+        )
+    return load_recipe(recipe, [*stated, *changes])
 
 
 class Weights(NamedTuple):
@@ -241,7 +256,8 @@ def fetch(weights: Weights) -> None:
     file = kept_file(weights)
     if file.exists():
         return
-    address, digest = ADDRESS + weights.file, file.stem.rpartition("-")[2]
+    address = ADDRESS + weights.file
+    digest = file.stem.rpartition("-")[2]
     say(f"fetch   {address} → {file}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -261,11 +277,14 @@ def by_name(path: Path) -> Path:
     """
     if path.parent != Path(".") or path.exists():
         return path
-    if weights := published(path.name):
-        if not (file := kept_file(weights)).exists():
+    weights = published(path.name)
+    if weights is not None:
+        file = kept_file(weights)
+        if not file.exists():
             raise NoCheckpoint(
                 f"{path}: expected its weights at {file}, where training with "
                 f"init.checkpoint={path} puts them"
             )
         return file
-    return BOXED / path if (BOXED / path).is_dir() else path
+    boxed = BOXED / path
+    return boxed if boxed.is_dir() else path

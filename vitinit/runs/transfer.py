@@ -38,18 +38,12 @@ class Transfer:
     kept: list[str]  # in the model, and left as its init drew them
 
     def __str__(self) -> str:
-        lists = [
-            f"{title}: {shortened(names)}"
-            for title, names in (("dropped", self.dropped), ("as the init drew them", self.kept))
-            if names
-        ]
-        return "; ".join(
-            [
-                f"{len(self.loaded)} tensors loaded",
-                *(f"{name} resized" for name in self.resized),
-                *lists,
-            ]
-        )
+        parts = [f"{len(self.loaded)} tensors loaded"]
+        parts += [f"{name} resized" for name in self.resized]
+        for title, names in (("dropped", self.dropped), ("as the init drew them", self.kept)):
+            if names:
+                parts.append(f"{title}: {shortened(names)}")
+        return "; ".join(parts)
 
 
 @torch.no_grad()
@@ -86,45 +80,56 @@ def start_from(
     tensors, change = as_in(model, tensors, grid, path)
     heads = _classifiers(target, tensors, rows)
     new_head = not any(name.startswith("head.") for name in heads)
-    loaded = {}
-    dropped, surplus = list[str](), list[str]()
+    loaded: dict[str, Tensor] = {}
+    dropped: list[str] = []
+    surplus: list[str] = []
     for name, value in tensors.items():
-        if name == "pos_embed" and name in target and not model.learns_positions:
+        if name not in target:
+            without = dropped if _model_may_lack(name, target, tensors, new_head) else surplus
+            without.append(name)
+        elif name == "pos_embed" and not model.learns_positions:
             dropped.append("pos_embed (the model's are fixed)")
-        elif name not in target:
-            # With fc_norm the classifier read the patches alone, and the class token acted through
-            # attention only: without it the function would change for a model that pools alike.
-            may_lack = name in PREFIX_TOKENS[:2] and "fc_norm.weight" not in tensors
-            may_lack |= bool(UNREAD.search(name)) or _may_differ(name, target, new_head)
-            (dropped if may_lack else surplus).append(name)
         elif name.startswith("head") and name not in heads:
             dropped.append(f"{name} {tuple(value.shape)}")
         else:
             loaded[name] = heads.get(name, value)
-    if all(name.startswith("head") for name in loaded):
+    if loaded.keys() <= heads.keys():
         raise CheckpointError(
             f"{path}: none of its tensors fits the model; it holds {shortened(list(tensors))}"
         )
     kept = [name for name in target if name not in loaded]
-    missing = [
-        name
-        for name in kept
-        if not (
-            name in PREFIX_TOKENS
-            or name == "pos_embed"
-            and not model.learns_positions
-            or name.endswith("num_batches_tracked")
-            or _may_differ(name, tensors, new_head)
-        )
-    ]
-    _require_fit(target, path, missing=missing, surplus=surplus, loaded=loaded)
-    model.load_state_dict(target | loaded)
-    return Transfer(
-        [name for name in loaded if not (change and name == "pos_embed")],
-        [f"pos_embed {change}"] * bool(change),
-        dropped,
-        kept,
-    )
+    missing = [name for name in kept if not _may_stay(name, model, tensors, new_head)]
+    _copy(loaded, model, path, missing=missing, surplus=surplus)
+    copied = [*loaded]
+    resized = []
+    if change:
+        copied.remove("pos_embed")
+        resized.append(f"pos_embed {change}")
+    return Transfer(copied, resized, dropped, kept)
+
+
+def _model_may_lack(name: str, target: Tensors, tensors: Tensors, new_head: bool) -> bool:
+    """Whether a model may start from a checkpoint without this one of its tensors."""
+    if name in PREFIX_TOKENS[:2]:
+        # With fc_norm the classifier read the patches alone, and the class token acted through
+        # attention only: without it the function would change for a model that pools alike.
+        return "fc_norm.weight" not in tensors
+    return UNREAD.search(name) is not None or _may_differ(name, target, new_head)
+
+
+def _may_stay(name: str, model: nn.Module, tensors: Tensors, new_head: bool) -> bool:
+    """Whether a tensor that the checkpoint lacks may stay as the model's init drew it."""
+    if name == "pos_embed":
+        return not model.learns_positions
+    is_counter = name.endswith("num_batches_tracked")
+    return name in PREFIX_TOKENS or is_counter or _may_differ(name, tensors, new_head)
+
+
+def _may_differ(name: str, others: Tensors, new_head: bool) -> bool:
+    """Whether the other side may lack this tensor: of a head, or of the norm before a new one."""
+    layer, _, part = name.partition(".")
+    other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
+    return name.startswith("head") or new_head and f"{other}.{part}" in others
 
 
 @torch.no_grad()
@@ -140,13 +145,37 @@ def load_exactly(model: nn.Module, tensors: Tensors, path: Path) -> None:
     }
     missing = sorted(target.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - target.keys())
-    if missing and not surplus and missing == [n for n in sorted(target) if n.startswith("head")]:
+    heads = sorted(name for name in target if name.startswith("head"))
+    if missing and missing == heads and not surplus:
         raise CheckpointError(
             f"{path}: holds no classifier ({shortened(missing)}), so that there "
             "is nothing to evaluate; init.checkpoint fine-tunes it"
         )
-    _require_fit(target, path, missing=missing, surplus=surplus, loaded=tensors)
-    model.load_state_dict(tensors)
+    _copy(tensors, model, path, missing=missing, surplus=surplus)
+
+
+def _copy(
+    tensors: Tensors, model: nn.Module, path: Path | str, *, missing: list[str], surplus: list[str]
+) -> None:
+    """Copy tensors into the model; CheckpointError, listing names, for tensors on one side only and
+    for other shapes.
+    """
+    target = model.state_dict()
+    shapes = [
+        f"{name} {tuple(value.shape)} where the model has {tuple(target[name].shape)}"
+        for name, value in tensors.items()
+        if name in target and value.shape != target[name].shape
+    ]
+    problems = ""
+    for title, names in (("missing", missing), ("surplus", surplus), ("other shape", shapes)):
+        if names:
+            problems += f"; {title}: {shortened(names)}"
+    if problems:
+        raise CheckpointError(
+            f"{path}: does not fit the model{problems}; "
+            "vitinit/train/README.md names the options for known checkpoints"
+        )
+    model.load_state_dict({**target, **tensors})
 
 
 def as_in(
@@ -158,28 +187,31 @@ def as_in(
     The class token of a model that averages over the patches (fine-tuned MAE, timm's `avg` pooling)
     is read by attention alone, as registers are; likewise a distillation token without its head.
     """
-    target, tensors, change = model.state_dict(), dict(tensors), ""
-    unread = [name for name in PREFIX_TOKENS[:2] if name in tensors and name not in target]
-    registers = [tensors[name] for name in (*unread, "reg_token") if name in tensors]
-    shapes = {(*token.shape[:1], *token.shape[2:]) for token in registers}
-    if (
-        unread
-        and "reg_token" in target
-        and shapes == {target["reg_token"].shape[::2]}
-        and (sum(token.shape[1] for token in registers) == target["reg_token"].shape[1])
-    ):
-        tensors["reg_token"] = torch.cat(registers, dim=1)
-        for name in unread:
-            del tensors[name]
-    if (
-        "pos_embed" in target.keys() & tensors.keys()
-        and model.learns_positions
-        and ((grid, tensors["pos_embed"].shape) != (model.grid, target["pos_embed"].shape))
-    ):
-        tensors["pos_embed"], change = _fit_pos_embed(
-            target, tensors, cast(Grid, model.grid), grid, path
-        )
+    target = model.state_dict()
+    tensors = _with_registers(target, dict(tensors))
+    if "pos_embed" not in target or "pos_embed" not in tensors or not model.learns_positions:
+        return tensors, ""
+    if grid == model.grid and tensors["pos_embed"].shape == target["pos_embed"].shape:
+        return tensors, ""
+    tensors["pos_embed"], change = _fit_pos_embed(
+        target, tensors, cast(Grid, model.grid), grid, path
+    )
     return tensors, change
+
+
+def _with_registers(target: Tensors, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint's tensors, in which tokens that the model does not read may be registers."""
+    if "reg_token" not in target:
+        return tensors
+    registers = target["reg_token"]  # (1, count, D)
+    unread = [name for name in PREFIX_TOKENS[:2] if name in tensors and name not in target]
+    tokens = [tensors[name] for name in (*unread, "reg_token") if name in tensors]
+    if any(token.ndim != 3 or token.shape[::2] != registers.shape[::2] for token in tokens):
+        return tensors
+    if sum(token.shape[1] for token in tokens) != registers.shape[1]:
+        return tensors
+    others = {name: value for name, value in tensors.items() if name not in unread}
+    return others | {"reg_token": torch.cat(tokens, dim=1)}
 
 
 def _fit_pos_embed(
@@ -194,15 +226,7 @@ def _fit_pos_embed(
     pos_embed, initial = tensors["pos_embed"], target["pos_embed"]
     if pos_embed.ndim != 3 or pos_embed.shape[2] != initial.shape[2]:
         return pos_embed, ""  # another width: the caller raises the error
-    # Tokens of each kind before the patches, such as {"cls_token": 1, "reg_token": 4}.
-    saved, needed = (
-        {
-            name: side[name].shape[1] if side[name].ndim == 3 else 1  # cannot fit
-            for name in PREFIX_TOKENS
-            if name in side
-        }
-        for side in (tensors, target)
-    )
+    saved, needed = _tokens_in(tensors), _tokens_in(target)
     grid, entries = _grid_and_entries(pos_embed.shape[1], saved, wanted, grid, path)
     before, patches = pos_embed[:, :entries], pos_embed[:, entries:]
     before = F.pad(before, (0, 0, 0, sum(saved.values()) - entries))  # registers come last
@@ -220,10 +244,17 @@ def _fit_pos_embed(
     # Which tokens have no position follows from numbers alone, so the user is told.
     lacking = [name for name, end in zip(saved, accumulate(saved.values())) if end > entries]
     without = f" without {', '.join(lacking)}" if lacking else ""
-    return (
-        torch.cat([*tokens, patches], dim=1),
-        f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}",
-    )
+    change = f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}"
+    return torch.cat([*tokens, patches], dim=1), change
+
+
+def _tokens_in(side: Tensors) -> dict[str, int]:
+    """The tokens of each kind before the patches, such as {"cls_token": 1, "reg_token": 4}."""
+    counts = {}
+    for name in PREFIX_TOKENS:
+        if name in side:
+            counts[name] = side[name].shape[1] if side[name].ndim == 3 else 1  # cannot fit
+    return counts
 
 
 def _grid_and_entries(
@@ -239,15 +270,13 @@ def _grid_and_entries(
     """
     total = sum(saved.values())
     possible = (total, total - saved.get("reg_token", 0), 0)  # entries before the patches
-    of_model = [(*wanted, entries) for entries in possible]
-    squares = [
-        (side, side, entries) for entries in possible for side in [isqrt(max(count - entries, 0))]
-    ]
-    candidates = (
-        [(*grid, entries) for entries in possible] + of_model
-        if grid
-        else [squares[0], *of_model, *squares[1:]]
-    )
+    candidates = [(*wanted, entries) for entries in possible]
+    if grid is not None:
+        candidates = [(*grid, entries) for entries in possible] + candidates
+    else:
+        sides = [isqrt(max(count - entries, 0)) for entries in possible]
+        squares = list(zip(sides, sides, possible))
+        candidates = squares[:1] + candidates + squares[1:]
     for rows, columns, entries in candidates:
         if rows and rows * columns == count - entries:
             return (rows, columns), entries
@@ -262,52 +291,18 @@ def _classifiers(
     target: Tensors, tensors: Tensors, rows: Sequence[int | None] | None
 ) -> dict[str, Tensor]:
     """The classifiers that a model gets, but for those of another width or without any row."""
-    heads = {
-        name: value
-        for name, value in tensors.items()
-        if name in target
-        and value.ndim
-        and name.startswith("head")
-        and value.shape[1:] == target[name].shape[1:]
-    }
-    if rows is None:
-        return {name: value for name, value in heads.items() if value.shape == target[name].shape}
-    taken = [row for row in rows if row is not None]
-    return {
-        name: torch.stack(
-            [
-                initial if row is None else value[row].to(initial)
-                for row, initial in zip(rows, target[name], strict=True)
-            ]
-        )
-        for name, value in heads.items()
-        if taken and max(taken) < len(value)
-    }
-
-
-def _may_differ(name: str, others: Tensors, new_head: bool) -> bool:
-    """Whether the other side may lack this tensor: of a head, or of the norm before a new one."""
-    layer, _, part = name.partition(".")
-    other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
-    return name.startswith("head") or new_head and f"{other}.{part}" in others
-
-
-def _require_fit(
-    target: Tensors, path: Path | str, *, missing: list[str], surplus: list[str], loaded: Tensors
-) -> None:
-    """Raise CheckpointError, listing names, for tensors on one side only and for other shapes."""
-    shapes = [
-        f"{name} {tuple(value.shape)} where the model has {tuple(target[name].shape)}"
-        for name, value in loaded.items()
-        if name in target and value.shape != target[name].shape
-    ]
-    problems = [
-        f"; {title}: {shortened(names)}"
-        for title, names in (("missing", missing), ("surplus", surplus), ("other shape", shapes))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{path}: does not fit the model{''.join(problems)}; "
-            "vitinit/train/README.md names the options for known checkpoints"
-        )
+    taken = [row for row in rows or () if row is not None]
+    heads = {}
+    for name, value in tensors.items():
+        if name not in target or not name.startswith("head"):
+            continue
+        initial = target[name]
+        if rows is None:
+            if value.shape == initial.shape:
+                heads[name] = value
+        elif taken and value.shape[1:] == initial.shape[1:] and value.ndim:
+            if max(taken) < len(value):
+                pairs = zip(rows, initial, strict=True)
+                chosen = [own if row is None else value[row].to(own) for row, own in pairs]
+                heads[name] = torch.stack(chosen)
+    return heads
