@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ..base.files import CheckpointError
 from ..base.messages import in_brief, shortened
 from .metrics import Progress
 
+INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Tensors of integers that are no weights.
 COUNTED = re.compile(r"(^|\.)(num_batches_tracked|relative_position_index|position_ids)$")
@@ -23,19 +24,23 @@ def fault(name: str, value: object, like: Tensor | None = None) -> str:
     """What is wrong with a tensor of a model or optimiser, which is to be `like` another; or ""."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    if value.is_meta or value.is_nested or value.layout != torch.strided:
-        return "without values (meta)" if value.is_meta else f"sparse or nested ({value.layout})"
+    if value.is_meta:
+        return "without values (meta)"
+    if value.is_nested or value.layout != torch.strided:
+        return f"sparse or nested ({value.layout})"
     if like is not None and (value.shape, value.dtype) != (like.shape, like.dtype):
         return (
             f"{tuple(value.shape)} {value.dtype} where the run has {tuple(like.shape)} {like.dtype}"
         )
-    if value.dtype not in FLOATS + (torch.int32, torch.int64) * bool(COUNTED.search(name)):
+    allowed = INTEGERS + FLOATS if COUNTED.search(name) else FLOATS
+    if value.dtype not in allowed:
         return str(value.dtype)
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return f"longer than what is stored of it, by its stride {value.stride()}"
     # A sum takes no memory; only one that overflows has to be looked at more closely.
-    finite = value.sum().isfinite() or value.isfinite().all()
-    return "" if finite else "not finite, the run diverged before it was written"
+    if value.sum().isfinite() or value.isfinite().all():
+        return ""
+    return "not finite, the run diverged before it was written"
 
 
 class Ema:
@@ -54,9 +59,8 @@ class Ema:
         self.decay, self.warmup = decay, warmup
         self.updates: int | Tensor = 0  # on the device where fp16 may skip updates
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for average, value in zip(
-            *(module.state_dict(keep_vars=True).values() for module in (self.model, model))
-        ):
+        own = self.model.state_dict(keep_vars=True).values()
+        for average, value in zip(own, model.state_dict(keep_vars=True).values()):
             averages, values = kinds.setdefault(value.dtype, ([], []))
             averages.append(average)
             values.append(value)
@@ -73,7 +77,8 @@ class Ema:
         elif self.warmup:
             decay = min(self.decay, 1.0 - (1.0 + self.updates) ** (-2.0 / 3.0))
         weight = 1.0 - decay
-        self.updates = self.updates + (1 if skipped is None else ~skipped)
+        done = 1 if skipped is None else ~skipped
+        self.updates = self.updates + done
         for averages, values in self.pairs:
             floating = averages[0].is_floating_point()
             if skipped is not None:  # lerp takes no weight that is on the device
@@ -129,28 +134,17 @@ class TrainState:
         The optimiser's hyper-parameters are not restored: the recipe states them all. Raises
         CheckpointError, as `require_like` does, for a checkpoint of something else.
         """
-        progress = progress_of(state.get("progress"), path)
-        moments = {
-            number: {"momentum_buffer": weight}
-            if by_muon
-            else {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
-            for number, (weight, by_muon) in enumerate(
-                (weight, group.get("muon"))
-                for group in self.optimizer.param_groups
-                for weight in group["params"]
-            )
-        }
-        optimizer = state.get("optimizer")
-        saved = optimizer.get("state") if isinstance(optimizer, Mapping) else None
-        scaling = self.scaler.state_dict()  # {} without fp16
-        require_like(state.get("model"), self.model.state_dict(), "model", path)
+        progress = progress_of(state["progress"], path)
+        require_like(state["model"], self.model.state_dict(), "model", path)
+        saved = state["optimizer"].get("state")
+        # Before the first step that fp16 did not skip, there are no moments.
         begun = saved != {} or progress.step > progress.skipped_steps
-        require_like(saved, moments if begun else {}, "optimizer", path)
+        require_like(saved, self._moments() if begun else {}, "optimizer", path)
         if self.ema is not None:
             require_like(state.get("ema"), self.ema.state_dict(), "ema", path)
             self.ema.load_state_dict(state["ema"])
-        if scaling:
-            require_like(state.get("scaler"), scaling, "scaler", path)
+        if self.scaler.is_enabled():
+            require_like(state.get("scaler"), self.scaler.state_dict(), "scaler", path)
             self.scaler.load_state_dict(state["scaler"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": saved})
@@ -160,11 +154,22 @@ class TrainState:
                 if value.shape == parameter.shape and value.stride() != parameter.stride():
                     values[name] = torch.empty_like(parameter).copy_(value)
 
+    def _moments(self) -> dict[int, dict[str, Tensor]]:
+        """What the optimiser keeps of each weight, by its number, once it has made a step."""
+        moments: dict[int, dict[str, Tensor]] = {}
+        for group in self.optimizer.param_groups:
+            for weight in group["params"]:
+                of_weight = {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
+                if group.get("muon"):
+                    of_weight = {"momentum_buffer": weight}
+                moments[len(moments)] = of_weight
+        return moments
 
-def progress_of(stored: object, path: Path) -> Progress:
+
+def progress_of(stored: dict[str, Any], path: Path) -> Progress:
     """The progress that the checkpoint at `path` holds; CheckpointError if it is no run's."""
     expected = asdict(Progress())
-    known: Any = expected | stored if isinstance(stored, dict) else stored  # of an older run
+    known = expected | stored  # of an older run
     require_like(known, expected, "progress", path)
     return Progress(**known)
 
@@ -176,25 +181,41 @@ def require_like(stored: Any, expected: Any, place: str, path: Path) -> None:
     types: above 0 where those of `expected` are, and whole ones, such as steps, at least 0; for
     None, a number or None.
     """
-    problem = ""
-    if isinstance(expected, Mapping):
-        if not isinstance(stored, Mapping):
-            problem = f"a {type(stored).__name__}, expected a table"
-        elif odd := sorted(map(str, expected.keys() ^ stored.keys())):
-            problem = f"of another run, which differs in {shortened(odd)}"
-        for name, part in expected.items() if not problem else ():
-            require_like(stored[name], part, f"{place}.{name}", path)
-    elif isinstance(expected, Tensor):
+    for problem in _differences(stored, expected, place):
+        other = "" if "finite" in problem else "is not of this run: "
+        raise CheckpointError(f"{path}: {other}{problem}")
+
+
+def _differences(stored: Any, expected: Any, place: str) -> Iterator[str]:
+    if isinstance(expected, Tensor):
         problem = fault(place, stored, like=expected)
         if not problem and place.endswith((".step", ".exp_avg_sq")) and stored.min() < 0:
             problem = "below 0"
-    elif not (expected is None and stored is None) and not (
-        type(stored) is (float if expected is None else type(expected))
-        and (0 < stored if expected else 0 <= stored or isinstance(stored, float))
-        and abs(stored) < 2**63
-    ):
-        limit = " > 0" if expected else " ≥ 0" if isinstance(expected, int) else ""
-        problem = f"{in_brief(repr(stored))}, expected a number{limit}"
+    elif not isinstance(expected, Mapping):
+        problem = _number_fault(stored, like=expected)
+    elif not isinstance(stored, Mapping):
+        problem = f"a {type(stored).__name__}, expected a table"
+    elif stored.keys() != expected.keys():
+        odd = sorted(map(str, expected.keys() ^ stored.keys()))
+        problem = f"of another run, which differs in {shortened(odd)}"
+    else:
+        problem = ""
+        for name, part in expected.items():
+            yield from _differences(stored[name], part, f"{place}.{name}")
     if problem:
-        other = "" if "finite" in problem else "is not of this run: "
-        raise CheckpointError(f"{path}: {other}{place} is {problem}")
+        yield f"{place} is {problem}"
+
+
+def _number_fault(value: Any, like: float | None) -> str:
+    """What is wrong with a number that is to be `like` another, or with None; or ""."""
+    if value is None and like is None:
+        return ""
+    above, limit = -(2**63), ""
+    if like:
+        above, limit = 0, " > 0"
+    elif type(like) is int:
+        above, limit = -1, " ≥ 0"
+    kind = float if like is None else type(like)
+    if type(value) is kind and above < value < 2**63:
+        return ""
+    return f"{in_brief(repr(value))}, expected a number{limit}"
