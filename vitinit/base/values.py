@@ -27,6 +27,7 @@ SIGNS = {
     "maximum": ("≤", operator.le),
     "below": ("<", operator.lt),
 }
+Table = dict[str, Any]  # as TOML and JSON have them
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -71,7 +72,7 @@ class ReadOnly(dict):
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[type, tuple[Table]]:
         return ReadOnly, (dict(self),)
 
 
@@ -163,9 +164,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
     """Flatten nested tables: {"init": {"options": {"rank": 3}}} → {"init.options.rank": 3}."""
-    keys: dict[str, Any] = {}
+    keys: Table = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
             keys |= flat(value, f"{prefix}{name}.")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..base.files import parse_toml, read_bytes
 from ..base.messages import OneLineError, in_brief, nearest, ran_out_of_memory
 from ..base.table import find
-from ..base.values import ReadOnly, accepted_values, convert, plain, show, to_toml
+from ..base.values import ReadOnly, Table, accepted_values, convert, plain, show, to_toml
 from ..init import GIVEN, init_function, stated_family
 from ..models import MODELS, model_class
 from ..tasks import TASKS
@@ -103,7 +103,7 @@ def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()
     return _recipe({"version": VERSION} | table, path.stem, Origin(str(path), changes))
 
 
-def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override] = ()) -> Recipe:
+def from_dict(table: Table, source: str, changes: Sequence[Override] = ()) -> Recipe:
     """The recipe of which `Recipe.as_dict` made `table`, for instance in a checkpoint.
 
     Its init has been applied: name and options are a record, perhaps of an init that is no longer
@@ -134,9 +134,7 @@ class Origin(NamedTuple):
         raise RecipeError(f"{self.of(*keys)}: {problem}") from None
 
 
-def _recipe(
-    tables: dict[str, Any], name: str, origin: Origin, *, checks_init: bool = True
-) -> Recipe:
+def _recipe(tables: Table, name: str, origin: Origin, *, checks_init: bool = True) -> Recipe:
     """The recipe of a table of sections, with the origin's changes; see `load_recipe`."""
     tables = _completed(tables, origin)
     init_of_file = tables["init"].get("name")
@@ -179,7 +177,7 @@ def _recipe(
     return recipe
 
 
-def _apply(change: Override, tables: dict[str, Any], origin: Origin) -> None:
+def _apply(change: Override, tables: Table, origin: Origin) -> None:
     """Set the value of a change, in the table that its key names."""
     *parents, last = change.key.split(".")
     if not parents:
@@ -193,7 +191,7 @@ def _apply(change: Override, tables: dict[str, Any], origin: Origin) -> None:
     table[last] = change.value
 
 
-def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
+def _completed(tables: Table, origin: Origin) -> Table:
     """The tables of all sections, with those that a file may leave out."""
     version = tables.pop("version", None)
     if version != VERSION:
@@ -217,7 +215,7 @@ def _completed(tables: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 
 def _resolve_options(
-    title: str, section: dict[str, Any], function: Callable[..., Any], origin: Origin
+    title: str, section: Table, function: Callable[..., Any], origin: Origin
 ) -> None:
     """Check the options of a model, init or task: keyword-only parameters of `function`."""
     hints = typing.get_type_hints(function, include_extras=True)
@@ -233,13 +231,13 @@ def _resolve_options(
 
 
 def _checked(
-    body: Mapping[str, Any],
+    body: Table,
     title: str,
     origin: Origin,
-    kinds: Mapping[str, Any],
-    defaults: Mapping[str, Any] = ReadOnly(),
+    kinds: Table,
+    defaults: Table = ReadOnly(),
     of: str = "",
-) -> dict[str, Any]:
+) -> Table:
     """The values of a table after the defaults; title, of: for errors, such as " of impulse"."""
     values = dict(defaults)
     for key, value in body.items():

@@ -22,7 +22,7 @@ from ..base.files import (
     read_bytes,
 )
 from ..base.messages import in_brief, warn, without_warnings
-from ..base.values import Size, convert
+from ..base.values import Size, Table, convert
 from ..train.state import fault
 
 # The weights in a folder that transformers or timm wrote.
@@ -59,7 +59,7 @@ BESIDE = (
 )
 
 
-def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
+def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True) -> Table:
     """Read a checkpoint into plain containers, with its tensors on the CPU.
 
     Nothing in a file is executed; what is named in BESIDE, such as DeiT's argparse.Namespace, is
@@ -125,9 +125,7 @@ def _require_sound(path: Path, *, verify: bool) -> None:
         )
 
 
-def read_checkpoint(
-    path: Path, *, mmap: bool = False, verify: bool = True
-) -> tuple[dict[str, Any], Path]:
+def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> tuple[Table, Path]:
     """The contents of a checkpoint, as `read_checkpoint_file` reads them, and their file.
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
@@ -164,7 +162,7 @@ def _files_of(folder: Path) -> list[Path]:
     return foreign
 
 
-def _make_plain(state: dict[str, Any], file: Path) -> None:
+def _make_plain(state: Table, file: Path) -> None:
     """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
     if isinstance(state.get("recipe"), dict):  # a checkpoint of ours
         try:  # the same limits as of a text
@@ -181,7 +179,7 @@ def _make_plain(state: dict[str, Any], file: Path) -> None:
                 raise CheckpointError(f"{file}: its '{key}' is {error}") from None
 
 
-def _load_shards(index: Path, *, mmap: bool, verify: bool) -> dict[str, Any]:
+def _load_shards(index: Path, *, mmap: bool, verify: bool) -> Table:
     """The tensors that an index names, each from the file beside it that it names."""
     files = parse_json(read_bytes(index))["weight_map"]
     shards = {}
@@ -216,7 +214,7 @@ def _reason(error: Exception) -> str:
     return in_brief(error)
 
 
-def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
+def stored_tensors(state: Table, path: Path, name: str = "model") -> dict[str, Tensor]:
     """The tensors of the "model", or of its moving average "ema", as the checkpoint calls them.
 
     Without CONTAINERS it is taken for a bare state dict. Raises CheckpointError if there is none.
@@ -239,14 +237,12 @@ def stored_tensors(state: Mapping[str, Any], path: Path, name: str = "model") ->
     return tensors
 
 
-def _table_in(
-    state: Mapping[str, Any], keys: Iterable[str], *, default: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def _table_in(state: Table, keys: Iterable[str], *, default: Table) -> Table:
     """The first table under one of these keys."""
     return next((state[key] for key in keys if isinstance(state.get(key), Mapping)), default)
 
 
-def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
+def model_state(state: Table, path: Path, name: str = "model") -> dict[str, Tensor]:
     """`stored_tensors` without a wrapper's prefix; raises for a tensor that cannot be a model's."""
     tensors = stored_tensors(state, path, name)
     for key, value in tensors.items():

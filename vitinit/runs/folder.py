@@ -40,7 +40,7 @@ from ..base.files import (
     written_atomically,
 )
 from ..base.messages import in_brief, warn
-from ..base.values import accepted_values, convert, flat
+from ..base.values import Table, accepted_values, convert, flat
 from ..data.sources import SIZES
 from ..recipe.absent import MEANT_IN_RECIPES
 from ..recipe.files import PACKAGE
@@ -49,13 +49,13 @@ from .checkpoint import read_checkpoint
 
 LONGEST_LINES = 2**28  # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
 # What run.json says of a start, and of its data, that is read again; all else is only shown.
-OF_START: dict[str, Any] = {
+OF_START: Table = {
     "command": tuple[str, ...],
     "git_commit": str,
     "arguments": Mapping[str, Any],
     "data": Mapping[str, Any],
 }
-OF_DATA: dict[str, Any] = {
+OF_DATA: Table = {
     "root": str,
     "files and labels": str,
     "training images": int,
@@ -72,7 +72,7 @@ REQUIRED = {
 }
 
 
-def parse_keys(text: bytes, source: Path) -> dict[str, Any]:
+def parse_keys(text: bytes, source: Path) -> Table:
     """The keys of a run's recipe.toml, "section.key" → value, which are not checked, so that those
     of any version are read. Raises CheckpointError if that is no recipe.
     """
@@ -89,17 +89,17 @@ def parse_keys(text: bytes, source: Path) -> dict[str, Any]:
     return keys
 
 
-def image_digests(data: Mapping[str, Any]) -> tuple[str, str]:
+def image_digests(data: Table) -> tuple[str, str]:
     """The digests of training and of validation images in the `data` of run.json, or ""."""
     both = data.get("files and labels", "")
     return both[:16], both[16:]
 
 
-def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
+def parse_lines(text: bytes, source: Path, key: str) -> list[Table]:
     """The objects in a file of JSON lines: of numbers and None, and under `key` one that increases.
     A last line that was cut short is left out; for any other damaged one, CheckpointError names it.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Table] = []
     before = 0
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
@@ -120,7 +120,7 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_row(table: Mapping[str, Any], key: str, before: int) -> bool:
+def _is_row(table: Table, key: str, before: int) -> bool:
     """Whether a table has numbers, and under `key` an integer above `before`."""
     place = table.get(key)
     return type(place) is int and place > before and all(map(_is_number, table.values()))
@@ -131,7 +131,7 @@ def _is_number(value: object) -> bool:
     return value is None or type(value) is float or type(value) is int and abs(value) < 2**63
 
 
-def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
+def parse_starts(text: bytes, source: Path) -> list[Table]:
     """The contents of run.json, one dictionary per start; CheckpointError for anything else."""
     try:
         starts = parse_json(text)
@@ -145,7 +145,7 @@ def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
     return starts
 
 
-def _check(table: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+def _check(table: Table, kinds: Table) -> None:
     for key in kinds.keys() & table.keys():
         convert(table[key], kinds[key])
 
@@ -169,7 +169,7 @@ class Lines:
             with in_one_line(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Table]:
         """One dictionary per line; [] if there is no file."""
         content = read_bytes(self.path, default=b"", limit=LONGEST_LINES)
         return parse_lines(content, self.path, self.key)
@@ -232,11 +232,11 @@ class RunFolder:
                 f"its weights with --set init.checkpoint={self.path}"
             )
 
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> Table:
         """The keys of recipe.toml, see `parse_keys`."""
         return parse_keys(read_bytes(self.recipe), self.recipe)
 
-    def starts(self) -> list[dict[str, Any]]:
+    def starts(self) -> list[Table]:
         """The contents of run.json: one dictionary per start of the run; [] if there is no file."""
         return parse_starts(read_bytes(self.info, default=b"[]"), self.info)
 
@@ -245,7 +245,7 @@ class RunFolder:
         starts = self.starts()
         return starts[start].get("data", {}) if starts else {}
 
-    def load_last(self, *, glance: bool = False) -> dict[str, Any]:
+    def load_last(self, *, glance: bool = False) -> Table:
         """The contents of last.pt; of previous.pt, with a warning, if that is damaged or missing.
         glance: without checksums, and leaving the tensors on disk.
         """
@@ -269,7 +269,7 @@ class RunFolder:
     def record_start(
         self,
         recipe: str,
-        arguments: Mapping[str, Any],
+        arguments: Table,
         command: list[str] | None,
         *,
         processes: int,
@@ -282,7 +282,7 @@ class RunFolder:
         data: what the run trains on: the absolute path of its folder as "root", and whatever else
             `require_same_data` is to compare on resume.
         """
-        start: dict[str, Any] = {
+        start: Table = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": recipe,
             "arguments": dict(arguments),
@@ -305,10 +305,10 @@ class RunFolder:
         starts[-1]["data"].pop(SIZES, None)
         self._write_starts(starts)
 
-    def _write_starts(self, starts: list[dict[str, Any]]) -> None:
+    def _write_starts(self, starts: list[Table]) -> None:
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
-    def save(self, state: dict[str, Any], path: Path) -> None:
+    def save(self, state: Table, path: Path) -> None:
         """Write a checkpoint. A new last.pt makes the old one previous.pt, if that is of another
         step and could be read. Lines that a last.pt counts as done are on disk before it.
         """
@@ -340,7 +340,7 @@ class RunFolder:
         self.steps.cut_back(steps)
 
 
-def save_atomically(state: dict[str, Any], path: Path, *, keep: Path | None = None) -> None:
+def save_atomically(state: Table, path: Path, *, keep: Path | None = None) -> None:
     """Write a checkpoint, and keep the old file at `keep`, as `written_atomically` does."""
     with written_atomically(path, keep=keep) as file:
         torch.save(state, file)

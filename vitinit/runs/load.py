@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.files import CheckpointError, NoCheckpoint
 from ..base.messages import in_brief, nearest, say
 from ..base.table import find
-from ..base.values import Size, convert, show
+from ..base.values import Size, Table, convert, show
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, load_recipe
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
     """An opened checkpoint, whose tensors are still on disk, and what is known about it."""
 
     path: Path  # of the checkpoint file
-    state: dict[str, Any]  # the checkpoint's contents, without optimiser and loss scaling
+    state: Table  # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
     size: tuple[int, int]  # (height, width) of the images that the model is to take
     reader: Any  # of its tensors, and of another project's files beside it
@@ -133,7 +133,7 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
     return 0
 
 
-def open_file(path: Path) -> tuple[Path, dict[str, Any], Any]:
+def open_file(path: Path) -> tuple[Path, Table, Any]:
     """The file of a checkpoint, by path or name (see `by_name`), its contents, and its reader."""
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(by_name(path), mmap=True)
@@ -184,7 +184,7 @@ def open_saved(
 
 def _recipe_inside(
     path: Path,
-    state: dict[str, Any],
+    state: Table,
     recipe: str | None,
     changes: Sequence[Override],
     changeable: Sequence[str],

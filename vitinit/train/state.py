@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..base.files import CheckpointError
 from ..base.messages import in_brief, shortened
+from ..base.values import Table
 from .metrics import Progress
 
 INTEGERS = (torch.int32, torch.int64)
@@ -91,10 +92,10 @@ class Ema:
             else:
                 torch._foreach_copy_(averages, values)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Table:
         return {"model": self.model.state_dict(), "updates": int(self.updates)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Table) -> None:
         self.model.load_state_dict(state["model"])
         self.updates = state["updates"]
 
@@ -108,9 +109,9 @@ class TrainState:
     scaler: torch.amp.GradScaler  # disabled unless engine.amp is "fp16"
     ema: Ema | None
     progress: Progress
-    about: dict[str, Any] = field(default_factory=dict)  # further entries of every checkpoint
+    about: Table = field(default_factory=dict)  # further entries of every checkpoint
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self) -> Table:
         """What evaluation and fine-tuning need: models and progress. The tensors are no copies."""
         return {
             "model": self.model.state_dict(),
@@ -121,14 +122,14 @@ class TrainState:
             **self.about,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Table:
         """The whole state, from which training can resume; see `weights`."""
         return self.weights() | {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], path: Path) -> None:
+    def load_state_dict(self, state: Table, path: Path) -> None:
         """Restore what `state_dict` of a run with the same recipe returned.
 
         The optimiser's hyper-parameters are not restored: the recipe states them all. Raises
@@ -166,7 +167,7 @@ class TrainState:
         return moments
 
 
-def progress_of(stored: dict[str, Any], path: Path) -> Progress:
+def progress_of(stored: Table, path: Path) -> Progress:
     """The progress that the checkpoint at `path` holds; CheckpointError if it is no run's."""
     expected = asdict(Progress())
     known = expected | stored  # of an older run
