@@ -64,37 +64,28 @@ def open_teacher(
     name, weights = recipe.distill.teacher, recipe.distill.weights
     if name.startswith(TORCHVISION):
         opened = of_torchvision(name.removeprefix(TORCHVISION), weights)
-    elif name.endswith(".pt2"):
-        if weights:
-            raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
-        if not trusted:
-            raise TeacherError(
-                f"distill.teacher {name}: is a program of torch.export, whose file "
-                "can execute any code; if you trust where it is from, train with "
-                "--trust-teacher (trust_teacher=True of vitinit.Run)"
-            )
-        opened = program(Path(name), recipe, device)
-    else:
-        if weights not in ("", "model", "ema"):
-            raise TeacherError(f"distill.weights is {weights}, expected model or ema for {name}")
-        trained = load(name, weights=cast(Weights, weights or "model"))
-        trained.require_classifier()
-        data = trained.recipe.data
-        opened = Opened(
-            Teacher(trained.model, data.mean, data.std, trained.image_size),
-            trained.classes,
-            len(trained.classes),
+    elif not name.endswith(".pt2"):
+        opened = of_run(name, weights)
+    elif weights:
+        raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
+    elif not trusted:
+        raise TeacherError(
+            f"distill.teacher {name}: is a program of torch.export, whose file "
+            "can execute any code; if you trust where it is from, train with "
+            "--trust-teacher (trust_teacher=True of vitinit.Run)"
         )
-    model, (columns, order) = opened.teacher.model, columns_for(name, opened, classes)
+    else:
+        opened = program(Path(name), recipe, device)
+    model = opened.teacher.model
+    columns, order = columns_for(name, opened, classes)
     digest = weights_digest(model.state_dict())
     if columns != list(range(opened.outputs)):
         model = SomeLogits(model, columns)
     model.requires_grad_(False).to(device)
     if recipe.engine.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    return replace(
-        opened.teacher, model=model, digest=digest, name=f"{name}, {opened.outputs} classes {order}"
-    )
+    name = f"{name}, {opened.outputs} classes {order}"
+    return replace(opened.teacher, model=model, digest=digest, name=name)
 
 
 def learn_from_teacher(
@@ -115,6 +106,17 @@ def learn_from_teacher(
     )
 
 
+def of_run(name: str, weights: str) -> Opened:
+    """A model of ours, by what `vitinit.load` takes."""
+    if weights not in ("", "model", "ema"):
+        raise TeacherError(f"distill.weights is {weights}, expected model or ema for {name}")
+    trained = load(name, weights=cast(Weights, weights or "model"))
+    trained.require_classifier()
+    data = trained.recipe.data
+    teacher = Teacher(trained.model, data.mean, data.std, trained.image_size)
+    return Opened(teacher, trained.classes, len(trained.classes))
+
+
 def of_torchvision(name: str, weights: str) -> Opened:
     """torchvision's model `name` with the weights in a file, which is read without unpickling code;
     they are taken to be of ImageNet, with its mean, std and order of classes.
@@ -132,16 +134,19 @@ def of_torchvision(name: str, weights: str) -> Opened:
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
     last = list(tensors.values())[-1]  # the classifier's, with a row per class
-    outputs = last.shape[0] if last.ndim else 0
-    if not outputs:
+    if not last.numel() or not last.ndim:
         raise TeacherError(f"{path}: its last tensor is no classifier's")
-    extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **extra).eval()
+    outputs = len(last)
+    options: dict[str, Any] = {"num_classes": outputs}
+    if name in ("googlenet", "inception_v3"):
+        options["init_weights"] = False
+    model = torchvision.models.get_model(name, **options).eval()
     load_exactly(model, tensors, path)
-    size = (model.image_size,) * 2 if hasattr(model, "image_size") else None  # vit_b_16 and such
-    return Opened(
-        Teacher(model, IMAGENET_MEAN, IMAGENET_STD, size), unnamed_classes(outputs), outputs
-    )
+    size = None
+    if hasattr(model, "image_size"):  # vit_b_16 and such
+        size = (model.image_size, model.image_size)
+    teacher = Teacher(model, IMAGENET_MEAN, IMAGENET_STD, size)
+    return Opened(teacher, unnamed_classes(outputs), outputs)
 
 
 def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
@@ -150,45 +155,50 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
 
     torch reads such a file by unpickling parts of it, and by evaluating its texts (shapes, guards).
     """
-    notes, data = {"vitinit.json": ""}, recipe.data
     try:
-        if not path.is_file() or not is_zipfile(path):  # torch would print a traceback, too
-            raise ValueError("there is no such archive")
-        exported = torch.export.load(path, extra_files=notes)
-        described = convert(parse_json(notes["vitinit.json"].encode() or b"{}"), Mapping[str, Any])
-        images = next(
-            node.meta["val"]
-            for node in exported.graph.nodes
-            if node.op == "placeholder" and node.name in exported.graph_signature.user_inputs
-        )
-        if images.dtype != torch.float32:
-            raise ValueError(f"it takes {images.dtype}")
-        height, width = (
-            side if isinstance(side, int) else default
-            for side, default in zip(images.shape[2:], data.image_size, strict=True)
-        )
-        exported = move_to_device_pass(exported, device)
-        model = exported.module()
-        with torch.no_grad():
-            shapes = [
-                model(torch.zeros(batch, 3, height, width, device=device)).shape for batch in (2, 3)
-            ]
-        if [len(shape) for shape in shapes] != [2, 2]:
-            raise ValueError(f"its output is {tuple(shapes[0])}")
-        mean = convert(described.get("mean", data.mean), tuple[float, float, float])
-        std = convert(
-            described.get("std", data.std), tuple[PositiveNumber, PositiveNumber, PositiveNumber]
-        )
-        classes = convert(described.get("classes"), tuple[str, ...] | None)
-        if classes is not None and len(classes) != shapes[0][1]:
-            raise ValueError(f"it names {len(classes)} classes")
+        return _read_program(path, recipe, device)
     except Exception as error:  # of many classes, for a file that is none
         raise TeacherError(
             f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
             "number of them, to logits (B, K), such as vitinit export writes without --normalise "
             f"({in_brief(error)})"
         ) from None
-    return Opened(Teacher(model, mean, std, (height, width)), classes, shapes[0][1])
+
+
+def _read_program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
+    if not path.is_file() or not is_zipfile(path):  # torch would print a traceback, too
+        raise ValueError("there is no such archive")
+    notes = {"vitinit.json": ""}
+    exported = torch.export.load(path, extra_files=notes)
+    described = convert(parse_json(notes["vitinit.json"].encode() or b"{}"), Mapping[str, Any])
+    inputs = exported.graph_signature.user_inputs
+    images = next(
+        node.meta["val"]
+        for node in exported.graph.nodes
+        if node.op == "placeholder" and node.name in inputs
+    )
+    if images.dtype != torch.float32:
+        raise ValueError(f"it takes {images.dtype}")
+    data = recipe.data
+    height, width = (
+        side if isinstance(side, int) else default
+        for side, default in zip(images.shape[2:], data.image_size, strict=True)
+    )
+    model = move_to_device_pass(exported, device).module()
+    with torch.no_grad():
+        two, three = (
+            model(torch.zeros(batch, 3, height, width, device=device)).shape for batch in (2, 3)
+        )
+    if len(two) != 2 or len(three) != 2:
+        raise ValueError(f"its output is {tuple(two)}")
+    outputs = two[1]
+    mean = convert(described.get("mean", data.mean), tuple[float, float, float])
+    positive = tuple[PositiveNumber, PositiveNumber, PositiveNumber]
+    std = convert(described.get("std", data.std), positive)
+    classes = convert(described.get("classes"), tuple[str, ...] | None)
+    if classes is not None and len(classes) != outputs:
+        raise ValueError(f"it names {len(classes)} classes")
+    return Opened(Teacher(model, mean, std, (height, width)), classes, outputs)
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
@@ -212,9 +222,8 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(
-            value.detach().cpu().contiguous().view(torch.uint8).numpy().data
-            if value.ndim
-            else str(value.item()).encode()
-        )
+        if value.ndim:
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        else:
+            digest.update(str(value.item()).encode())
     return digest.hexdigest()[:16]

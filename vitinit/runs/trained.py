@@ -40,16 +40,17 @@ def as_uint8(image: ImageLike) -> Tensor:
         return decode_bytes(image, "an image given as bytes")
     if isinstance(image, (str, os.PathLike)):
         return decode_image(os.fspath(image))
-    what = f"a {type(image).__name__}"
     if isinstance(image, np.ndarray):
         if image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.size:
             # A copy, since a view such as frame[..., ::-1] has strides that torch has not.
             return torch.from_numpy(np.array(image, order="C")).permute(2, 0, 1)
         what = f"an array {image.shape} {image.dtype}"
-    if isinstance(image, Tensor):
+    elif isinstance(image, Tensor):
         if image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3 and image.numel():
             return image.cpu()
         what = f"a tensor {tuple(image.shape)} {image.dtype}"
+    else:
+        what = f"a {type(image).__name__}"
     raise DataError(
         f"an image is {what}, expected a path, bytes, a PIL image or a tensor (3, H, "
         "W) torch.uint8, or an array (H, W, 3) uint8"
@@ -81,7 +82,8 @@ class Trained:
 
     def view(self, image: ImageLike) -> Tensor:
         """Resize and centre-crop one image for the model → (3, *image_size) uint8, on the CPU."""
-        with room_for(f"{image}" if isinstance(image, (str, os.PathLike)) else "an image"):
+        name = str(image) if isinstance(image, (str, os.PathLike)) else "an image"
+        with room_for(name):
             return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
@@ -89,8 +91,10 @@ class Trained:
         (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device and in
         its precision. Raises ValueError if there is no image, or one cannot be read.
         """
-        single = isinstance(images, ImageLike) and getattr(images, "ndim", 3) in (2, 3)
-        views = [*map(self.view, cast(Sequence[ImageLike], [images] if single else images))]
+        # An array or a tensor of four dimensions is several images.
+        if isinstance(images, ImageLike) and getattr(images, "ndim", 3) in (2, 3):
+            images = [images]
+        views = [self.view(image) for image in cast(Sequence[ImageLike], images)]
         if not views:
             raise DataError("no image was given; expected at least one")
         return self.inputs(torch.stack(views))
@@ -119,7 +123,8 @@ class Trained:
                 f"top is {top!r}, expected an integer of at least 1, or None for all classes"
             )
         self.require_classifier()
-        images, guesses = list(images), []
+        images = list(images)
+        guesses = []
         for start in range(0, len(images), BATCH):
             inputs = self.preprocess(images[start : start + BATCH])
             guesses += self.ranked(self.probabilities(inputs), top)
@@ -136,10 +141,11 @@ class Trained:
     def ranked(self, probabilities: Tensor, top: int | None) -> list[list[tuple[str, float]]]:
         """What `predict` returns, of (B, classes); equal ones are in the order of `classes`."""
         order = probabilities.sort(dim=1, descending=True, stable=True)
-        return [
-            [(self.classes[index], value) for index, value in zip(indices[:top], values[:top])]
-            for indices, values in zip(order.indices.tolist(), order.values.tolist())
-        ]
+        guesses = []
+        for indices, values in zip(order.indices.tolist(), order.values.tolist()):
+            names = [self.classes[index] for index in indices[:top]]
+            guesses.append(list(zip(names, values)))
+        return guesses
 
 
 def load(
@@ -184,12 +190,15 @@ def load(
         changeable=VIEW_KEYS,
         image_size=image_size,
     )
-    model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
+    model = saved.model(weights, or_backbone=not saved.brings_recipe)
+    model.eval().requires_grad_(False).to(device)
     if not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions(weights)}", sys.stderr)
-    numbers = unnamed_classes(model.num_classes) or map(str, range(model.num_classes))
-    classes = tuple(saved.classes or numbers) if model.num_classes else ()
-    return Trained(model.to(device), classes, saved.recipe, saved.size, saved.path)
+    count = model.num_classes
+    classes: Sequence[str] = ()
+    if count:
+        classes = saved.classes or unnamed_classes(count) or [str(n) for n in range(count)]
+    return Trained(model, tuple(classes), saved.recipe, saved.size, saved.path)
 
 
 def usable_device(device: str | torch.device) -> torch.device:
