@@ -67,11 +67,9 @@ class Distillation(Labels):
         self.teacher, self.distill, self.two_heads = teacher, distill, two_heads
         self.size = None if teacher.size in (None, size) else teacher.size
         # (x · std + mean − teacher's mean) / teacher's std, as x · scale + shift
-        means, stds = (
-            torch.tensor(part, device=device)[:, :, None, None]  # (2, 3, 1, 1)
-            for part in ((mean, teacher.mean), (std, teacher.std))
-        )
-        self.scale, self.shift = stds[0] / stds[1], (means[0] - means[1]) / stds[1]
+        values = torch.tensor([mean, teacher.mean, std, teacher.std], device=device)
+        own_mean, its_mean, own_std, its_std = values[..., None, None]  # each (3, 1, 1)
+        self.scale, self.shift = own_std / its_std, (own_mean - its_mean) / its_std
         self.normalised_alike = [*mean, *std] == [*teacher.mean, *teacher.std]
         self.faulty = torch.tensor(False, device=device)  # whether there were bad logits
 
@@ -103,24 +101,25 @@ class Distillation(Labels):
         bad = ~teaching.isfinite().all()
         self.faulty |= bad
         alpha = self.distill.alpha
-        loss = (1.0 - alpha) * F.cross_entropy(of_labels, targets) + alpha * distillation_loss(
-            of_teacher, teaching, self.distill
-        )
+        learned = F.cross_entropy(of_labels, targets)
+        taught = distillation_loss(of_teacher, teaching, self.distill)
+        loss = (1.0 - alpha) * learned + alpha * taught
         return torch.where(bad, torch.nan, loss)  # argmax would hide it
 
     def notes(self) -> list[str]:
         weights = sum(value.numel() for value in self.teacher.model.state_dict().values())
-        changes = "" if self.normalised_alike else "; views normalised by its own mean and std"
-        changes += f"; views resized to {self.size[0]}×{self.size[1]}" if self.size else ""
-        kind = (
-            "decisions"
-            if self.distill.kind == "hard"
-            else f"probabilities at temperature {self.distill.tau:g}"
-        )
+        views = ""
+        if not self.normalised_alike:
+            views += "; views normalised by its own mean and std"
+        if self.size is not None:
+            views += f"; views resized to {self.size[0]}×{self.size[1]}"
+        head = "the second" if self.two_heads else "the one"
+        taught = f"probabilities at temperature {self.distill.tau:g}"
+        if self.distill.kind == "hard":
+            taught = "decisions"
         return [
-            f"teacher {self.teacher.name}, {weights:,} weights ({self.digest}){changes}; "
-            f"{'the second' if self.two_heads else 'the one'} head learns its {kind}, alpha "
-            f"{self.distill.alpha:g}"
+            f"teacher {self.teacher.name}, {weights:,} weights ({self.digest}){views}; "
+            f"{head} head learns its {taught}, alpha {self.distill.alpha:g}"
         ]
 
     @torch.no_grad()
@@ -132,11 +131,11 @@ class Distillation(Labels):
         began = time.perf_counter()
         self.logits(images).sum().item()  # waits for the device
         milliseconds = 1e3 * (time.perf_counter() - began) / len(images)
+        gflop = counter.get_total_flops() / len(images) / 1e9
         weights = sum(value.nbytes for value in self.teacher.model.state_dict().values())
         return (
-            f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} "
-            f"GFLOP and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
-            "weights\n"
+            f"cost    the teacher adds {gflop:,.3f} GFLOP and {milliseconds:,.2f} ms per image, "
+            f"and {weights / 1e6:,.1f} MB of weights\n"
         )
 
     def fault(self, processes: Processes) -> str:

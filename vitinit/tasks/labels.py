@@ -54,11 +54,10 @@ def evaluate(
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)  # loss, top 5
     hits, guessed = torch.zeros(2, len(models), num_classes, dtype=torch.int64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
-    confusion = [
-        torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
-        for _ in models
-        if num_classes <= MOST_PAIRED
-    ]
+    confusion: list[Tensor] = []  # of each model; none of many classes
+    if num_classes <= MOST_PAIRED:
+        size = (num_classes, num_classes)
+        confusion = [torch.zeros(size, dtype=torch.int64, device=device) for _ in models]
     columns = None if columns is None else columns.to(device)
     for model in models:
         model.eval()
@@ -74,7 +73,8 @@ def evaluate(
                 logits = logits[:, columns]  # (B, K)
             logits = logits.float()
             best = logits.topk(min(5, num_classes)).indices  # (B, 5)
-            ranked, guesses = best == labels[:, None], best[:, 0]
+            ranked = best == labels[:, None]
+            guesses = best[:, 0]
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals[index] += torch.stack([loss, ranked.sum()]).double()
             hits[index].index_add_(0, labels, ranked[:, 0].long())
@@ -85,22 +85,22 @@ def evaluate(
     for numbers in (totals, hits, guessed, counts, *confusion):
         processes.sum(numbers)
     total = int(counts.sum())
-    matrices: list[Tensor | None] = [matrix.cpu() for matrix in confusion] or [None] * len(models)
-    return [
-        Evaluation(
-            loss / total,
-            100.0 * sum(right) / total,
-            100.0 * top5 / total if num_classes > 5 else None,
-            total,
-            right,
-            counts.tolist(),
-            taken,
-            matrix,
+    evaluations = []
+    for index, (loss, top5) in enumerate(totals.tolist()):
+        right = hits[index].tolist()
+        evaluations.append(
+            Evaluation(
+                loss / total,
+                100.0 * sum(right) / total,
+                100.0 * top5 / total if num_classes > 5 else None,
+                total,
+                right,
+                counts.tolist(),
+                guessed[index].tolist(),
+                confusion[index].cpu() if confusion else None,
+            )
         )
-        for (loss, top5), right, taken, matrix in zip(
-            totals.tolist(), hits.tolist(), guessed.tolist(), matrices
-        )
-    ]
+    return evaluations
 
 
 class Labels(Task):

@@ -18,6 +18,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 TINIEST_NORM = 1e-7  # a matrix with a smaller norm, such as zeros, is divided by this
 ADAMW_RMS = 0.2  # of AdamW's updates, which Muon's match (arXiv 2502.16982, §2.2)
+Matrix = tuple[Tensor, Tensor, float]  # a weight, its gradient and learning rate
 
 
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,46 +82,50 @@ class MuonWithAdamW(torch.optim.AdamW):
         finally:
             self.param_groups = groups
         found_inf = getattr(self, "found_inf", None)
-        self._step_matrices(
-            getattr(self, "grad_scale", None), None if found_inf is None else found_inf != 0
-        )
+        skipped = None if found_inf is None else found_inf != 0
+        shapes: dict[torch.Size, list[Matrix]] = {}
+        for group in groups:
+            if group["muon"]:
+                trained = [weight for weight in group["params"] if weight.grad is not None]
+                decay(trained, group["lr"] * group["weight_decay"], skipped)
+                for weight in trained:
+                    matrix = weight, weight.grad, group["lr"]
+                    shapes.setdefault(weight.shape, []).append(matrix)
+                    if not self.state[weight]:
+                        self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        for matrices in shapes.values():
+            self._step_matrices(matrices, getattr(self, "grad_scale", None), skipped)
 
-    def _step_matrices(self, scale: Tensor | None, skipped: Tensor | None) -> None:
-        """Muon's update: the matrices of one shape together.
+    def _step_matrices(
+        self, matrices: list[Matrix], scale: Tensor | None, skipped: Tensor | None
+    ) -> None:
+        """Muon's update of the matrices of one shape.
 
         skipped: a boolean on the device: gradients hold infinities; None without loss scaling.
         """
-        shapes: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if group["muon"] and p.grad is not None]
-            for parameter in trained:
-                shapes.setdefault(parameter.shape, []).append(
-                    (parameter, parameter.grad, group["lr"])
-                )
-                if not self.state[parameter]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            if trained:
-                share = group["lr"] * group["weight_decay"]
-                torch._foreach_mul_(
-                    trained,
-                    1.0 - share
-                    if skipped is None
-                    else (1.0 - share * (~skipped).double()).to(trained[0].dtype),
-                )
-        for together in shapes.values():
-            momenta = [self.state[p]["momentum_buffer"].flatten(1) for p, *_ in together]  # views
-            gradients = torch.stack([gradient.flatten(1) for _, gradient, _ in together])
-            if scale is not None:
-                gradients /= scale  # (B, rows, columns)
-            if skipped is not None:  # with this gradient the momentum stays
-                gradients = torch.where(skipped, torch.stack(momenta), gradients)
-            directions = gradients.unbind()  # views
-            torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
-            torch._foreach_lerp_(directions, momenta, self.momentum)  # Nesterov's
-            half = gradients.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-            updates = orthogonalised(gradients, torch.bfloat16 if half else torch.float32)
-            if skipped is not None:
-                updates = torch.where(skipped, 0.0, updates)
-            size = self.factor * ADAMW_RMS * math.sqrt(max(updates.shape[1:]))
-            torch._foreach_mul_(updates.unbind(), [-size * lr for *_, lr in together])
-            torch._foreach_add_([p.flatten(1) for p, *_ in together], updates.unbind())
+        buffers = [self.state[weight]["momentum_buffer"] for weight, *_ in matrices]
+        momenta = [buffer.flatten(1) for buffer in buffers]  # views
+        gradients = torch.stack([gradient.flatten(1) for _, gradient, _ in matrices])
+        if scale is not None:
+            gradients /= scale  # (B, rows, columns)
+        if skipped is not None:  # with this gradient the momentum stays
+            gradients = torch.where(skipped, torch.stack(momenta), gradients)
+        directions = gradients.unbind()  # views
+        torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
+        torch._foreach_lerp_(directions, momenta, self.momentum)  # Nesterov's
+        half = gradients.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        updates = orthogonalised(gradients, torch.bfloat16 if half else torch.float32)
+        if skipped is not None:
+            updates = torch.where(skipped, 0.0, updates)
+        size = self.factor * ADAMW_RMS * math.sqrt(max(updates.shape[1:]))
+        torch._foreach_mul_(updates.unbind(), [-size * lr for *_, lr in matrices])
+        torch._foreach_add_([weight.flatten(1) for weight, *_ in matrices], updates.unbind())
+
+
+def decay(weights: list[Tensor], share: float, skipped: Tensor | None) -> None:
+    """Take a share off each weight, in one call for all; nothing if `skipped`."""
+    if weights:
+        factor: float | Tensor = 1.0 - share
+        if skipped is not None:
+            factor = (1.0 - share * (~skipped).double()).to(weights[0].dtype)
+        torch._foreach_mul_(weights, factor)
