@@ -14,7 +14,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from glob import escape
 from itertools import islice
@@ -79,11 +79,13 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
     """
     with in_one_line(path):
         try:
-            context: AbstractContextManager[BinaryIO] | None = stream_at(path)
-            if context is None:
-                context = _in_place_of(Path(os.path.realpath(path)), keep)
-            with context as file:
-                yield file
+            stream = stream_at(path)
+            if stream is not None:
+                with stream:
+                    yield stream
+            else:
+                with _in_place_of(Path(os.path.realpath(path)), keep) as file:
+                    yield file
         except RuntimeError as error:
             # On a full disk torch's writer raises one, in the context of the system's error.
             if isinstance(error.__context__, OSError):
@@ -264,15 +266,12 @@ def require_no_links(folder: Path) -> None:
         )
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a pipe, too, without waiting for who writes to it; Windows has none."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 @contextmanager
 def opened(path: Path | str, limit: int) -> Iterator[BinaryIO]:
     """A context of a file to read; FileError if it is over `limit`, or a pipe."""
-    with open(path, "rb", opener=_open_at_once) as file:
+    # A pipe, too, is opened without waiting for who writes to it; Windows has none.
+    at_once = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise FileError(f"{path}: is a pipe or a device, expected a file")

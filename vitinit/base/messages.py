@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 from tqdm.std import tqdm as console_tqdm
@@ -212,7 +212,7 @@ def ran_out_of_memory(error: Exception) -> bool:
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """A context without Python's warnings that is safe in threads, unlike `catch_warnings`."""
-    filters = cast(list, warnings.filters)
+    filters: Any = warnings.filters
     ignore = ("ignore", None, Warning, None, 0)
     filters.insert(0, ignore)
     try:

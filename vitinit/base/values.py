@@ -115,10 +115,8 @@ def _readings(value: Any, kind: Any) -> Iterator[Any]:
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Annotated:
         base, limits = arguments
-        if base is str:
-            yield from _readings(value, limits)
-        else:
-            yield from (number for number in _readings(value, base) if number in limits)
+        allowed = typing.get_args(limits) or limits  # words, or bounds
+        yield from (reading for reading in _readings(value, base) if reading in allowed)
     elif origin in (typing.Union, types.UnionType):
         for option in arguments:
             yield from _readings(value, option)
@@ -127,14 +125,15 @@ def _readings(value: Any, kind: Any) -> Iterator[Any]:
     elif origin is Mapping and isinstance(value, Mapping):
         yield ReadOnly(value)
     elif kind is float:
-        yield from _readings_as_float(value)
+        if _is_finite(value):
+            yield float(value)
     elif type(value) is kind or origin is Literal and value in arguments:
         yield value
 
 
-def _readings_as_float(value: Any) -> Iterator[float]:
-    if type(value) in (int, float) and abs(value) <= sys.float_info.max:  # nor is that NaN
-        yield float(value)
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and type(value) is not bool
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _readings_as_tuple(value: Any, kind: Any) -> Iterator[tuple]:

@@ -3,22 +3,17 @@
 One table. Records on disk stay as they are, and are compared by what they meant.
 """
 
-from typing import Any
-
+from ..base.values import Table, flat
 from ..train.optim import NO_TEACHER
 
 # Recipes of version 12 may leave these out: sections as a whole, and keys that came later.
-SECTIONS_LEFT_OUT: dict[str, dict[str, Any]] = {"distill": NO_TEACHER, "task": {"name": "classify"}}
-KEYS_LEFT_OUT: dict[str, Any] = {
+SECTIONS_LEFT_OUT: Table = {"distill": NO_TEACHER, "task": {"name": "classify"}}
+KEYS_LEFT_OUT: Table = {
     "init.checkpoint_head": "keep",
     "optim.train": "all",
     "schedule.cosine_after_warmup": False,
 }
-MEANT_IN_RECIPES = {
-    f"{title}.{key}": value
-    for title, body in SECTIONS_LEFT_OUT.items()
-    for key, value in body.items()
-}
+MEANT_IN_RECIPES = flat(SECTIONS_LEFT_OUT)
 # Records lack these, too, which came after the first of them were made, or went after them.
 MEANT = {
     "init.options.constant_share": 0.0,

@@ -4,7 +4,7 @@ Sections that a module takes as they are stand in that module, such as `Optim` i
 """
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +20,7 @@ from ..base.values import (
     NonNegative,
     Proportion,
     Size,
+    Table,
     flat,
     plain,
     to_toml,
@@ -28,7 +29,7 @@ from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
-from ..tasks import TASKS, Task
+from ..tasks import TASKS, Contradiction, Task
 from ..train.optim import Distill, Optim, Schedule
 
 VERSION = 12  # of the keys; a change of keys, or of an option's default, adds one
@@ -143,7 +144,7 @@ class Recipe:
     engine: EngineSection
     checkpoint: CheckpointSection
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Table:
         """The recipe as nested dicts and lists, with its version; `from_dict` reads them back."""
         return {"version": VERSION} | plain(self)
 
@@ -171,7 +172,7 @@ class Recipe:
         return replace(self, engine=replace(self.engine, amp=amp))
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> Table:
         """ "section.key" → value, and "model.options.key" → value, in the order of the file."""
         return flat({title: plain(getattr(self, title)) for title in SECTIONS})
 
@@ -189,9 +190,6 @@ MACHINE_KEYS = (
     "engine.compile",
     "checkpoint.every_steps",
 )
-
-
-Contradiction = tuple[Sequence[str], str]  # keys, and what is expected of the first one's value
 
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:

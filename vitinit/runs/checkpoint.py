@@ -107,8 +107,10 @@ def _load(path: Path, *, mmap: bool, verify: bool) -> Any:
     else:
         mmap = False
     # Of a file that is refused, an error says more than warnings.
-    unread: list[Any] = [(Unread, name) for name in BESIDE]
-    with without_warnings(), torch.serialization.safe_globals(unread):
+    with (
+        without_warnings(),
+        torch.serialization.safe_globals([(Unread, name) for name in BESIDE]),
+    ):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
@@ -119,7 +121,7 @@ def _require_sound(path: Path, *, verify: bool) -> None:
         if size > path.stat().st_size:  # compressed, which torch's never are
             raise Damaged(f"{path}: holds {size:,} bytes in a file of fewer")
         broken = archive.testzip() if verify else None
-    if broken is not None:
+    if broken:
         raise Damaged(
             f"{path}: damaged after it was written, the checksum of {broken} in it is wrong"
         )
@@ -133,7 +135,7 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> t
     for its weights.
     """
     files = _files_of(path) if path.is_dir() else [path]
-    problems: list[CheckpointError] = []
+    problems = []
     for file in files:
         try:
             state = read_checkpoint_file(file, mmap=mmap, verify=verify)

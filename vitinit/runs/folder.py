@@ -99,7 +99,7 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[Table]:
     """The objects in a file of JSON lines: of numbers and None, and under `key` one that increases.
     A last line that was cut short is left out; for any other damaged one, CheckpointError names it.
     """
-    rows: list[Table] = []
+    rows = []
     before = 0
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
     path: Path  # of the checkpoint file
     state: Table  # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
-    size: tuple[int, int]  # (height, width) of the images that the model is to take
+    size: Size  # (height, width) of the images that the model is to take
     reader: Any  # of its tensors, and of another project's files beside it
 
     @property
@@ -56,7 +56,7 @@ class Saved(NamedTuple):
         if self.state.get("classes"):
             return self.state["classes"]
         config = self.reader.config
-        return None if config is None else config.classes
+        return config.classes if config else None
 
     @property
     def weights(self) -> list[str]:
@@ -87,9 +87,9 @@ class Saved(NamedTuple):
 
     def autoencoder(self) -> MaskedAutoencoder:
         """The whole model of a run that reconstructs images, with its decoder; see `model`."""
-        model = trained_model(task_of(self.recipe), build(self.recipe), self.recipe)
+        model: Any = trained_model(task_of(self.recipe), build(self.recipe), self.recipe)
         load_exactly(model, model_state(self.state, self.path), self.path)
-        return cast(MaskedAutoencoder, model)
+        return model
 
     def tensors(self, weights: str) -> dict[str, Tensor]:
         """The weights "model" or "ema" under this package's names; see `model_state`."""
@@ -163,9 +163,33 @@ def open_saved(
     """
     path, state, reader = open_file(path)
     if "recipe" in state:
-        resolved = _recipe_inside(path, state, recipe, changes, changeable)
+        if recipe is not None:
+            raise RecipeError(
+                f"{path}: brings its own recipe; the recipe {recipe} that was given "
+                "is for checkpoints that hold none"
+            )
+        for change in changes:
+            if change.key not in changeable:
+                raise RecipeError(
+                    f"{change.text}: the checkpoint brings its own recipe, of which "
+                    f"only how to evaluate can change{nearest(change.key, changeable)}"
+                )
+        resolved = from_dict(state["recipe"], str(path), changes)
+        where = RunFolder(path.parent).data_of(-1)  # a relative path was relative to elsewhere
+        resolved = resolved.with_data(root=where.get("root", resolved.data.root))
     else:
-        resolved = _recipe_beside(path, reader.config, recipe, changes)
+        stated = []
+        if reader.config:
+            recipe = recipe or reader.config.recipe
+            origin = str(reader.config.file)
+            values = reader.config.values.items()
+            stated = [Override(key, value, origin) for key, value in values]
+        if not recipe:
+            raise RecipeError(
+                f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
+                "of (recipe=… in Python)"
+            )
+        resolved = load_recipe(recipe, [*stated, *changes])
     if not resolved.data.num_classes and resolved.task.kind.learns_classes:
         raise RecipeError(
             f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
@@ -173,54 +197,11 @@ def open_saved(
         )
     if resolved.engine.amp == "auto":  # which a run's recipe never states
         resolved = resolved.with_amp(fastest_amp(this_device()))
-    if image_size is None:
-        image_size = resolved.data.image_size
     try:
-        size = convert(image_size, Size)
+        size = convert(resolved.data.image_size if image_size is None else image_size, Size)
     except TypeError as error:
         raise RecipeError(f"the image size is {error}") from None
     return Saved(path, state, resolved, size, reader)
-
-
-def _recipe_inside(
-    path: Path,
-    state: Table,
-    recipe: str | None,
-    changes: Sequence[Override],
-    changeable: Sequence[str],
-) -> Recipe:
-    """The recipe that a checkpoint contains; arguments as of `open_saved`."""
-    if recipe is not None:
-        raise RecipeError(
-            f"{path}: brings its own recipe; the recipe {recipe} that was given "
-            "is for checkpoints that hold none"
-        )
-    for change in changes:
-        if change.key not in changeable:
-            raise RecipeError(
-                f"{change.text}: the checkpoint brings its own recipe, of which "
-                f"only how to evaluate can change{nearest(change.key, changeable)}"
-            )
-    resolved = from_dict(state["recipe"], str(path), changes)
-    where = RunFolder(path.parent).data_of(-1)  # a relative path was relative to elsewhere
-    return resolved.with_data(root=where.get("root", resolved.data.root))
-
-
-def _recipe_beside(
-    path: Path, description: Any, recipe: str | None, changes: Sequence[Override]
-) -> Recipe:
-    """The recipe that a checkpoint without one is of: as its user says, or files beside it."""
-    stated = []
-    if description is not None:
-        recipe = recipe or description.recipe
-        for key, value in description.values.items():
-            stated.append(Override(key, value, str(description.file)))
-    if not recipe:
-        raise RecipeError(
-            f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
-            "of (recipe=… in Python)"
-        )
-    return load_recipe(recipe, [*stated, *changes])
 
 
 class Weights(NamedTuple):
@@ -278,7 +259,7 @@ def by_name(path: Path) -> Path:
     if path.parent != Path(".") or path.exists():
         return path
     weights = published(path.name)
-    if weights is not None:
+    if weights:
         file = kept_file(weights)
         if not file.exists():
             raise NoCheckpoint(

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -22,7 +22,7 @@ from ..data.sources import are_names, class_indices
 from ..recipe.sections import Recipe
 from ..tasks.distillation import Distillation, Teacher
 from .checkpoint import model_state, read_checkpoint
-from .trained import Weights, load
+from .trained import load
 from .transfer import load_exactly
 
 TORCHVISION = "torchvision:"
@@ -106,11 +106,11 @@ def learn_from_teacher(
     )
 
 
-def of_run(name: str, weights: str) -> Opened:
+def of_run(name: str, weights: Any) -> Opened:
     """A model of ours, by what `vitinit.load` takes."""
     if weights not in ("", "model", "ema"):
         raise TeacherError(f"distill.weights is {weights}, expected model or ema for {name}")
-    trained = load(name, weights=cast(Weights, weights or "model"))
+    trained = load(name, weights=weights or "model")
     trained.require_classifier()
     data = trained.recipe.data
     teacher = Teacher(trained.model, data.mean, data.std, trained.image_size)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..base.files import CheckpointError
 from ..base.messages import in_brief, say
+from ..base.values import Size
 from ..data.datasets import unnamed_classes
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, room_for
 from ..recipe.files import overrides as recipe_changes
@@ -73,7 +74,7 @@ class Trained:
     model: nn.Module  # in eval mode: what `preprocess` returns → logits (B, classes)
     classes: tuple[str, ...]  # the class of each logit, in order; () without a classifier
     recipe: Recipe  # of the training, with every option written out
-    image_size: tuple[int, int]  # (height, width) of the model's input
+    image_size: Size  # (height, width) of the model's input
     path: Path  # of the checkpoint
 
     @property
@@ -152,7 +153,7 @@ def load(
     path: str | os.PathLike,
     *,
     weights: Weights = "model",
-    image_size: int | tuple[int, int] | None = None,
+    image_size: int | Size | None = None,
     device: str | torch.device | None = None,
     recipe: str | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),

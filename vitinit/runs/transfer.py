@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isqrt, prod
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -50,7 +49,7 @@ class Transfer:
 def start_from(
     model: nn.Module,
     tensors: Tensors,
-    path: Path | str,
+    path: object,
     grid: Grid | None,
     rows: Sequence[int | None] | None = None,
 ) -> Transfer:
@@ -80,13 +79,15 @@ def start_from(
     tensors, change = as_in(model, tensors, grid, path)
     heads = _classifiers(target, tensors, rows)
     new_head = not any(name.startswith("head.") for name in heads)
-    loaded: dict[str, Tensor] = {}
-    dropped: list[str] = []
-    surplus: list[str] = []
+    loaded = {}
+    dropped = []
+    surplus = []
     for name, value in tensors.items():
         if name not in target:
-            without = dropped if _model_may_lack(name, target, tensors, new_head) else surplus
-            without.append(name)
+            if _model_may_lack(name, target, tensors, new_head):
+                dropped.append(name)
+            else:
+                surplus.append(name)
         elif name == "pos_embed" and not model.learns_positions:
             dropped.append("pos_embed (the model's are fixed)")
         elif name.startswith("head") and name not in heads:
@@ -133,7 +134,7 @@ def _may_differ(name: str, others: Tensors, new_head: bool) -> bool:
 
 
 @torch.no_grad()
-def load_exactly(model: nn.Module, tensors: Tensors, path: Path) -> None:
+def load_exactly(model: nn.Module, tensors: Tensors, path: object) -> None:
     """Copy `tensors` into `model`, built for their image size, so that it is the trained function.
 
     Tokens without a position get one of zero. Raises CheckpointError, listing what does not fit.
@@ -155,7 +156,7 @@ def load_exactly(model: nn.Module, tensors: Tensors, path: Path) -> None:
 
 
 def _copy(
-    tensors: Tensors, model: nn.Module, path: Path | str, *, missing: list[str], surplus: list[str]
+    tensors: Tensors, model: nn.Module, path: object, *, missing: list[str], surplus: list[str]
 ) -> None:
     """Copy tensors into the model; CheckpointError, listing names, for tensors on one side only and
     for other shapes.
@@ -179,7 +180,7 @@ def _copy(
 
 
 def as_in(
-    model: nn.Module, tensors: Tensors, grid: Grid | None, path: Path | str
+    model: nn.Module, tensors: Tensors, grid: Grid | None, path: object
 ) -> tuple[dict[str, Tensor], str]:
     """The checkpoint's tensors with the tokens and the positions of the model, and how these were
     resized, or "". Tokens that the model does not read become registers, if it has as many.
@@ -215,7 +216,7 @@ def _with_registers(target: Tensors, tensors: dict[str, Tensor]) -> dict[str, Te
 
 
 def _fit_pos_embed(
-    target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid | None, path: Path | str
+    target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid | None, path: object
 ) -> tuple[Tensor, str]:
     """The checkpoint's position embeddings for the model's tokens, (1, N, D), and the words for
     `Transfer.resized`, or "" if they were not.
@@ -258,7 +259,7 @@ def _tokens_in(side: Tensors) -> dict[str, int]:
 
 
 def _grid_and_entries(
-    count: int, saved: Mapping[str, int], wanted: Grid, grid: Grid | None, path: Path | str
+    count: int, saved: Mapping[str, int], wanted: Grid, grid: Grid | None, path: object
 ) -> tuple[Grid, int]:
     """The grid of the patches among `count` position embeddings, and the number before the patches.
 

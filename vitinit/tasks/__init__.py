@@ -4,7 +4,7 @@ A task has its objective and its measures, and says what a run's start, folder a
 it. To add one: a class like these, here or elsewhere, a row, and a recipe whose [task] names it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Generator, Tensor, nn
@@ -21,6 +21,11 @@ TASKS: dict[str, Any] = {
 }
 
 
+Forward = Callable[..., Tensor]
+Batches = Iterable[tuple[Tensor, Tensor]]
+Contradiction = tuple[Sequence[str], str]  # keys, and what is expected of the first one's value
+
+
 class Task:
     """What all tasks have; the answers here are those of one that needs nothing more."""
 
@@ -29,7 +34,7 @@ class Task:
     # (forward, images (B, 3, H, W), scales, targets) → the mean loss of a micro-batch, a scalar,
     # within autocast. forward(images, *scales): the model. scales: drop-path's (branches, B), or
     # none. targets: (B, K), class probabilities, or visible patches (B, n).
-    loss: Callable[..., Tensor]
+    loss: Forward
     # (models, batches, loss=, amp=, processes=, stop=) → an evaluation of each model on all images,
     # each once, by this process's batches. loss: the run's objective.
     measure: Callable[..., list[Evaluation]]
@@ -39,7 +44,7 @@ class Task:
     digest = "none"  # of a teacher, which a resumed run needs again
 
     @staticmethod
-    def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
+    def contradictions(recipe: Any) -> Iterator[Contradiction]:
         """Yield keys of a recipe whose values go with no such task, and what is expected of the
         first.
         """

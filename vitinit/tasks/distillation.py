@@ -1,7 +1,7 @@
 """Training with a teacher: DeiT's distillation (arXiv 2012.12877, §4, and its code's losses.py)."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..base.values import Size
 from ..train.distributed import Processes
 from ..train.optim import Distill
+from . import Forward
 from .labels import Labels
 
 
@@ -19,9 +21,9 @@ class Teacher:
     """A frozen model, and what it expects of its input."""
 
     model: nn.Module  # images (B, 3, *size), normalised by mean and std → (B, K)
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    size: tuple[int, int] | None  # (height, width) of its images; None: any
+    mean: Sequence[float]  # per channel
+    std: Sequence[float]
+    size: Size | None  # (height, width) of its images; None: any
     digest: str = ""  # of its weights
     name: str = ""  # in words, with how its classes were matched
 
@@ -55,7 +57,7 @@ class Distillation(Labels):
         *,
         mean: Sequence[float],
         std: Sequence[float],
-        size: tuple[int, int],
+        size: Size,
         two_heads: bool,
         device: torch.device,
         compile: bool = False,
@@ -88,7 +90,7 @@ class Distillation(Labels):
 
     def loss(
         self,
-        forward: Callable[..., Tensor],
+        forward: Forward,
         images: Tensor,
         scales: Sequence[Tensor],
         targets: Tensor,

@@ -1,6 +1,6 @@
 """Learning classes: cross-entropy with class probabilities; loss, top-1 and top-5 on all images."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
 from ..train.metrics import Evaluation
-from . import Task
+from . import Batches, Contradiction, Forward, Task
 
 MOST_PAIRED = 1_000  # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
 
 
 def cross_entropy(
-    forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor], targets: Tensor
+    forward: Forward, images: Tensor, scales: Sequence[Tensor], targets: Tensor
 ) -> Tensor:
     """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
 
@@ -29,7 +29,7 @@ def cross_entropy(
 @torch.no_grad()
 def evaluate(
     models: Sequence[nn.Module],
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Batches,
     *,
     num_classes: int,
     amp: str,
@@ -110,7 +110,7 @@ class Labels(Task):
     loss = staticmethod(cross_entropy)
 
     @staticmethod
-    def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
+    def contradictions(recipe: Any) -> Iterator[Contradiction]:
         if recipe.data.name == "images":
             yield (
                 ("data.name", "task.name"),
@@ -122,9 +122,9 @@ class Labels(Task):
     def measure(
         self,
         models: Sequence[nn.Module],
-        batches: Iterable[tuple[Tensor, Tensor]],
+        batches: Batches,
         *,
-        loss: Callable[..., Tensor],
+        loss: Forward,
         **how: Any,
     ) -> list[Evaluation]:
         return evaluate(models, batches, num_classes=len(self.classes), **how)

@@ -1,6 +1,6 @@
 """Learning without labels: a masked autoencoder says what hidden patches look like."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,15 +15,15 @@ from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
 from ..train.metrics import Evaluation
-from . import Task
+from . import Batches, Contradiction, Forward, Task
 
 
 @torch.no_grad()
 def mean_losses(
     models: Sequence[nn.Module],
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Batches,
     *,
-    loss: Callable[..., Tensor],
+    loss: Forward,
     amp: str,
     processes: Processes,
     stop: StopRequest,
@@ -44,7 +44,7 @@ def mean_losses(
 
 
 def reconstruction(
-    forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor], visible: Tensor
+    forward: Forward, images: Tensor, scales: Sequence[Tensor], visible: Tensor
 ) -> Tensor:
     """The objective, a scalar: the mean loss of a micro-batch. scales: as of `cross_entropy`."""
     return forward(images, *scales, visible=visible).mean()
@@ -60,7 +60,7 @@ class Reconstruction(Task):
     measure = staticmethod(mean_losses)
 
     @staticmethod
-    def contradictions(recipe: Any) -> Iterator[tuple[Sequence[str], str]]:
+    def contradictions(recipe: Any) -> Iterator[Contradiction]:
         if MODELS[recipe.model.name][0] != "vit":
             yield ("model.name", "task.name"), "a ViT, which need not see all patches"
         if recipe.mix.mixes:

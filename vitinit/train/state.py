@@ -157,7 +157,7 @@ class TrainState:
 
     def _moments(self) -> dict[int, dict[str, Tensor]]:
         """What the optimiser keeps of each weight, by its number, once it has made a step."""
-        moments: dict[int, dict[str, Tensor]] = {}
+        moments = dict[int, dict[str, Tensor]]()
         for group in self.optimizer.param_groups:
             for weight in group["params"]:
                 of_weight = {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
