@@ -226,20 +226,13 @@ def _resolve_options(
             if parameter.default is not parameter.empty:
                 defaults[name] = parameter.default
     of = f" of {section['name']}"
-    options = _checked(section["options"], f"{title}.options", origin, kinds, defaults, of)
-    section["options"] = ReadOnly(plain(options))
+    options = defaults | section["options"]
+    section["options"] = ReadOnly(plain(_checked(options, f"{title}.options", origin, kinds, of)))
 
 
-def _checked(
-    body: Table,
-    title: str,
-    origin: Origin,
-    kinds: Table,
-    defaults: Table = ReadOnly(),
-    of: str = "",
-) -> Table:
-    """The values of a table after the defaults; title, of: for errors, such as " of impulse"."""
-    values = dict(defaults)
+def _checked(body: Table, title: str, origin: Origin, kinds: Table, of: str = "") -> Table:
+    """The values of a table as they are used; title, of: for errors, such as " of impulse"."""
+    values = {}
     for key, value in body.items():
         place = f"{title}.{key}"
         if key not in kinds:

@@ -75,9 +75,9 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
         try:
             state = _load(path, mmap=mmap, verify=verify)
         except ImportError:
-            extra = "pip install 'vitinit[safetensors]'"
             raise CheckpointError(
-                f"{path}: reading it needs the extra 'safetensors': {extra}"
+                f"{path}: reading it needs the extra 'safetensors': "
+                "pip install 'vitinit[safetensors]'"
             ) from None
         except FileNotFoundError:
             raise NoCheckpoint(f"{path}: no such checkpoint") from None

@@ -160,10 +160,11 @@ class TrainState:
         moments = dict[int, dict[str, Tensor]]()
         for group in self.optimizer.param_groups:
             for weight in group["params"]:
-                of_weight = {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
                 if group.get("muon"):
-                    of_weight = {"momentum_buffer": weight}
-                moments[len(moments)] = of_weight
+                    kept = {"momentum_buffer": weight}
+                else:
+                    kept = {"step": torch.zeros(()), "exp_avg": weight, "exp_avg_sq": weight}
+                moments[len(moments)] = kept
         return moments
 
 
