@@ -1,8 +1,8 @@
 """How all programs write files, and how they read text, which may be from elsewhere.
 
-A file is written beside its place, flushed to disk and renamed. `require_replaceable` says, before
-a program works for minutes, whether it may write there. Text is read within limits of bytes, depth
-and digits; the types of what it says are checked where it is used.
+A file is written beside its place, flushed to disk and renamed. `require_replaceable` refuses a
+path that a program may not write to, before it works for minutes. Text is read within limits of
+bytes, depth and digits; the types of what it says are checked where it is used.
 """
 
 import json
@@ -224,7 +224,8 @@ def _problem_at(path: Path, suffixes: Iterable[str]) -> str:
         with in_one_line(path, "read"), open(target, "rb") as file:
             start = file.read(64)
         if start and not re.match(KINDS[suffix], start):
-            return f"is there already and no {suffix} file as this program writes, so it stays as it is"
+            kind = f"{suffix} file as this program writes"
+            return f"is there already and no {kind}, so it stays as it is"
     return ""
 
 
@@ -342,7 +343,7 @@ def _containers_in(level: list[Any]) -> Iterator[Any]:
 
 
 def deliver(text: str, path: Path | None) -> None:
-    """Write a text to the file of an `Output`, and say so, or print it; None: neither."""
+    """Print a text, or write it to the file of an `Output` and print that; None: neither."""
     if path == STDOUT:
         print(text, end="", flush=True)
     elif path is not None:

@@ -1,4 +1,4 @@
-"""What is said to the user: lines that no quoted name, path or error can break, and progress bars.
+"""What is printed: lines that no quoted name, path or error can break, and progress bars.
 
 Output never ends a run: `say`, `warn` and the bars lose what a closed terminal, a full disk or a
 closed pipe does not take, and nothing else.

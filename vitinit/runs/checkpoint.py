@@ -159,7 +159,8 @@ def _files_of(folder: Path) -> list[Path]:
     foreign = [folder / name for name in FOREIGN_WEIGHTS if (folder / name).exists()]
     if not foreign:
         raise NoCheckpoint(
-            f"{folder}: holds no checkpoint; expected last.pt or one of {', '.join(FOREIGN_WEIGHTS)}"
+            f"{folder}: holds no checkpoint; expected last.pt or one of "
+            f"{', '.join(FOREIGN_WEIGHTS)}"
         )
     return foreign
 

@@ -101,7 +101,8 @@ class Saved(NamedTuple):
         rows = rows_of(tensors)
         if rows and self.classes and rows != len(self.classes):
             raise CheckpointError(
-                f"{self.path}: names {len(self.classes)} classes, and its classifier has {rows} rows"
+                f"{self.path}: names {len(self.classes)} classes, and its "
+                f"classifier has {rows} rows"
             )
         return tensors
 

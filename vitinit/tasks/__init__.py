@@ -19,10 +19,8 @@ TASKS: dict[str, Any] = {
     "classify": ".tasks.labels:Labels",
     "reconstruct": ".tasks.reconstruction:Reconstruction",
 }
-
-
-Forward = Callable[..., Tensor]
-Batches = Iterable[tuple[Tensor, Tensor]]
+TensorFunction = Callable[..., Tensor]  # a model's forward pass, or an objective
+Batches = Iterable[tuple[Tensor, Tensor]]  # of images with labels, or with visible patches
 Contradiction = tuple[Sequence[str], str]  # keys, and what is expected of the first one's value
 
 
@@ -34,13 +32,13 @@ class Task:
     # (forward, images (B, 3, H, W), scales, targets) → the mean loss of a micro-batch, a scalar,
     # within autocast. forward(images, *scales): the model. scales: drop-path's (branches, B), or
     # none. targets: (B, K), class probabilities, or visible patches (B, n).
-    loss: Forward
+    loss: TensorFunction
     # (models, batches, loss=, amp=, processes=, stop=) → an evaluation of each model on all images,
     # each once, by this process's batches. loss: the run's objective.
     measure: Callable[..., list[Evaluation]]
     learns_classes = False
     hides_patches = False  # whether a model sees some of the patches, `visible(patches)`
-    head_note = ""  # what the start says of the classifier in place of how rows matched
+    head_note = ""  # what the start prints of the classifier, in place of how its rows matched
     digest = "none"  # of a teacher, which a resumed run needs again
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..base.values import Size
 from ..train.distributed import Processes
 from ..train.optim import Distill
-from . import Forward
+from . import TensorFunction
 from .labels import Labels
 
 
@@ -90,7 +90,7 @@ class Distillation(Labels):
 
     def loss(
         self,
-        forward: Forward,
+        forward: TensorFunction,
         images: Tensor,
         scales: Sequence[Tensor],
         targets: Tensor,

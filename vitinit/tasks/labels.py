@@ -11,13 +11,13 @@ from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
 from ..train.metrics import Evaluation
-from . import Batches, Contradiction, Forward, Task
+from . import Batches, Contradiction, Task, TensorFunction
 
 MOST_PAIRED = 1_000  # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
 
 
 def cross_entropy(
-    forward: Forward, images: Tensor, scales: Sequence[Tensor], targets: Tensor
+    forward: TensorFunction, images: Tensor, scales: Sequence[Tensor], targets: Tensor
 ) -> Tensor:
     """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
 
@@ -124,7 +124,7 @@ class Labels(Task):
         models: Sequence[nn.Module],
         batches: Batches,
         *,
-        loss: Forward,
+        loss: TensorFunction,
         **how: Any,
     ) -> list[Evaluation]:
         return evaluate(models, batches, num_classes=len(self.classes), **how)

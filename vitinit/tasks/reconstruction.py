@@ -1,4 +1,4 @@
-"""Learning without labels: a masked autoencoder says what hidden patches look like."""
+"""Learning without labels: a masked autoencoder predicts hidden patches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -15,7 +15,7 @@ from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
 from ..train.metrics import Evaluation
-from . import Batches, Contradiction, Forward, Task
+from . import Batches, Contradiction, Task, TensorFunction
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def mean_losses(
     models: Sequence[nn.Module],
     batches: Batches,
     *,
-    loss: Forward,
+    loss: TensorFunction,
     amp: str,
     processes: Processes,
     stop: StopRequest,
@@ -44,7 +44,7 @@ def mean_losses(
 
 
 def reconstruction(
-    forward: Forward, images: Tensor, scales: Sequence[Tensor], visible: Tensor
+    forward: TensorFunction, images: Tensor, scales: Sequence[Tensor], visible: Tensor
 ) -> Tensor:
     """The objective, a scalar: the mean loss of a micro-batch. scales: as of `cross_entropy`."""
     return forward(images, *scales, visible=visible).mean()
