@@ -12,7 +12,6 @@ import ctypes
 import os
 import signal
 import sys
-from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 PLAIN = str.maketrans(
@@ -20,8 +19,9 @@ PLAIN = str.maketrans(
 )
 
 
-def in_ascii(error: Any) -> tuple[str, int]:
-    """The codecs' handler of a UnicodeEncodeError: prints "×" as "x", any other as "\\u4e2d"."""
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """The codecs' error handler for what is printed: "×" → "x", and any other as "\\u4e2d"."""
+    assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end].translate(PLAIN)
     return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
