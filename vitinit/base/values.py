@@ -40,17 +40,19 @@ class Bounds:
     maximum: float | None = None
     below: float | None = None
 
-    def _stated(self) -> dict[str, float]:
-        return {name: limit for name, limit in vars(self).items() if limit is not None}
-
     def __contains__(self, number: float) -> bool:
-        return all(SIGNS[name][1](number, limit) for name, limit in self._stated().items())
+        return all(compare(number, limit) for _, compare, limit in self._stated())
 
     def __str__(self) -> str:
         return " and ".join(
-            f"{SIGNS[name][0]} {limit:{',' if type(limit) is int else 'g'}}"
-            for name, limit in self._stated().items()
+            f"{sign} {limit:{',' if type(limit) is int else 'g'}}"
+            for sign, _, limit in self._stated()
         )
+
+    def _stated(self) -> Iterator[Any]:
+        for name, limit in vars(self).items():
+            if limit is not None:
+                yield *SIGNS[name], limit
 
 
 Count = Annotated[int, Bounds(minimum=0, below=2**31)]  # both fit into a C integer

@@ -262,9 +262,9 @@ def building(source: str, section: str) -> Iterator[None]:
         raise
     except (ValueError, RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError: Runtime
         if ran_out_of_memory(error):
-            reason = in_brief(error)
             problem = (
-                f"[{section}] takes more memory than there is ({reason}); expected smaller values"
+                f"[{section}] takes more memory than there is "
+                f"({in_brief(error)}); expected smaller values"
             )
         elif isinstance(error, ValueError):
             problem = str(error)

@@ -119,11 +119,11 @@ def without_decoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of a run that reconstructed images the encoder's tensors, which are those of a ViT."""
     if not any(name.startswith("decoder.") for name in tensors):
         return tensors
-    encoder = {}
-    for name, value in tensors.items():
-        if name.startswith("encoder."):
-            encoder[name.removeprefix("encoder.")] = value
-    return encoder
+    return {
+        name.removeprefix("encoder."): value
+        for name, value in tensors.items()
+        if name.startswith("encoder.")
+    }
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> int:

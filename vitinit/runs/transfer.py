@@ -251,11 +251,11 @@ def _fit_pos_embed(
 
 def _tokens_in(side: Tensors) -> dict[str, int]:
     """The tokens of each kind before the patches, such as {"cls_token": 1, "reg_token": 4}."""
-    counts = {}
-    for name in PREFIX_TOKENS:
-        if name in side:
-            counts[name] = side[name].shape[1] if side[name].ndim == 3 else 1  # cannot fit
-    return counts
+    return {
+        name: side[name].shape[1] if side[name].ndim == 3 else 1  # cannot fit
+        for name in PREFIX_TOKENS
+        if name in side
+    }
 
 
 def _grid_and_entries(
