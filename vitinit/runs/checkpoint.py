@@ -134,7 +134,16 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> t
     missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
     for its weights.
     """
-    files = _files_of(path) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = [path / "last.pt", path / "previous.pt"]
+        if not any(file.exists() for file in files):
+            files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
+        if not files:
+            raise NoCheckpoint(
+                f"{path}: holds no checkpoint; expected last.pt or one of "
+                f"{', '.join(FOREIGN_WEIGHTS)}"
+            )
     problems = []
     for file in files:
         try:
@@ -149,20 +158,6 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> t
     if isinstance(problems[-1], NoCheckpoint):
         raise problems[0]
     raise CheckpointError("; and ".join(map(str, problems)))
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """The checkpoints that a folder may stand for, in the order in which they are tried."""
-    own = [folder / "last.pt", folder / "previous.pt"]
-    if any(file.exists() for file in own):
-        return own
-    foreign = [folder / name for name in FOREIGN_WEIGHTS if (folder / name).exists()]
-    if not foreign:
-        raise NoCheckpoint(
-            f"{folder}: holds no checkpoint; expected last.pt or one of "
-            f"{', '.join(FOREIGN_WEIGHTS)}"
-        )
-    return foreign
 
 
 def _make_plain(state: Table, file: Path) -> None:
