@@ -134,7 +134,7 @@ def of_torchvision(name: str, weights: str) -> Opened:
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
     last = list(tensors.values())[-1]  # the classifier's, with a row per class
-    outputs = len(last) if last.ndim else 1
+    outputs = len(last) if last.ndim else 1  # a scalar is no classifier's: it does not fit below
     options: dict[str, Any] = {"num_classes": outputs}
     if name in ("googlenet", "inception_v3"):
         options["init_weights"] = False
