@@ -125,18 +125,21 @@ def test_what_a_run_gives_before_it_began_while_it_trains_and_once_it_is_done(tm
 def test_a_run_that_dies_before_its_first_checkpoint_starts_again_as_if_for_the_first_time(
     tmp_path, monkeypatch
 ):
-    """All that a later resumption asks for is on record before there is a checkpoint."""
+    """Also on other images: all that a later resumption asks for is on record before there is a
+    checkpoint, and only of the start that made one."""
     whole, again = tmp_path / "whole", tmp_path / "again"
     vitinit.Run("quickstart", out_dir=whole, overrides=SMALL).train()
-    run = vitinit.Run("quickstart", out_dir=again, resume="auto", overrides=SMALL)
+    run = vitinit.Run("quickstart", out_dir=again, resume="auto", overrides=SMALL, first_epochs=1)
     with monkeypatch.context() as patch:
         patch.setattr("vitinit.runs.folder.RunFolder.save", Mock(side_effect=MemoryError))
+        patch.setattr("vitinit.runs.data.fingerprint", lambda *_: "other images")
         with pytest.raises(MemoryError):
             run.train()
     assert (again / "run.json").exists() and not (again / "last.pt").exists()
     run.train()
+    vitinit.Run(resume=again).train()
     assert_same_run(whole, again)
-    assert ["files and labels" in start["data"] for start in run.folder.starts()] == [True, True]
+    assert ["data" in start for start in run.folder.starts()] == [False, True, True]
 
 
 def test_a_run_that_is_stopped_after_a_step_that_diverged_says_so_with_advice(

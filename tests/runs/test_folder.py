@@ -53,6 +53,7 @@ def test_every_start_is_recorded(tmp_path):
             processes=3,
             device="CPU",
             data={"training images": count},
+            resumed=count > 1,
         )
         starts = json.loads(folder.info.read_text())
         assert len(starts) == count and starts == folder.starts()
@@ -67,7 +68,7 @@ def test_every_start_is_recorded(tmp_path):
         folder.info.write_text(text)
         assert "run.json: not what a run writes (" in refused(CheckpointError, folder.starts)
     with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes"):
-        folder.record_start("quickstart", {}, None, processes=1, device="", data={})
+        folder.record_start("quickstart", {}, None, processes=1, device="", data={}, resumed=False)
     assert folder.info.read_text() == '[{"comm'
 
 

@@ -241,9 +241,11 @@ class RunFolder:
         return parse_starts(read_bytes(self.info, default=b"[]"), self.info)
 
     def data_of(self, start: int) -> dict[str, Any]:
-        """What `record_start` was given as `data` at this start (0: the first); {} if unknown."""
-        starts = self.starts()
-        return starts[start].get("data", {}) if starts else {}
+        """What `record_start` was given as `data` at this start (0: the first); {} if unknown. Starts
+        that ended before the first checkpoint do not count.
+        """
+        recorded = [begun["data"] for begun in self.starts() if "data" in begun]
+        return recorded[start] if recorded else {}
 
     def load_last(self, *, glance: bool = False) -> Table:
         """The contents of last.pt; of previous.pt, with a warning, if that is damaged or missing.
@@ -275,8 +277,11 @@ class RunFolder:
         processes: int,
         device: str,
         data: Mapping[str, Any],
+        resumed: bool,
     ) -> None:
-        """Append to run.json how the run was started or resumed this time.
+        """Append to run.json how the run was started or resumed this time. A run that is not resumed
+        may have been started before, and ended before its first checkpoint; of such a start the
+        data is forgotten, as it may have been another.
 
         recipe: its name. arguments: what was asked for. command: None if it was started in Python.
         data: what the run trains on: the absolute path of its folder as "root", and whatever else
@@ -297,7 +302,11 @@ class RunFolder:
             "device": device,
             "data": dict(data),
         }
-        self._write_starts([*self.starts(), start])
+        earlier = self.starts()
+        if not resumed:
+            for begun in earlier:
+                begun.pop("data", None)
+        self._write_starts([*earlier, start])
 
     def forget_sizes(self) -> None:
         """Remove the sizes of files at this start from run.json: images have to be mended."""

@@ -68,6 +68,7 @@ def begin_folder(
             processes=processes.world_size,
             data=facts,
             device=describe_device(processes.device),
+            resumed=resumed,
         )
         write_text_atomically("\n".join([*start, ""]), folder.start)
         # The checkpoint comes last: from when it is there, a run goes on by the files above.

@@ -148,7 +148,7 @@ def new_state(
 
 
 def restore(
-    state: TrainState, saved: Mapping[str, Any], path: Path, learning_rate: LearningRate
+    state: TrainState, saved: dict[str, Any], path: Path, learning_rate: LearningRate
 ) -> None:
     """Let a run go on from what it saved in the checkpoint at `path`. Raises CheckpointError if
     that is not of this run.
