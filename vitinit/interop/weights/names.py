@@ -13,6 +13,7 @@ for a model that has none: γ ⊙ (W x + b) = (γ ⊙ W) x + γ ⊙ b.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,14 +29,16 @@ Names = dict[str, str | tuple[str, ...]]
 STAGES = range(9)  # more than any Swin has
 
 
+def parts_of(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (theirs,) if isinstance(theirs, str) else theirs
+
+
 def within(ours: str, prefix: str, names: Names) -> Names:
     """Entries whose names, ours and the others', begin with these."""
-    return {
-        f"{ours}.{name}": f"{prefix}.{other}"
-        if isinstance(other, str)
-        else tuple(f"{prefix}.{part}" for part in other)
-        for name, other in names.items()
-    }
+    entries: Names = {}
+    for name, theirs in names.items():
+        entries[f"{ours}.{name}"] = tuple(f"{prefix}.{part}" for part in parts_of(theirs))
+    return entries
 
 
 # fmt: off
@@ -76,11 +79,9 @@ TORCHVISION_SWIN: Names = {
     },
 }
 
-# Microsoft merges at the end of a stage, timm at the beginning of the next.
-MICROSOFT_SWIN: Names = {
-    "head.fc": "head",
-    **{f"layers.{stage}.downsample": f"layers.{stage - 1}.downsample" for stage in STAGES[1:]},
-}
+# Microsoft and transformers merge at the end of a stage, timm at the beginning of the next.
+MERGES: Names = {f"{stage}.downsample": f"{stage - 1}.downsample" for stage in STAGES[1:]}
+MICROSOFT_SWIN: Names = {"head.fc": "head", **within("layers", "layers", MERGES)}
 DINOV2: Names = {"reg_token": "register_tokens"}  # placed after the class token
 
 HUGGING_BLOCK: Names = {
@@ -94,8 +95,14 @@ TRANSFORMERS_VIT: Names = {
     **within(
         "blocks.{}",
         "encoder.layer.{}",
-        HUGGING_BLOCK
-        | {"attn.qkv": tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))},
+        {
+            **HUGGING_BLOCK,
+            "attn.qkv": (
+                "attention.attention.query",
+                "attention.attention.key",
+                "attention.attention.value",
+            ),
+        },
     ),
     "cls_token": "embeddings.cls_token",
     "dist_token": "embeddings.distillation_token",
@@ -121,20 +128,17 @@ TRANSFORMERS_SWIN: Names = {
     **within(
         "layers.{}.blocks.{}",
         "encoder.layers.{}.blocks.{}",
-        HUGGING_BLOCK
-        | {
+        {
+            **HUGGING_BLOCK,
             "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
-            "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
+            "attn.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
         },
     ),
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
     "patch_embed.norm": "embeddings.norm",
     "norm": "layernorm",
     "head.fc": "classifier",
-    **{
-        f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
-        for stage in STAGES[1:]
-    },
+    **within("layers", "encoder.layers", MERGES),
 }
 
 # What release 5 of transformers calls otherwise in memory than in the files that it writes.
@@ -178,7 +182,7 @@ EVA_APART = {
         "blocks.{}",
         "blocks.{}",
         {
-            "attn.qkv.bias": tuple(f"attn.{part}_bias" for part in "qkv"),
+            "attn.qkv.bias": ("attn.q_bias", "attn.k_bias", "attn.v_bias"),
             "mlp.fc1": ("mlp.fc1_g", "mlp.fc1_x"),
         },
     ),
@@ -210,12 +214,12 @@ TRANSFORMERS_PREFIX = re.compile(
 # Not converted: buffers that follow from the sizes, and a layer after the class token which
 # transformers' ViTModel has and its classifiers do not read.
 DROPPED = re.compile(r"\.(relative_position_index|attn_mask)$|^pooler\.dense\.")
-LAYER_SCALE = re.compile(r"^(blocks\.\d+)\.ls([12])\.gamma$")  # of attention, of the MLP
+LAYER_SCALE = re.compile(r"^(blocks\.\d+)\.(ls[12])\.gamma$")
+SCALED = {"ls1": "attn.proj", "ls2": "mlp.fc2"}  # the layer whose output each LayerScale multiplies
 ROTATED = re.compile(r"\.attn\.(qkv|[qk]_norm)\.(weight|bias)$")
 # In each head: its pairs of channels with the rows' before the columns', or as two halves.
-ROWS_FIRST, HALVES = (
-    f"(heads {order}) ... -> heads along n part ..." for order in ("along n part", "part along n")
-)
+ROWS_FIRST = "(heads along n part) ... -> heads along n part ..."
+HALVES = "(heads part along n) ... -> heads along n part ..."
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Names | None]:
@@ -234,51 +238,67 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
     if "cls_classifier.weight" in rest:
         names = names | WITH_TEACHER
-    rest = {
-        name: value for name, value in rest.items() if value.numel() and not DROPPED.search(name)
-    }  # transformers' registers may be none
-    for name in filter(BIAS_OF_QUERIES.search, list(rest)):
-        rest.setdefault(BIAS_OF_QUERIES.sub(r".k\1", name), torch.zeros_like(rest[name]))
-    rows: dict[str, list[Tensor]] = {}  # our name → its parts, one after another
-    for ours, other in names.items():
-        for pattern in map(_pattern, [other] if isinstance(other, str) else other):
-            for match in list(filter(None, map(pattern.match, rest))):
-                name = ours.format(*match.groups()) + match.string[match.end() :]
-                rows.setdefault(name, []).append(rest.pop(match.string))
-    rest |= {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in rows.items()}
+    for name, value in list(rest.items()):
+        if value.numel() == 0 or DROPPED.search(name):  # transformers' registers may be none
+            del rest[name]
+        elif BIAS_OF_QUERIES.search(name):
+            of_keys = BIAS_OF_QUERIES.sub(r".k\1", name)
+            rest.setdefault(of_keys, torch.zeros_like(value))
+    stack(rest, names)
     # RoPE-ViT's are per column, then per row. timm's other attention has the rows first by default.
     if "blocks.0.attn.q_bias" not in tensors and "rope.freqs" in rest and rest["rope.freqs"].ndim:
-        for block, frequencies in enumerate(rest.pop("rope.freqs").flip(0).movedim(0, -1)):
+        by_block = rest.pop("rope.freqs").flip(0).movedim(0, -1)  # (depth, h, d / 2, 2)
+        for block, frequencies in enumerate(by_block):
             rest[FREQUENCIES.format(block)] = frequencies.contiguous()
     return rest
+
+
+def stack(tensors: dict[str, Tensor], names: Names) -> None:
+    """Rename tensors from the others' names to ours, and put the parts of our layers together."""
+    rows = defaultdict(list)  # our name → its parts, one after another
+    for ours, theirs in names.items():
+        for part in parts_of(theirs):
+            pattern = _pattern(part)
+            for name in list(tensors):
+                match = pattern.match(name)
+                if match:
+                    rows[_filled(ours, match)].append(tensors.pop(name))
+    for name, parts in rows.items():
+        tensors[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def foreign_names(
     tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
 ) -> dict[str, Tensor]:
     """The inverse of `native_names`; prefix: before all names but classifiers', such as "vit."."""
-    rules = [
-        (_pattern(ours), (other,) if isinstance(other, str) else other)
-        for ours, other in names.items()
-    ]
+    rules = {_pattern(ours): parts_of(theirs) for ours, theirs in names.items()}
     renamed = {}
-    for ours, value in tensors.items():
-        match, parts = next(
-            ((match, parts) for pattern, parts in rules if (match := pattern.match(ours))),
-            (None, (ours,)),
-        )
-        for part, rows in zip(parts, value.chunk(len(parts)) if len(parts) > 1 else [value]):
-            name = part.format(*match.groups()) + ours[match.end() :] if match else part
-            renamed[name if "classifier" in name else prefix + name] = rows.contiguous()
+    for name, value in tensors.items():
+        parts = [name]
+        for pattern, theirs in rules.items():
+            match = pattern.match(name)
+            if match:
+                parts = [_filled(part, match) for part in theirs]
+                break
+        values = value.chunk(len(parts)) if len(parts) > 1 else [value]
+        for part, rows in zip(parts, values):
+            key = part if "classifier" in part else prefix + part
+            renamed[key] = rows.contiguous()
     if names and FREQUENCIES.format(0) in renamed:
-        learned = [*map(renamed.pop, [*filter(_pattern(FREQUENCIES).match, renamed)])]
-        renamed["rope.freqs"] = torch.stack(learned).movedim(-1, 0).flip(0)
+        learned = filter(_pattern(FREQUENCIES).match, list(renamed))
+        by_block = torch.stack([renamed.pop(name) for name in learned])  # (depth, h, d / 2, 2)
+        renamed["rope.freqs"] = by_block.movedim(-1, 0).flip(0)
     return renamed
 
 
 def _pattern(name: str) -> re.Pattern:
     """Matches `name`, with numbers in place of {}, up to a dot or the end."""
     return re.compile("^" + re.escape(name).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)")
+
+
+def _filled(name: str, match: re.Match) -> str:
+    """A name with the numbers of what matched, and all that follows it."""
+    return name.format(*match.groups()) + match.string[match.end() :]
 
 
 def native_tensors(
@@ -290,6 +310,23 @@ def native_tensors(
 
     Products are computed in float64 and rounded once, to float32 or a wider type of the weights. A
     γ whose layer is missing or has another width stays, so that loading it fails visibly.
+    """
+    native = native_names(tensors)
+    order = order_of_channels(tensors, options)
+    if order is not None:
+        for name in filter(ROTATED.search, native):
+            native[name] = _reordered(
+                native[name], order, options["embed_dim"], options["num_heads"]
+            )
+    if not options.get("qkv_bias", True):
+        for name in list(native):
+            if name.endswith("qkv.bias") and not native[name].any():
+                del native[name]
+    return native if options.get("layer_scale") else _folded(native)
+
+
+def order_of_channels(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> str | None:
+    """In which order the heads of rotary attention have their channels; None if as ours.
 
     Our pairs of channels are neighbours, those for columns first; so are RoPE-ViT's, and those of
     unknown names. transformers' DINOv3 has them in halves, i and i + d / 2, those for rows first.
@@ -298,57 +335,51 @@ def native_tensors(
     for rows first if "scaled" (EVA-02, vit_…_rope_reg…). Raises ValueError for any others. Mixed
     frequencies are stored with their pairs, whose order is free.
     """
+    if "rope" not in options.get("pos_embed", "") or options["rope_frequencies"] == "mixed":
+        return None
     rest, layout = layout_of(tensors)
-    tensors, coordinates = native_names(tensors), options.get("rope_coordinates")
-    if (
-        "rope" in options.get("pos_embed", "")
-        and options["rope_frequencies"] != "mixed"
-        and (
-            layout is TRANSFORMERS_DINOV3
-            or layout is EVA_APART
-            and "blocks.0.attn.qkv.bias" not in rest
+    if layout is TRANSFORMERS_DINOV3:
+        orders = {"centred": HALVES}
+    elif layout is EVA_APART and "blocks.0.attn.qkv.bias" not in rest:
+        orders = {"centred": HALVES, "scaled": ROWS_FIRST}
+    else:
+        return None
+    coordinates = options.get("rope_coordinates")
+    if coordinates not in orders:
+        raise ValueError(
+            f"rope_coordinates is {coordinates}, and its tensors do not show in "
+            f"which order channels are turned; expected {' or '.join(orders)}"
         )
-    ):
-        orders = {"centred": HALVES} | ({"scaled": ROWS_FIRST} if layout is EVA_APART else {})
-        if coordinates not in orders:
-            raise ValueError(
-                f"rope_coordinates is {coordinates}, and its tensors do not show in "
-                f"which order channels are turned; expected {' or '.join(orders)}"
-            )
-        tensors = {
-            name: _reordered(value, orders[coordinates], options["embed_dim"], options["num_heads"])
-            if ROTATED.search(name)
-            else value
-            for name, value in tensors.items()
-        }
-    if not options.get("qkv_bias", True):
-        tensors = {
-            name: value
-            for name, value in tensors.items()
-            if not name.endswith("qkv.bias") or value.any()
-        }
-    return tensors if options.get("layer_scale") else _folded(tensors)
+    return orders[coordinates]
 
 
 def _reordered(packed: Tensor, order: str, dim: int, heads: int) -> Tensor:
     """The channels of queries and keys in our order: of (3·C, …), or, of a head's norms, (d,)."""
     count = dim // max(4 * heads, 1)  # of pairs in a head for each axis
-    if not packed.ndim or not count or len(packed[: 2 * dim]) % (4 * count):
-        return packed  # loading it fails visibly
-    pairs = rearrange(packed[: 2 * dim], order, along=2, part=2, n=count)
-    return torch.cat([pairs.flip(1).flatten(0, 3), packed[2 * dim :]])
+    if packed.ndim == 0 or count == 0:
+        return packed  # loading it fails visibly, here and below
+    turned, values = packed[: 2 * dim], packed[2 * dim :]
+    if len(turned) % (4 * count):
+        return packed
+    pairs = rearrange(turned, order, along=2, part=2, n=count)
+    return torch.cat([pairs.flip(1).flatten(0, 3), values])
 
 
-def _folded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _folded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each LayerScale in the layer before it, if that is there and as wide."""
     folded = dict(tensors)
-    for match in filter(None, map(LAYER_SCALE.match, tensors)):
-        layer = f"{match[1]}.{'attn.proj' if match[2] == '1' else 'mlp.fc2'}"
-        gamma, weight = tensors[match.string], tensors.get(f"{layer}.weight")
+    for name, gamma in tensors.items():
+        match = LAYER_SCALE.match(name)
+        if match is None:
+            continue
+        layer = f"{match[1]}.{SCALED[match[2]]}"
+        weight = tensors.get(f"{layer}.weight")
         if weight is None or gamma.shape != weight.shape[:1]:
             continue
-        del folded[match.string]
-        for name in (f"{layer}.weight", f"{layer}.bias"):
-            if (value := tensors.get(name)) is not None:  # (C, inputs) or (C,)
-                scaled = gamma.double().view(-1, *[1] * (value.ndim - 1)) * value.double()
-                folded[name] = scaled.to(torch.promote_types(value.dtype, torch.float32))
+        del folded[name]
+        for part in (f"{layer}.weight", f"{layer}.bias"):
+            if part in tensors:
+                value = tensors[part].double()  # (C, inputs) or (C,)
+                scaled = gamma.double().view(-1, *[1] * (value.ndim - 1)) * value
+                folded[part] = scaled.to(torch.promote_types(tensors[part].dtype, torch.float32))
     return folded
