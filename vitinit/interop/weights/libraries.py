@@ -7,6 +7,7 @@ its config.json says.
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...models import MODELS, model_class
@@ -39,13 +40,18 @@ class Counterpart(NamedTuple):
 
     def state(self, options: Options, defaults: Options) -> tuple[dict[str, Any], list[str]]:
         """Its arguments for a model of ours, and what would have to be otherwise in that model."""
-        arguments, needs = dict(self.constants), []
-        for option, way in {**only(**defaults), **UNSTATED, **self.stated}.items():
-            stated = way(options) if callable(way) else {way: options[option]} if way else {}
-            if isinstance(stated, str):
-                needs.append(stated)
-            else:
-                arguments |= stated
+        arguments = dict(self.constants)
+        needs = []
+        statements = {**only(**defaults), **UNSTATED, **self.stated}
+        for option, statement in statements.items():
+            if isinstance(statement, str):
+                arguments[statement] = options[option]
+            elif statement is not None:
+                stated = statement(options)
+                if isinstance(stated, str):
+                    needs.append(stated)
+                else:
+                    arguments |= stated
         return arguments, needs
 
 
@@ -57,63 +63,67 @@ def same(*names: str) -> dict[str, str]:
 def only(**values: Any) -> dict[str, Statement]:
     """Options of which the library has one value, which it does not state."""
 
-    def statement(option: str, value: Any) -> Callable[[Options], Options | str]:
-        return lambda o: {} if o[option] in (value, [value] * 2) else f"{option} = {value}"
+    def statement(option: str, value: Any, options: Options) -> Options | str:
+        if options[option] in (value, [value] * 2):
+            return {}
+        return f"{option} = {value}"
 
-    return {option: statement(option, value) for option, value in values.items()}
+    return {option: partial(statement, option, value) for option, value in values.items()}
 
 
-def square(name: str) -> Callable[[Options], Options | str]:
+def square(name: str, options: Options) -> Options | str:
     """The statement of a size as one number."""
-
-    def side(options: Options) -> Options | str:
-        height, width = to_pair(options[name])
-        return {name: height} if height == width else f"a square {name}"
-
-    return side
+    height, width = to_pair(options[name])
+    return {name: height} if height == width else f"a square {name}"
 
 
 def whole_windows(options: Options) -> Options | str:
     """The need of a library that, unlike our Swin and timm's, cuts no window to a smaller grid."""
     patch, window = to_pair(options["patch_size"]), to_pair(options["window_size"])
     grid = tuple(side // size for side, size in zip(options["image_size"], patch))
-    cuts = any(
-        side < w
-        for grid in stage_grids(grid, len(options["depths"]))
-        for side, w in zip(grid, window)
-    )
-    return "a window_size within every grid" if cuts else {}
+    for rows, columns in stage_grids(grid, len(options["depths"])):
+        if rows < window[0] or columns < window[1]:
+            return "a window_size within every grid"
+    return {}
 
 
-def mlp_width(key: str) -> Callable[[Options], Options]:
+def mlp_width(name: str, options: Options) -> Options:
     """The statement of mlp_ratio by the width itself."""
-    return lambda o: {key: hidden_width(o["embed_dim"], o["mlp_ratio"], "mlp_ratio")}
+    return {name: hidden_width(options["embed_dim"], options["mlp_ratio"], "mlp_ratio")}
 
 
 def rotation(options: Options) -> Options | str:
     """timm's statement of rotary positions which turn the channels of queries and keys as ours."""
-    kind, coordinates = options["rope_frequencies"], options["rope_coordinates"]
     if "rope" not in options["pos_embed"]:
         return "pos_embed = rope"
+    kind, coordinates = options["rope_frequencies"], options["rope_coordinates"]
     if kind == "linear" or kind == "mixed" and coordinates != "index":
         return "rope_frequencies = axial"
     if kind == "axial":
         kind = "dinov3" if coordinates == "centred" else "cat"
-    return {"rope_type": kind, "use_abs_pos_emb": options["pos_embed"] != "rope"} | (
-        {"ref_feat_shape": [16, 16]} if coordinates == "scaled" else {}
-    )
+    arguments = {"rope_type": kind, "use_abs_pos_emb": options["pos_embed"] != "rope"}
+    if coordinates == "scaled":
+        arguments["ref_feat_shape"] = [16, 16]
+    return arguments
 
 
 # For all: what training alone reads, and what is seen in a tensor that every library has.
-UNSTATED = dict.fromkeys(("drop_path", "train_filters")) | {
-    "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {}
+UNSTATED: dict[str, Statement] = {
+    "drop_path": None,
+    "train_filters": None,
+    "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {},
 }
-SIDES: dict[str, Statement] = {name: square(name) for name in ("image_size", "patch_size")}
-PLAIN = {"distilled": False, "num_registers": 0}  # what most libraries' ViTs are
-
+SIDES: dict[str, Statement] = {
+    "image_size": partial(square, "image_size"),
+    "patch_size": partial(square, "patch_size"),
+}
+PLAIN = only(distilled=False, num_registers=0)  # what most libraries' ViTs are
 SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")  # as all libraries do
+
+# timm: the models, by their modules.
 TIMM_VIT: dict[str, Statement] = {
     **same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size"),
+    **only(distilled=False, norm_eps=1e-6),
     "image_size": "img_size",
     "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},
     "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {},
@@ -124,78 +134,145 @@ TIMM_POOL: dict[str, Statement] = {
         "global_pool": "token" if o["pool"] == "class" else "avg",
     }
 }
+EVA_OPTIONS: dict[str, Statement] = {
+    **TIMM_VIT,
+    **TIMM_POOL,
+    "fc_norm": "use_fc_norm",
+    "num_registers": "num_reg_tokens",
+    "mlp": lambda o: {"swiglu_mlp": True} if o["mlp"] == "swiglu" else {},
+    "pos_embed": rotation,
+    "rope_base": "rope_temperature",
+    "rope_frequencies": None,
+    "rope_coordinates": None,
+    "qkv_bias": None,
+}
 # Its attention whose keys have a bias; without one, names.py takes Eva's to have other pairs.
-# fmt: off
-EVA = Counterpart("eva.Eva", TIMM_VIT | TIMM_POOL | only(distilled=False, norm_eps=1e-6) | {
-    "fc_norm": "use_fc_norm", "num_registers": "num_reg_tokens", "rope_base": "rope_temperature",
-    "mlp": lambda o: {"swiglu_mlp": True} if o["mlp"] == "swiglu" else {}, "pos_embed": rotation,
-    "rope_frequencies": None, "rope_coordinates": None, "qkv_bias": None}, TIMM_EVA, {
-        "attn_type": "rope", "use_rot_pos_emb": True, "rope_grid_indexing": "xy", "qkv_bias": True})
-# fmt: on
+EVA_CONSTANTS = {
+    "attn_type": "rope",
+    "use_rot_pos_emb": True,
+    "rope_grid_indexing": "xy",
+    "qkv_bias": True,
+}
+TIMM_MIXER: dict[str, Statement] = {
+    "image_size": "img_size",
+    "channels_ratio": None,
+    "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]},
+}
+TIMM_CONV_MIXER: dict[str, Statement] = {
+    "image_size": None,
+    **only(num_filters=0, activation="gelu"),
+}
+EVA = Counterpart("eva.Eva", EVA_OPTIONS, TIMM_EVA, EVA_CONSTANTS)
 # Norms with another epsilon are a class, which no plain value states; this function has them.
 EVA_DINOV3 = Counterpart(
     "eva.vit_small_patch16_dinov3",
     {
-        **EVA.stated,
+        **EVA_OPTIONS,
         **only(norm_eps=1e-5),
         "layer_scale": lambda o: (
             {"init_values": o["layer_scale"]} if o["layer_scale"] else "a layer_scale"
         ),
     },
     TIMM_EVA,
-    {**EVA.constants, "rope_rotate_half": False, "dynamic_img_size": False},
+    {**EVA_CONSTANTS, "rope_rotate_half": False, "dynamic_img_size": False},
 )
-TIMM_MIXER = {
-    "image_size": "img_size",
-    "channels_ratio": None,
-    "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]},
-}
-TIMM_CONV_MIXER = {"image_size": None} | only(num_filters=0, activation="gelu")
 # An activation is a class, which no plain value states; this function has ReLU.
 WITH_RELU = Counterpart("convmixer_768_32", TIMM_CONV_MIXER | only(**MODELS["convmixer_768_32"][1]))
-# fmt: off
 TIMM = {
-    "vit": [EVA, EVA_DINOV3,
-            Counterpart("vision_transformer.VisionTransformer", TIMM_VIT | TIMM_POOL | only(
-                distilled=False, norm_eps=1e-6) | {
-                    "fc_norm": "fc_norm", "num_registers": "reg_tokens"}),
-            Counterpart("deit.VisionTransformerDistilled", TIMM_VIT | only(
-                distilled=True, num_registers=0, pool="class", norm_eps=1e-6))],
-    "swin": [Counterpart("swin_transformer.SwinTransformer", SWIN_OPTIONS | same(
-        "patch_size", "window_size", "qkv_bias") | {"image_size": "img_size"})],
-    "mlp_mixer": [Counterpart("mlp_mixer.MlpMixer", TIMM_MIXER | same(
-        "patch_size", "embed_dim") | {"depth": "num_blocks"})],
-    "conv_mixer": [Counterpart("convmixer.ConvMixer", TIMM_CONV_MIXER | same(
-        "depth", "kernel_size", "patch_size") | {"embed_dim": "dim"}),
-                   WITH_RELU._replace(model="convmixer.convmixer_768_32")],
+    "vit": [
+        EVA,
+        EVA_DINOV3,
+        Counterpart(
+            "vision_transformer.VisionTransformer",
+            {**TIMM_VIT, **TIMM_POOL, "fc_norm": "fc_norm", "num_registers": "reg_tokens"},
+        ),
+        Counterpart(
+            "deit.VisionTransformerDistilled",
+            {**TIMM_VIT, **only(distilled=True, num_registers=0, pool="class")},
+        ),
+    ],
+    "swin": [
+        Counterpart(
+            "swin_transformer.SwinTransformer",
+            {
+                **SWIN_OPTIONS,
+                **same("patch_size", "window_size", "qkv_bias"),
+                "image_size": "img_size",
+            },
+        )
+    ],
+    "mlp_mixer": [
+        Counterpart(
+            "mlp_mixer.MlpMixer",
+            {**TIMM_MIXER, **same("patch_size", "embed_dim"), "depth": "num_blocks"},
+        )
+    ],
+    "conv_mixer": [
+        Counterpart(
+            "convmixer.ConvMixer",
+            {
+                **TIMM_CONV_MIXER,
+                **same("depth", "kernel_size", "patch_size"),
+                "embed_dim": "dim",
+            },
+        ),
+        WITH_RELU._replace(model="convmixer.convmixer_768_32"),
+    ],
 }
-# fmt: on
+NAMED_VITS = (  # a name for each of these
+    "eva_giant_patch14_224",
+    "vit_small_patch16_dinov3",
+    "vit_base_patch16_224",
+    "deit_base_distilled_patch16_224",
+)
 # The functions that timm's create_model knows by name. Those of the mixers fix sizes.
-# fmt: off
 TIMM_FUNCTIONS = {
-    "vit": [counterpart._replace(model=name) for counterpart, name in zip(TIMM["vit"], (
-        "eva_giant_patch14_224", "vit_small_patch16_dinov3", "vit_base_patch16_224",
-        "deit_base_distilled_patch16_224"))],
+    "vit": [vit._replace(model=name) for vit, name in zip(TIMM["vit"], NAMED_VITS)],
     "swin": [TIMM["swin"][0]._replace(model="swin_tiny_patch4_window7_224")],
-    "mlp_mixer": [Counterpart(f"{name}_224", TIMM_MIXER | only(**sizes))
-                  for name, (family, sizes) in MODELS.items() if family == "mlp_mixer"],
-    "conv_mixer": [WITH_RELU, *(Counterpart(name + rest, TIMM_CONV_MIXER | only(**MODELS[name][1]))
-                                for name, rest in (("convmixer_1536_20", ""),
-                                                   ("convmixer_1024_20", "_ks9_p14")))],
+    "mlp_mixer": [
+        Counterpart(f"{name}_224", TIMM_MIXER | only(**sizes))
+        for name, (family, sizes) in MODELS.items()
+        if family == "mlp_mixer"
+    ],
+    "conv_mixer": [
+        WITH_RELU,
+        Counterpart("convmixer_1536_20", TIMM_CONV_MIXER | only(**MODELS["convmixer_1536_20"][1])),
+        Counterpart(
+            "convmixer_1024_20_ks9_p14", TIMM_CONV_MIXER | only(**MODELS["convmixer_1024_20"][1])
+        ),
+    ],
 }
-# fmt: on
-# fmt: off
+
 TORCHVISION = {
-    "vit": [Counterpart("VisionTransformer", SIDES | {
-        "num_heads": "num_heads", "depth": "num_layers", "embed_dim": "hidden_dim",
-        "mlp_ratio": mlp_width("mlp_dim")} | only(
-            norm_eps=1e-6, pool="class", qkv_bias=True, **PLAIN), TORCHVISION_VIT)],
-    "swin": [Counterpart("SwinTransformer", SWIN_OPTIONS | only(qkv_bias=True) | {
-            "patch_size": lambda o: {"patch_size": list(to_pair(o["patch_size"]))},
-            "window_size": lambda o: {"window_size": list(to_pair(o["window_size"]))},
-            "image_size": whole_windows}, TORCHVISION_SWIN)],
+    "vit": [
+        Counterpart(
+            "VisionTransformer",
+            {
+                **PLAIN,
+                **SIDES,
+                **only(norm_eps=1e-6, pool="class", qkv_bias=True),
+                "num_heads": "num_heads",
+                "depth": "num_layers",
+                "embed_dim": "hidden_dim",
+                "mlp_ratio": partial(mlp_width, "mlp_dim"),
+            },
+            TORCHVISION_VIT,
+        )
+    ],
+    "swin": [
+        Counterpart(
+            "SwinTransformer",
+            {
+                **SWIN_OPTIONS,
+                **only(qkv_bias=True),
+                "patch_size": lambda o: {"patch_size": list(to_pair(o["patch_size"]))},
+                "window_size": lambda o: {"window_size": list(to_pair(o["window_size"]))},
+                "image_size": whole_windows,
+            },
+            TORCHVISION_SWIN,
+        )
+    ],
 }
-# fmt: on
 
 # Our options → keys of a config.json; of ViT and DeiT.
 VIT_OPTIONS = {
@@ -204,37 +281,55 @@ VIT_OPTIONS = {
     "num_heads": "num_attention_heads",
     "norm_eps": "layer_norm_eps",
 }
-A_CONFIG = {"num_channels": 3, "hidden_act": "gelu"}
-
-
-def transformers_vit(
-    name: str, kind: str, names: Names = TRANSFORMERS_VIT, **values: Any
-) -> Counterpart:
-    """A ViT of transformers. kind: its model_type. values: its only ones, beside `PLAIN`."""
-    return Counterpart(
-        name,
-        VIT_OPTIONS
-        | SIDES
-        | only(**PLAIN | values)
-        | {"qkv_bias": "qkv_bias", "mlp_ratio": mlp_width("intermediate_size")},
-        names,
-        A_CONFIG
-        | {"model_type": kind, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    )
-
-
-# fmt: off
-TRANSFORMERS = {
-    "vit": [transformers_vit("ViTForImageClassification", "vit", pool="class"),
-            transformers_vit("DeiTForImageClassificationWithTeacher", "deit",
-                             TRANSFORMERS_VIT | WITH_TEACHER, pool="class", distilled=True),
-            transformers_vit("IJepaForImageClassification", "ijepa", pool="mean", fc_norm=False)],
-    "swin": [Counterpart("SwinForImageClassification", SWIN_OPTIONS | SIDES | {
-        "qkv_bias": "qkv_bias",
-        "window_size": lambda o: whole_windows(o) or square("window_size")(o)},
-        TRANSFORMERS_SWIN, A_CONFIG | {"model_type": "swin", "layer_norm_eps": 1e-5})],
+STATED_OF_VIT: dict[str, Statement] = {
+    **PLAIN,
+    **SIDES,
+    **VIT_OPTIONS,
+    "qkv_bias": "qkv_bias",
+    "mlp_ratio": partial(mlp_width, "intermediate_size"),
 }
-# fmt: on
+A_CONFIG = {"num_channels": 3, "hidden_act": "gelu"}
+CONFIG_OF_VIT = {
+    **A_CONFIG,
+    "model_type": "vit",
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+TRANSFORMERS = {
+    "vit": [
+        Counterpart(
+            "ViTForImageClassification",
+            STATED_OF_VIT | only(pool="class"),
+            TRANSFORMERS_VIT,
+            CONFIG_OF_VIT,
+        ),
+        Counterpart(
+            "DeiTForImageClassificationWithTeacher",
+            STATED_OF_VIT | only(pool="class", distilled=True),
+            TRANSFORMERS_VIT | WITH_TEACHER,
+            CONFIG_OF_VIT | {"model_type": "deit"},
+        ),
+        Counterpart(
+            "IJepaForImageClassification",
+            STATED_OF_VIT | only(pool="mean", fc_norm=False),
+            TRANSFORMERS_VIT,
+            CONFIG_OF_VIT | {"model_type": "ijepa"},
+        ),
+    ],
+    "swin": [
+        Counterpart(
+            "SwinForImageClassification",
+            {
+                **SWIN_OPTIONS,
+                **SIDES,
+                "qkv_bias": "qkv_bias",
+                "window_size": lambda o: whole_windows(o) or square("window_size", o),
+            },
+            TRANSFORMERS_SWIN,
+            A_CONFIG | {"model_type": "swin", "layer_norm_eps": 1e-5},
+        )
+    ],
+}
 LIBRARIES = {
     "timm": ("timm.models", TIMM),
     "torchvision": ("torchvision.models", TORCHVISION),
@@ -254,12 +349,11 @@ def counterpart(
     """
     module, table = LIBRARIES[library]
     model = model_class(family)
-    parameters = inspect.signature(model).parameters
-    defaults = {
-        name: list(value) if isinstance(value := parameter.default, tuple) else value
-        for name, parameter in parameters.items()
-        if name != "num_classes"
-    }
+    defaults = {}
+    for name, parameter in inspect.signature(model).parameters.items():
+        default = parameter.default
+        if name != "num_classes":
+            defaults[name] = list(default) if isinstance(default, tuple) else default
     options = defaults | options | {"image_size": list(image_size)}
     lacking = []  # of each candidate, what it would need
     for candidate in table.get(family, ()):
