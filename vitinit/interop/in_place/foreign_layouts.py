@@ -18,6 +18,7 @@ Any other model is described by hand: a function of the model that returns a `La
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from types import NoneType
@@ -53,53 +54,67 @@ def layout_of(model: nn.Module | Attentions) -> Attentions:
     if isinstance(model, Attentions):
         return model
     modules, paths = dict(model.named_modules()), block_paths(model)
-    blocks = [
-        replace(
-            block_of(modules[attention], norm_before(attention, block, modules)),
-            around=modules[block],
-        )
-        for attention, block in paths.items()
-    ]
+    blocks = []
+    for attention, around in paths.items():
+        block = block_of(modules[attention], norm_before(attention, around, modules))
+        blocks.append(replace(block, around=modules[around]))
     windows = tuple(block for block in blocks if isinstance(block, WindowBlock))
     if len(windows) == len(blocks):
         return SwinLayout(model, windows)
 
-    lists = {block.rpartition(".")[0] for block in paths.values()}
+    lists = {parent(path) for path in paths.values()}
     if len(lists) > 1:
         raise ValueError(
             f"the model has {len(lists)} lists of blocks: several grids of tokens, "
             "parallel blocks, or an encoder and a decoder"
         )
     dim = blocks[0].proj.shape[0]
-    positions, tokens = [], []
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        name = path.removesuffix(".weight").rpartition(".")[2]  # .weight: nn.Embedding
-        kind = SAME.get(name, name) if tensor.shape[-1:] == (dim,) else ""
-        if kind == "pos_embed" and tensor.ndim > 1:
-            positions.append(tensor)
-        elif kind in PREFIX_TOKENS:
-            tokens.append(tensor.detach())
+    positions, tokens = embeddings(model, dim)
     if len(positions) > 1:
         raise ValueError(
             f"the model has {len(positions)} learned position embeddings, expected "
             "one, by which heads find their target"
         )
+    grid = _grid(modules.values())
     if not positions:  # rotary alone, as a probe will see
-        return Layout(
-            model,
-            tuple(blocks),
-            blocks[0].proj.new_empty(0, dim),
-            _grid(modules.values()),
-            tokens=tuple(tokens),
-        )
+        rows = blocks[0].proj.new_empty(0, dim)
+        return Layout(model, tuple(blocks), rows, grid, tokens=tokens)
     rows = positions[0].detach().flatten(0, -2)
+    if math.prod(grid) > len(rows):
+        grid = 0, 0
+    return Layout(model, tuple(blocks), rows, grid, _is_learned(positions[0]), tokens)
+
+
+def embeddings(model: nn.Module, dim: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """The position embeddings of `dim` channels in a model, and its prefix tokens."""
+    positions, tokens = [], []
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        name = path.removesuffix(".weight").rpartition(".")[2]  # .weight: nn.Embedding
+        kind = SAME.get(name, name)
+        if tensor.shape[-1:] != (dim,):
+            continue
+        if kind == "pos_embed" and tensor.ndim > 1:
+            positions.append(tensor)
+        elif kind in PREFIX_TOKENS:
+            tokens.append(tensor.detach())
+    return positions, tuple(tokens)
+
+
+def _is_learned(positions: Tensor) -> bool:
+    """Whether a position embedding is a parameter, and no frozen sines and cosines."""
+    if not isinstance(positions, nn.Parameter):
+        return False
+    if positions.requires_grad:
+        return True
     # All rows but those of 0 may be sines and cosines, whose squares add up to 1 by pairs.
-    squares = rows.square().sum(1)
-    waves = torch.isclose(squares[squares > 0], squares.new_tensor(dim / 2), rtol=1e-3).all()
-    learned = isinstance(positions[0], nn.Parameter) and (positions[0].requires_grad or not waves)
-    return Layout(
-        model, tuple(blocks), rows, _grid(modules.values(), len(rows)), bool(learned), tuple(tokens)
-    )
+    squares = positions.square().sum(-1)
+    half = squares.new_tensor(positions.shape[-1] / 2)
+    return not torch.isclose(squares[squares > 0], half, rtol=1e-3).all()
+
+
+def parent(path: str) -> str:
+    """The path of the module that holds the one at `path`."""
+    return path.rpartition(".")[0]
 
 
 def norm_before(attention: str, block: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -109,7 +124,7 @@ def norm_before(attention: str, block: str, modules: Mapping[str, nn.Module]) ->
         return norm
     norm, owner = None, attention
     while norm is None and len(owner) > len(block):
-        owner = owner.rpartition(".")[0]
+        owner = parent(owner)
         for name in NORMS:
             norm = getattr(modules[owner], name, norm)
     return norm
@@ -129,47 +144,52 @@ def block_paths(model: nn.Module) -> dict[str, str]:
         if isinstance(module, nn.MultiheadAttention) or _layers(module):
             around[path] = list(accumulate(path.split("."), "{}.{}".format))
             held.update(around[path])
-    blocks = {
-        path: owner
-        for path, owners in around.items()
-        for owner in reversed(owners)
-        if held[owner] == 1
-        and isinstance(modules[owner.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
-    }  # outermost
+    blocks = {}
+    for path, owners in around.items():
+        for owner in owners:
+            in_list = isinstance(modules[parent(owner)], (nn.ModuleList, nn.Sequential))
+            if in_list and held[owner] == 1:
+                blocks[path] = owner
+                break
     if not blocks:
         raise ValueError(
             f"a {type(model).__name__} has no list of blocks with one attention each, "
             "of a layout known here"
         )
-    for owner in {path.rpartition(".")[0] for path in blocks.values()}:
-        children = {
-            f"{owner}.{name}".lstrip("."): child for name, child in modules[owner].named_children()
-        }
-        kinds = {type(children[path]) for path in blocks.values() if path in children}
-        below = False  # whether a block came before
-        for path, child in children.items():
-            below |= held[path] > 0
-            alike = (
-                isinstance(modules[owner], nn.ModuleList)
-                or type(child) in kinds
-                or below
-                and _is_branch(child)
-            )
-            if alike and not held[path] and any(True for _ in child.parameters()):
-                raise ValueError(
-                    f"{path}, a {type(child).__name__}, has no attention of a layout "
-                    "known here, as others of its list have"
-                )
+    for path in {parent(block) for block in blocks.values()}:
+        require_blocks(path, modules[path], held)
     return blocks
+
+
+def require_blocks(path: str, blocks: nn.Module, held: Mapping[str, int]) -> None:
+    """Raise ValueError if a list of blocks holds one without an attention, beside others.
+
+    In an nn.Sequential something else may come before and after the blocks.
+    """
+    children = {f"{path}.{name}".lstrip("."): child for name, child in blocks.named_children()}
+    kinds = {type(child) for name, child in children.items() if held[name] == 1}
+    below = False  # whether a block came before
+    for name, child in children.items():
+        if held[name]:
+            below = True
+            continue
+        alike = isinstance(blocks, nn.ModuleList) or type(child) in kinds
+        if (alike or below and _is_branch(child)) and list(child.parameters()):
+            raise ValueError(
+                f"{name}, a {type(child).__name__}, has no attention of a layout "
+                "known here, as others of its list have"
+            )
 
 
 def _is_branch(module: nn.Module) -> bool:
     """Whether a module may be a block: it holds a LayerNorm, and a layer of as many outputs."""
-    widths = {norm.normalized_shape for norm in module.modules() if isinstance(norm, nn.LayerNorm)}
-    return any(
-        isinstance(layer, nn.Linear) and (layer.out_features,) in widths
-        for layer in module.modules()
-    )
+    widths, outputs = set(), set()
+    for part in module.modules():
+        if isinstance(part, nn.LayerNorm):
+            widths.add(part.normalized_shape)
+        elif isinstance(part, nn.Linear):
+            outputs.add((part.out_features,))
+    return not widths.isdisjoint(outputs)
 
 
 def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
@@ -182,31 +202,14 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
             "a block has no LayerNorm before its attention (post-norm, or another norm)"
         )
     kind = type(attention).__name__
-    if any(
-        not isinstance(getattr(attention, name, None), (nn.Identity, NoneType))
-        for name in ("q_norm", "k_norm")
-    ):
-        raise ValueError(f"{kind} normalises queries and keys, which would undo what is written")
-    if isinstance(attention, nn.MultiheadAttention):
-        if attention.in_proj_weight is None or attention.bias_k is not None:
+    for name in ("q_norm", "k_norm"):
+        if not isinstance(getattr(attention, name, None), (nn.Identity, NoneType)):
             raise ValueError(
-                "an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not covered"
+                f"{kind} normalises queries and keys, which would undo what is written"
             )
-        proj: nn.Module = attention.out_proj
-        weights: list[Tensor] = [attention.in_proj_weight]
-        biases: list[Tensor | None] = [attention.in_proj_bias]
-    else:
-        *layers, proj = _layers(attention) or [attention]
-        linear = [as_linear(layer, kind) for layer in layers]
-        weights, biases = [layer.weight for layer in linear], [layer.bias for layer in linear]
-    proj = as_linear(proj, kind)
-    owners = (attention, getattr(attention, "attention", None))  # the second: transformers 4
-    heads = next(
-        (getattr(owner, name) for owner in owners for name in HEADS if hasattr(owner, name)), None
-    )
-    if heads is None:
-        raise ValueError(f"{kind} does not say how many heads it has, by {' or '.join(HEADS)}")
-    rows, inner = sum(map(len, weights)), proj.weight.shape[1]
+    weights, biases, proj = _parameters(attention)
+    heads = _number_of_heads(attention)
+    rows, inner = sum(map(len, weights)), proj.in_features
     if rows != 3 * inner or inner % heads:  # shared keys, or keys and values alone
         raise ValueError(
             f"{kind} has {rows} rows of Q, K and V for {heads} heads of {inner} "
@@ -214,8 +217,11 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         )
     if len(weights) == 1:  # Q, K and V in one
         weights = list(weights[0].chunk(3))
-        apart = [getattr(attention, name, None) for name in ("q_bias", "v_bias")]  # EVA
-        biases = [apart[0], None, apart[1]] if biases[0] is None else list(biases[0].chunk(3))
+        if biases[0] is not None:
+            biases = list(biases[0].chunk(3))
+        else:
+            of_q, of_v = (getattr(attention, name, None) for name in ("q_bias", "v_bias"))
+            biases = [of_q, None, of_v]  # of EVA
     q, k, v = (weight.detach().unflatten(0, (heads, -1)) for weight in weights)
     q_bias, k_bias, v_bias = (
         None if bias is None else bias.detach().unflatten(0, (heads, -1)) for bias in biases
@@ -233,34 +239,55 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         attention,
         rotation_of(attention),
     )
+    return _in_windows(block, attention)
+
+
+def _parameters(attention: nn.Module) -> tuple[list[Tensor], list[Tensor | None], nn.Linear]:
+    """The weights and the biases of Q, K and V, one where they are packed, and proj."""
+    kind = type(attention).__name__
+    if isinstance(attention, nn.MultiheadAttention):
+        if attention.in_proj_weight is None or attention.bias_k is not None:
+            raise ValueError(
+                "an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not covered"
+            )
+        proj = as_linear(attention.out_proj, kind)
+        return [attention.in_proj_weight], [attention.in_proj_bias], proj
+    layers = [as_linear(layer, kind) for layer in _layers(attention) or [attention]]
+    *layers, proj = layers
+    return [layer.weight for layer in layers], [layer.bias for layer in layers], proj
+
+
+def _number_of_heads(attention: nn.Module) -> int:
+    for owner in (attention, getattr(attention, "attention", None)):  # the second: transformers 4
+        for name in HEADS:
+            if hasattr(owner, name):
+                return getattr(owner, name)
+    kind = type(attention).__name__
+    raise ValueError(f"{kind} does not say how many heads it has, by {' or '.join(HEADS)}")
+
+
+def _in_windows(block: Block, attention: nn.Module) -> Block:
+    """The block of a Swin with its relative position bias; any other as it is."""
     table = getattr(attention, "relative_position_bias_table", None)
-    window = stated(attention, "window_size", "window")
     index = getattr(attention, "relative_position_index", None)
-    if (
-        not isinstance(table, nn.Parameter)
-        or index is None
-        or window is None
-        or (
-            index.numel() != math.prod(window) ** 2  # BEiT's has the class token, too
-            or len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)
-        )
-    ):
+    window = stated([attention], "window_size", "window")
+    if not isinstance(table, nn.Parameter) or index is None or window is None:
         return block
-    return WindowBlock(
-        **vars(block),
-        window=window,
-        bias_table=table.detach(),
-        bias_rows=index.view(math.prod(window), -1),
-    )
+    tokens = math.prod(window)
+    offsets = (2 * window[0] - 1) * (2 * window[1] - 1)
+    if index.numel() != tokens**2 or len(table) != offsets:  # BEiT's have the class token, too
+        return block
+    rows = index.view(tokens, -1)
+    return WindowBlock(**vars(block), window=window, bias_table=table.detach(), bias_rows=rows)
 
 
 def as_linear(layer: nn.Module, attention: str) -> nn.Linear:
     """The layer itself; raises ValueError for one of LoRA, or a quantised one."""
     if not isinstance(layer, nn.Linear):
         library = type(layer).__module__.partition(".")[0]
+        origin = "" if library == "torch" else f" of {library}"
         raise ValueError(
-            f"{attention} has a {type(layer).__name__}"
-            f"{f' of {library}' * (library != 'torch')} where nn.Linear is expected "
+            f"{attention} has a {type(layer).__name__}{origin} where nn.Linear is expected "
             "for Q, K, V or proj"
         )
     return layer
@@ -269,31 +296,31 @@ def as_linear(layer: nn.Module, attention: str) -> nn.Linear:
 def _layers(attention: nn.Module) -> list[nn.Module]:
     """The layers of Q, K, V, and proj last; empty if the module has no known layout."""
     for names in LAYERS:
-        try:
+        with suppress(AttributeError):
             return list(map(attention.get_submodule, names))
-        except AttributeError:
-            continue
     return []
 
 
-def _grid(modules: Iterable[nn.Module], rows: float = math.inf) -> Grid:
-    """The grid that a model states, for so many rows of the position embedding; else (0, 0)."""
+def _grid(modules: Iterable[nn.Module]) -> Grid:
+    """The grid that a model states, else (0, 0)."""
     for module in modules:
-        grid = stated(module, "grid_size", "grid")
-        image, patch = stated(module, "image_size"), stated(module, "patch_size")
-        if grid is None and image and patch:
-            grid = image[0] // patch[0], image[1] // patch[1]
+        grid = stated([module], "grid_size", "grid")
         if grid is not None:
-            return grid if math.prod(grid) <= rows else (0, 0)
+            return grid
+        image, patch = stated([module], "image_size"), stated([module], "patch_size")
+        if image and patch:
+            return image[0] // patch[0], image[1] // patch[1]
     return 0, 0
 
 
-def stated(module: object, *names: str) -> Grid | None:
-    """Down and across, the first attribute of these names that is one number for both, or two."""
-    for value in (getattr(module, name, None) for name in names):
-        sides = (value, value) if isinstance(value, int) else value
-        if isinstance(sides, (tuple, list)) and list(map(type, sides)) == [int, int]:
-            return sides[0], sides[1]
+def stated(owners: Iterable[object], *names: str) -> Grid | None:
+    """Down and across: the first attribute of these names that is one number for both, or two."""
+    for owner in owners:
+        for name in names:
+            value = getattr(owner, name, None)
+            sides = (value, value) if isinstance(value, int) else value
+            if isinstance(sides, (tuple, list)) and list(map(type, sides)) == [int, int]:
+                return sides[0], sides[1]
     return None
 
 
@@ -309,18 +336,20 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
     owners = [*modules, *(getattr(module, "config", None) for module in modules)]
     embedding = patch_embedding(modules, blocks[0].proj.shape[0])
     convolution = next((module for module in modules if isinstance(module, nn.Conv2d)), None)
-    patch = next(filter(None, (stated(owner, "patch_size") for owner in owners)), None)
+    patch = stated(owners, "patch_size")
     if patch is None and convolution is not None and convolution in embedding:
         patch = convolution.stride[0], convolution.stride[1]
-    grid, merged = layout.grids[-1], 1
-    if isinstance(layout, SwinLayout):  # channels double by stage, as tokens merge
-        merged = blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
-    size = next(
-        filter(None, (stated(owner, "image_size", "img_size") for owner in owners)),
-        patch and all(grid) and (merged * grid[0] * patch[0], merged * grid[1] * patch[1]),
-    )
-    if size and convolution is not None:
+    size = stated(owners, "image_size", "img_size")
+    grid = layout.grids[-1]
+    if size is None and patch is not None and all(grid):
+        merged = (
+            blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
+        )  # a Swin's channels double by stage
+        size = merged * grid[0] * patch[0], merged * grid[1] * patch[1]
+    if size is None:
+        return None
+    if convolution is not None:
         return convolution.in_channels, *size
-    if size and patch and embedding and isinstance(embedding[0], nn.Linear):
+    if patch is not None and embedding and isinstance(embedding[0], nn.Linear):
         return embedding[0].in_features // math.prod(patch), *size
     return None

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import NoneType
 from typing import Any
 
 import torch
@@ -43,9 +44,10 @@ def passed(model: nn.Module, images: Tensor, **hooks: Any) -> None:
 
 def close(value: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are of one shape, and agree but for rounding."""
-    return value.shape == expected.shape and bool(
-        (value - expected).abs().max() <= TOLERANCE * (expected.abs().max() + 1e-6)
-    )
+    if value.shape != expected.shape:
+        return False
+    largest = expected.abs().max() + 1e-6
+    return bool((value - expected).abs().max() <= TOLERANCE * largest)
 
 
 class _Products(TorchFunctionMode):
@@ -58,19 +60,20 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if function in PRODUCTS:
-            self.factors.append(args[0] if args else (kwargs or {})["query"])
-        return function(*args, **(kwargs or {}))
+            self.factors.append(args[0] if args else kwargs["query"])
+        return function(*args, **kwargs)
 
 
 def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
     """The blocks, with the rotation that each is seen to make of its queries, if all do."""
     blocks = layout.blocks
-    if layout.rotary or any(
-        block.attention is None or type(block.attention) is nn.MultiheadAttention
-        for block in blocks
-    ):  # which never turns
+    if layout.rotary:
         return blocks
+    for block in blocks:
+        if type(block.attention) in (NoneType, nn.MultiheadAttention):  # which never turns
+            return blocks
     projections: dict[nn.Module, Tensor] = {}
     rotations: dict[nn.Module, Rotation | None] = {}
 
@@ -86,19 +89,17 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
                 break
 
     products = _Products()
+    after: dict[Any, Any] = {}
+    for block in blocks:
+        after[block.norm] = partial(project, block)
+        after[block.attention] = partial(compare, block)
     with products:
-        passed(
-            layout.model,
-            images,
-            after={
-                **{block.norm: partial(project, block) for block in blocks},
-                **{block.attention: partial(compare, block) for block in blocks},
-            },
-        )
+        passed(layout.model, images, after=after)
     turned = [rotations.get(block.norm) for block in blocks]
-    if None in turned and any(turned):
+    count = len(turned) - turned.count(None)
+    if 0 < count < len(turned):
         raise ValueError(
-            f"{len(turned) - turned.count(None)} of {len(turned)} blocks turn their "
+            f"{count} of {len(turned)} blocks turn their "
             "queries by their places, expected all or none"
         )
     return tuple(replace(block, rotation=rotation) for block, rotation in zip(blocks, turned))
@@ -110,14 +111,16 @@ def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
     The channels of a pair are neighbours, or d / 2 apart.
     """
     channels = torch.arange(queries.shape[-1] // 2 * 2)
+    scale = turned.norm() / queries.norm()
+    if close(queries * scale, turned):
+        return None
     for pairs in (channels.view(-1, 2), channels.view(2, -1).T):
-        before, after = (
-            torch.view_as_complex(x[..., pairs].contiguous()) for x in (queries, turned)
-        )
+        before = torch.view_as_complex(queries[..., pairs].contiguous())
+        after = torch.view_as_complex(turned[..., pairs].contiguous())
         turns = torch.view_as_real((before.conj() * after).sum(0).sgn()).transpose(0, 1)
-        rotation, scale = Rotation(pairs, turns.contiguous()), turned.norm() / queries.norm()
-        if close(rotation(queries) * scale, turned) and not close(queries * scale, turned):
-            return rotation  # turns: (T, h, d / 2, 2)
+        rotation = Rotation(pairs, turns.contiguous())  # turns: (T, h, d / 2, 2)
+        if close(rotation(queries) * scale, turned):
+            return rotation
     return None
 
 
@@ -133,48 +136,32 @@ def require_formula(
     read = {}
     calls: Counter[nn.Module] = Counter()
     others = []  # which compute something else
-    pairs = list(zip(attentions, layout.blocks))
-    saved = {
-        weight: weight.clone()
-        for attention, block in pairs
-        for part in (*attention.modules(), block.norm)
-        if not isinstance(part, Rotary)
-        for weight in part.parameters(recurse=False)
-    }
-    for weight in saved:  # so that logits are about 1
-        draw = torch.randn(weight.shape, generator=rng)
-        weight.copy_(draw * weight[0].numel() ** -0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
         calls[norm] += 1
         read[norm] = layout.batch_first(y)
 
     def compare(attention: nn.Module, block: Block, _: tuple, output: Any) -> None:
-        output, y = output[0] if isinstance(output, tuple) else output, read.get(block.norm)
         calls[attention] += 1
-        results: Iterable[tuple[Tensor, Tensor]] = ()  # of the attention, and of the formula
-        if y is not None and isinstance(block, WindowBlock):
-            results = within_windows(block, y, output, grid)
-        elif y is not None:
-            results = product((output, output.transpose(0, 1)), [block.output(y)])
-        if not any(close(*pair) for pair in results):
+        if isinstance(output, tuple):
+            output = output[0]
+        if block.norm not in read or not follows(block, read[block.norm], output, grid):
             others.append(block)
 
-    passed(
-        layout.model,
-        images,
-        after={
-            **{block.norm: partial(keep, block.norm) for block in layout.blocks},
-            **{attention: partial(compare, attention, block) for attention, block in pairs},
-        },
-    )
+    after: dict[nn.Module, Any] = {}
+    for attention, block in zip(attentions, layout.blocks):
+        after[block.norm] = partial(keep, block.norm)
+        after[attention] = partial(compare, attention, block)
+    saved = draw_weights(layout, attentions, rng)
+    passed(layout.model, images, after=after)
     for weight, value in saved.items():
         weight.copy_(value)
+
     for module in (*attentions, *(block.norm for block in layout.blocks)):
-        if (times := calls[module]) != 1:
+        if calls[module] != 1:
             raise ValueError(
                 "the attention of a block, or the norm before it, "
-                f"{type(module).__name__}, is called {times} times in a forward pass, "
+                f"{type(module).__name__}, is called {calls[module]} times in a forward pass, "
                 "expected once"
             )
     counts = [read[block.norm].shape[1] for block in layout.blocks]
@@ -193,6 +180,31 @@ def require_formula(
         )
 
 
+def draw_weights(
+    layout: Attentions, attentions: Iterable[nn.Module], rng: Generator
+) -> dict[nn.Parameter, Tensor]:
+    """Draw the weights of attentions and their norms, so that logits are about 1; what they were."""
+    saved = {}
+    for attention, block in zip(attentions, layout.blocks):
+        for part in (*attention.modules(), block.norm):
+            if not isinstance(part, Rotary):
+                for weight in part.parameters(recurse=False):
+                    saved[weight] = weight.clone()
+    for weight in saved:
+        draw = torch.randn(weight.shape, generator=rng)
+        weight.copy_(draw * weight[0].numel() ** -0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
+    return saved
+
+
+def follows(block: Block, y: Tensor, output: Tensor, grid: Grid) -> bool:
+    """Whether an attention's output is what the formula makes of its norm's output y."""
+    if isinstance(block, WindowBlock):
+        pairs = within_windows(block, y, output, grid)
+        return any(close(made, expected) for made, expected in pairs)
+    expected = block.output(y)
+    return close(output, expected) or close(output.transpose(0, 1), expected)
+
+
 def within_windows(
     block: WindowBlock, y: Tensor, output: Tensor, grid: Grid
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -207,27 +219,16 @@ def within_windows(
     _, height, width, _ = y.shape
     of_windows = len(output) != len(y)
     if of_windows:  # which are padded, and shifted already
-        output = rearrange(
-            output,
-            "(n r c) (i j) d -> n (r i) (c j) d",
-            i=down,
-            j=across,
-            n=len(y),
-            r=-(-height // down),
-        )
+        joined = "(n r c) (i j) d -> n (r i) (c j) d"
+        rows = -(-height // down)
+        output = rearrange(output, joined, i=down, j=across, n=len(y), r=rows)
     elif output.ndim == 3:
         output = output.unflatten(1, (height, width))
+    apart = partial(rearrange, pattern="n (r i) (c j) d -> (n r c) (i j) d", i=down, j=across)
     for below, right in product({0, down // 2}, {0, across // 2}):
         rows, columns = (height - below) // down, (width - right) // across
-        back = partial(torch.roll, shifts=(-below, -right), dims=(1, 2))
         if rows and columns:
-            inside, made = (
-                rearrange(
-                    x[:, : rows * down, : columns * across],
-                    "n (r i) (c j) d -> (n r c) (i j) d",
-                    i=down,
-                    j=across,
-                )
-                for x in (back(y), output if of_windows else back(output))
-            )
-            yield made, block.output(inside)
+            inside = y.roll((-below, -right), dims=(1, 2))
+            made = output if of_windows else output.roll((-below, -right), dims=(1, 2))
+            whole = ..., slice(rows * down), slice(columns * across), slice(None)
+            yield apart(made[whole]), block.output(apart(inside[whole]))

@@ -23,21 +23,17 @@ from torch import Tensor
 
 # Our names → theirs, up to any dot; {} is the number of a block or stage. Of several entries that
 # match, the first counts; names without an entry stay. Our one layer may be several of theirs,
-# whose rows follow one another.
-Names = dict[str, str | tuple[str, ...]]
+# whose rows follow one another: then their names stand in one string.
+Names = dict[str, str]
 
 STAGES = range(9)  # more than any Swin has
 
 
-def parts_of(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (theirs,) if isinstance(theirs, str) else theirs
-
-
 def within(ours: str, prefix: str, names: Names) -> Names:
     """Entries whose names, ours and the others', begin with these."""
-    entries: Names = {}
+    entries = {}
     for name, theirs in names.items():
-        entries[f"{ours}.{name}"] = tuple(f"{prefix}.{part}" for part in parts_of(theirs))
+        entries[f"{ours}.{name}"] = " ".join(f"{prefix}.{part}" for part in theirs.split())
     return entries
 
 
@@ -61,7 +57,7 @@ TORCHVISION_VIT_PUBLISHED = {
 }
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before them.
-TORCHVISION_SWIN: Names = {
+TORCHVISION_SWIN = {
     "patch_embed.proj": "features.0.0",
     "patch_embed.norm": "features.0.2",
     "head.fc": "head",
@@ -80,28 +76,24 @@ TORCHVISION_SWIN: Names = {
 }
 
 # Microsoft and transformers merge at the end of a stage, timm at the beginning of the next.
-MERGES: Names = {f"{stage}.downsample": f"{stage - 1}.downsample" for stage in STAGES[1:]}
-MICROSOFT_SWIN: Names = {"head.fc": "head", **within("layers", "layers", MERGES)}
-DINOV2: Names = {"reg_token": "register_tokens"}  # placed after the class token
+MERGES = {f"{stage}.downsample": f"{stage - 1}.downsample" for stage in STAGES[1:]}
+MICROSOFT_SWIN = {"head.fc": "head", **within("layers", "layers", MERGES)}
+DINOV2 = {"reg_token": "register_tokens"}  # placed after the class token
 
-HUGGING_BLOCK: Names = {
+HUGGING_BLOCK = {
     "norm1": "layernorm_before",
     "norm2": "layernorm_after",
     "mlp.fc1": "intermediate.dense",
     "mlp.fc2": "output.dense",
     "attn.proj": "attention.output.dense",
 }
-TRANSFORMERS_VIT: Names = {
+TRANSFORMERS_VIT = {
     **within(
         "blocks.{}",
         "encoder.layer.{}",
         {
             **HUGGING_BLOCK,
-            "attn.qkv": (
-                "attention.attention.query",
-                "attention.attention.key",
-                "attention.attention.value",
-            ),
+            "attn.qkv": "attention.attention.query attention.attention.key attention.attention.value",
         },
     ),
     "cls_token": "embeddings.cls_token",
@@ -114,8 +106,8 @@ TRANSFORMERS_VIT: Names = {
     "head": "classifier",
     "head_dist": "distillation_classifier",
 }
-WITH_TEACHER: Names = {"head": "cls_classifier"}  # beside a distillation_classifier
-DINO_BLOCK: Names = {
+WITH_TEACHER = {"head": "cls_classifier"}  # beside a distillation_classifier
+DINO_BLOCK = {
     "norm1": "norm1",
     "norm2": "norm2",
     "mlp.fc1": "mlp.fc1",
@@ -124,14 +116,14 @@ DINO_BLOCK: Names = {
     "ls2.gamma": "layer_scale2.lambda1",
 }
 TRANSFORMERS_DINOV2 = TRANSFORMERS_VIT | within("blocks.{}", "encoder.layer.{}", DINO_BLOCK)
-TRANSFORMERS_SWIN: Names = {
+TRANSFORMERS_SWIN = {
     **within(
         "layers.{}.blocks.{}",
         "encoder.layers.{}.blocks.{}",
         {
             **HUGGING_BLOCK,
             "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
-            "attn.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+            "attn.qkv": "attention.self.query attention.self.key attention.self.value",
         },
     ),
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
@@ -142,8 +134,8 @@ TRANSFORMERS_SWIN: Names = {
 }
 
 # What release 5 of transformers calls otherwise in memory than in the files that it writes.
-IN_MEMORY: Names = {
-    "attn.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+IN_MEMORY = {
+    "attn.qkv": "attention.q_proj attention.k_proj attention.v_proj",
     "attn.proj": "attention.o_proj",
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
@@ -168,7 +160,7 @@ TRANSFORMERS_DINOV3 = {
         "layer.{}",
         DINO_BLOCK
         | IN_MEMORY
-        | {"mlp.fc1": ("mlp.gate_proj", "mlp.up_proj"), "mlp.fc2": "mlp.down_proj"},
+        | {"mlp.fc1": "mlp.gate_proj mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
     "patch_embed.proj": "embeddings.patch_embeddings",
     "norm": "norm",
@@ -182,8 +174,8 @@ EVA_APART = {
         "blocks.{}",
         "blocks.{}",
         {
-            "attn.qkv.bias": ("attn.q_bias", "attn.k_bias", "attn.v_bias"),
-            "mlp.fc1": ("mlp.fc1_g", "mlp.fc1_x"),
+            "attn.qkv.bias": "attn.q_bias attn.k_bias attn.v_bias",
+            "mlp.fc1": "mlp.fc1_g mlp.fc1_x",
         },
     ),
 }
@@ -191,7 +183,7 @@ BIAS_OF_QUERIES = re.compile(r"\.q(_bias|_proj\.bias)$")
 FREQUENCIES = "blocks.{}.attn.rotary.frequencies"  # of all blocks (2, depth, h, d / 2) in Eva
 
 # A name that occurs in one layout only → the layout; the first one found counts.
-LAYOUTS: dict[str, Names] = {
+LAYOUTS = {
     "encoder.layers.encoder_layer_0.mlp.linear_1.weight": TORCHVISION_VIT_PUBLISHED,
     "class_token": TORCHVISION_VIT,
     "features.1.0.attn.relative_position_bias_table": TORCHVISION_SWIN,
@@ -199,7 +191,9 @@ LAYOUTS: dict[str, Names] = {
     "register_tokens": DINOV2,
     "layers.0.attention.q_proj.weight": VIT_IN_MEMORY,
     "layer.0.attention.q_proj.weight": TRANSFORMERS_DINOV3,
-    **dict.fromkeys(("blocks.0.attn.q_bias", "blocks.0.gamma_1", "rope.freqs"), EVA_APART),
+    "blocks.0.attn.q_bias": EVA_APART,
+    "blocks.0.gamma_1": EVA_APART,
+    "rope.freqs": EVA_APART,
     "encoder.layer.0.attention.q_proj.weight": DINOV2_IN_MEMORY,
     "encoder.layers.0.blocks.0.attention.q_proj.weight": SWIN_IN_MEMORY,
     "encoder.layer.0.layernorm_before.weight": TRANSFORMERS_VIT,
@@ -257,7 +251,7 @@ def stack(tensors: dict[str, Tensor], names: Names) -> None:
     """Rename tensors from the others' names to ours, and put the parts of our layers together."""
     rows = defaultdict(list)  # our name → its parts, one after another
     for ours, theirs in names.items():
-        for part in parts_of(theirs):
+        for part in theirs.split():
             pattern = _pattern(part)
             for name in list(tensors):
                 match = pattern.match(name)
@@ -271,7 +265,7 @@ def foreign_names(
     tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
 ) -> dict[str, Tensor]:
     """The inverse of `native_names`; prefix: before all names but classifiers', such as "vit."."""
-    rules = {_pattern(ours): parts_of(theirs) for ours, theirs in names.items()}
+    rules = {_pattern(ours): theirs.split() for ours, theirs in names.items()}
     renamed = {}
     for name, value in tensors.items():
         parts = [name]
@@ -293,7 +287,7 @@ def foreign_names(
 
 def _pattern(name: str) -> re.Pattern:
     """Matches `name`, with numbers in place of {}, up to a dot or the end."""
-    return re.compile("^" + re.escape(name).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)")
+    return re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)")
 
 
 def _filled(name: str, match: re.Match) -> str:

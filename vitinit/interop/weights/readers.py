@@ -26,7 +26,7 @@ from ...models.layers import hidden_width
 from ...recipe.sections import Recipe
 from ...runs.checkpoint import FOREIGN_WEIGHTS
 from ...runs.start import FUNCTION, PREPARATION
-from .libraries import SWIN_OPTIONS, VIT_OPTIONS
+from .libraries import SWIN_OPTIONS, VIT_OPTIONS, same
 from .names import native_tensors
 
 # Whole words of a model's name whose models have our tensors, but compute something else.
@@ -58,20 +58,8 @@ TIMM_ARGUMENTS = {
     "use_fc_norm": "fc_norm",
     "init_values": "layer_scale",
     "rope_temperature": "rope_base",
-} | {
-    key: key
-    for key in (
-        "patch_size",
-        "embed_dim",
-        "depth",
-        "depths",
-        "num_heads",
-        "mlp_ratio",
-        "qkv_bias",
-        "fc_norm",
-        "window_size",
-        "qk_norm",
-    )
+    **SWIN_OPTIONS,
+    **same("patch_size", "depth", "qkv_bias", "fc_norm", "window_size", "qk_norm"),
 }
 POOLS = {"token": "class", "avg": "mean"}  # timm's words → ours
 
@@ -111,14 +99,11 @@ class Reader:
         says of it, by its keys. files: those beside the checkpoint were read into it.
         """
         rotary = "rope" in str(recipe.keys.get("model.options.pos_embed"))
-        parts = [
-            f"{key} {to_toml(value)}"
-            for key, value in recipe.keys.items()
-            if key in UNSEEN and (rotary or ".rope_" not in key)
-        ]
-        read = ""
-        if files and self.config:
-            read = f" and {self.config.file.name}"
+        parts = []
+        for key, value in recipe.keys.items():
+            if key in UNSEEN and (rotary or ".rope_" not in key):
+                parts.append(f"{key} {to_toml(value)}")
+        read = f" and {self.config.file.name}" if files and self.config else ""
         return (
             f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no "
             f"other activation is named (recipe {recipe.name}{read})"
@@ -150,14 +135,13 @@ def require_known(path: Path, architecture: object, *, rotary: bool) -> None:
     """
     names = [path.name, str(architecture)]
     if path.name in FOREIGN_WEIGHTS:
-        names += [
-            path.absolute().parent.name,
-            str(_table(path.with_name("config.json")).get("architecture", "")),
-        ]
-    for word in TRAPS.keys() & set(re.split(r"[ ._-]", " ".join(names).lower())):
-        if word not in ROTARY or not rotary:
+        config = _table(path.with_name("config.json"))
+        names += [path.absolute().parent.name, str(config.get("architecture", ""))]
+    words = re.split(r"[ ._-]", " ".join(names).lower())
+    for word, meaning in TRAPS.items():
+        if word in words and not (rotary and word in ROTARY):
             raise CheckpointError(
-                f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose "
+                f"{path}: '{word}' in its name stands for {meaning}, whose "
                 "tensors would fit and compute another function here; if this "
                 f"model has none, rename it without '{word}'"
             )
@@ -172,52 +156,70 @@ def _table(file: Path) -> dict[str, Any]:
 
 
 def _of_timm(config: Mapping[str, Any], file: Path) -> ForeignConfig:
-    stated, arguments = config["pretrained_cfg"], config.get("model_args") or {}
+    arguments = config.get("model_args") or {}
     for name in ("act_layer", "norm_layer"):
         if arguments.get(name) not in (None, "gelu"):
             raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
-    changes = {
-        key: stated[name]
-        for key in PREPARATION  # whose last parts are timm's names
-        if (name := key.rpartition(".")[2]) in stated
-    }
-    for name, ours in TIMM_ARGUMENTS.items():
-        value = arguments.get(name)
-        if value is not None and (name, type(value)) != ("mlp_ratio", list):  # two of a Mixer
-            changes[f"model.options.{ours}"] = POOLS.get(value, value) if ours == "pool" else value
-    if arguments.get("use_rot_pos_emb"):  # an Eva; as `vitinit export` states it
-        kind = arguments.get("rope_type", "cat")
-        changes |= {
-            "model.options.pos_embed": "learned+" * arguments.get("use_abs_pos_emb", True) + "rope",
-            "model.options.mlp": "swiglu" if arguments.get("swiglu_mlp") else "gelu",
-            "model.options.norm_eps": 1e-5 if "dinov3" in config["architecture"] else 1e-6,
-            "model.options.rope_frequencies": "mixed" if kind == "mixed" else "axial",
-            "model.options.rope_coordinates": "centred"
-            if kind == "dinov3"
-            else "scaled"
-            if arguments.get("ref_feat_shape")
-            else "index",
-        }
+    stated = config["pretrained_cfg"]
+    changes = {}
+    for key in PREPARATION:
+        name = key.rpartition(".")[2]  # as timm calls it
+        if name in stated:
+            changes[key] = stated[name]
+    options = _timm_options(arguments)
+    if arguments.get("use_rot_pos_emb"):
+        options |= _eva_options(arguments, config["architecture"])
+    for option, value in options.items():
+        changes[f"model.options.{option}"] = value
     if "input_size" in stated:
         changes["data.image_size"] = convert(stated["input_size"][1:], Size)
-    if classes := config.get("num_classes"):  # 0: a backbone
+    classes = config.get("num_classes")
+    if classes:  # 0: a backbone
         changes["data.num_classes"] = classes
     return ForeignConfig(file, "", changes, _names(config.get("label_names"), classes))
 
 
+def _timm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    options = {}
+    for name, ours in TIMM_ARGUMENTS.items():
+        value = arguments.get(name)
+        if value is None or name == "mlp_ratio" and isinstance(value, list):  # two of a Mixer
+            continue
+        options[ours] = POOLS.get(value, value) if ours == "pool" else value
+    return options
+
+
+def _eva_options(arguments: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Those of rotary positions, and others that an Eva has beside them, as `vitinit export`
+    states them.
+    """
+    kind = arguments.get("rope_type", "cat")
+    coordinates = "scaled" if arguments.get("ref_feat_shape") else "index"
+    if kind == "dinov3":
+        coordinates = "centred"
+    return {
+        "pos_embed": "learned+rope" if arguments.get("use_abs_pos_emb", True) else "rope",
+        "mlp": "swiglu" if arguments.get("swiglu_mlp") else "gelu",
+        "norm_eps": 1e-5 if "dinov3" in architecture else 1e-6,
+        "rope_frequencies": "mixed" if kind == "mixed" else "axial",
+        "rope_coordinates": coordinates,
+    }
+
+
 def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
     """The name of each of `count` classes, of a list or of a table by their number."""
-    labels = dict(enumerate(labels)) if isinstance(labels, list) else labels
+    if isinstance(labels, list):
+        labels = dict(enumerate(labels))
     labels = {str(index): label for index, label in (labels or {}).items()}
     if not labels or "LABEL_0" in labels.values():  # transformers' stand-in for a name
         return None
-    return tuple(
-        str(labels.get(str(index), index)) for index in range(min(convert(count, Count), 2**20))
-    )
+    indices = map(str, range(min(convert(count, Count), 2**20)))
+    return tuple(str(labels.get(index, index)) for index in indices)
 
 
 def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
-    kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
+    kind = config["model_type"]
+    name = (config.get("architectures") or ["no architecture"])[0]
     activation = "silu" if config.get("use_gated_mlp") else "gelu"  # of DINOv3's gate
     stated = config.get("hidden_act", "gelu")
     if name not in ARCHITECTURES.get(kind, ()) or stated != activation:
@@ -226,38 +228,12 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
             f"activation {stated}; ViT, DeiT, I-JEPA, "
             "DINOv2's and 3's backbone and Swin load, with the exact GELU"
         )
-    swin = kind == "swin"
-    if swin and config.get("layer_norm_eps", 1e-5) != 1e-5:
-        raise CheckpointError(
-            f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
-            "1e-05, as all Swins have it here"
-        )
-    options = {"patch_size": config["patch_size"], "qkv_bias": config.get("qkv_bias", True)}
-    options |= {ours: config[key] for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
-    if swin:
-        options["window_size"] = config["window_size"]
+    if kind == "swin":
+        recipe, model, options = "swin_tiny", "swin_tiny", _swin_options(config, file)
     else:
-        distilled = name.endswith("WithTeacher")
-        # A distillation token that no classifier reads takes part in attention, as a register does.
-        unread = kind == "deit" and not distilled
-        options |= {
-            "distilled": distilled,
-            "pool": "mean" if kind == "ijepa" else "class",
-            "num_registers": config.get("num_register_tokens", 0) + unread,
-            "mlp_ratio": config.get("mlp_ratio")
-            or mlp_ratio(config["intermediate_size"], options["embed_dim"]),
-        }
-    if kind == "dinov3_vit":
-        options |= {
-            "pos_embed": "rope",
-            "rope_coordinates": "centred",
-            "rope_base": config["rope_theta"],
-            "layer_scale": config["layerscale_value"],
-            "qkv_bias": config["query_bias"],
-            "mlp": "swiglu" if config["use_gated_mlp"] else "gelu",
-        }
+        recipe, model, options = "deit_base", "vit_base", _vit_options(config, name)
     changes = {
-        "model.name": "swin_tiny" if swin else "vit_base",
+        "model.name": model,
         "model.options": options,
         "data.image_size": convert(config["image_size"], Size),
     }
@@ -267,7 +243,46 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
         changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
         classes = _names(labels, len(labels))
     changes |= _preparation(_table(file.with_name("preprocessor_config.json")))
-    return ForeignConfig(file, "swin_tiny" if swin else "deit_base", changes, classes)
+    return ForeignConfig(file, recipe, changes, classes)
+
+
+def _swin_options(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    if config.get("layer_norm_eps", 1e-5) != 1e-5:
+        raise CheckpointError(
+            f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
+            "1e-05, as all Swins have it here"
+        )
+    options = {name: config[name] for name in ("patch_size", "window_size", *SWIN_OPTIONS)}
+    options["qkv_bias"] = config.get("qkv_bias", True)
+    return options
+
+
+def _vit_options(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    kind = config["model_type"]
+    options = {ours: config[name] for ours, name in VIT_OPTIONS.items()}
+    options |= {
+        "patch_size": config["patch_size"],
+        "qkv_bias": config.get("qkv_bias", True),
+        "distilled": architecture.endswith("WithTeacher"),
+        "pool": "mean" if kind == "ijepa" else "class",
+        "num_registers": config.get("num_register_tokens", 0),
+    }
+    if kind == "deit" and not options["distilled"]:
+        # A distillation token that no classifier reads takes part in attention, as a register does.
+        options["num_registers"] += 1
+    options["mlp_ratio"] = config.get("mlp_ratio")
+    if not options["mlp_ratio"]:
+        options["mlp_ratio"] = mlp_ratio(config["intermediate_size"], options["embed_dim"])
+    if kind == "dinov3_vit":
+        options |= {
+            "pos_embed": "rope",
+            "rope_coordinates": "centred",
+            "rope_base": config["rope_theta"],
+            "layer_scale": config["layerscale_value"],
+            "qkv_bias": config["query_bias"],
+            "mlp": "swiglu" if config["use_gated_mlp"] else "gelu",
+        }
+    return options
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
@@ -280,26 +295,34 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     """How a preprocessor_config.json prepares images, as keys of a recipe. transformers normalises
     pixels times rescale_factor, we those over 255; where it squeezes, proportions are kept here.
     """
-    factor = 255 * config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 255
-    mean, std = (
-        (config.get("image_mean"), config.get("image_std"))
-        if config.get("do_normalize", True)
-        else ([0.0] * 3, [1.0] * 3)
-    )
-    sides = [config.get("size"), config.get("crop_size") if config.get("do_center_crop") else None]
-    size, crop = (
-        {"height": given, "width": given} if isinstance(given, int) else given or {}
-        for given in sides
-    )
+    factor = 255.0
+    if config.get("do_rescale", True):
+        factor = 255 * config.get("rescale_factor", 1 / 255)
+    mean, std = config.get("image_mean"), config.get("image_std")
+    if not config.get("do_normalize", True):
+        mean, std = [0.0] * 3, [1.0] * 3
+    size = _by_side(config.get("size"))
+    crop = _by_side(config.get("crop_size")) if config.get("do_center_crop") else {}
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
-    changes = {
-        "data.mean": mean and [value / factor for value in mean],
-        "data.std": std and [value / factor for value in std],
-        "eval.interpolation": RESAMPLE.get(config.get("resample"), config.get("resample")),
-        "eval.crop_pct": min(side / shorter, 1.0) if side and shorter else None,
-    }
-    return {key: value for key, value in changes.items() if value is not None}
+    changes = {}
+    if mean:
+        changes["data.mean"] = [value / factor for value in mean]
+    if std:
+        changes["data.std"] = [value / factor for value in std]
+    resample = config.get("resample")
+    if resample is not None:
+        changes["eval.interpolation"] = RESAMPLE.get(resample, resample)
+    if side and shorter:
+        changes["eval.crop_pct"] = min(side / shorter, 1.0)
+    return changes
+
+
+def _by_side(size: Any) -> Mapping[str, Any]:
+    """A size as transformers writes it now, which was one number for both sides once."""
+    if isinstance(size, int):
+        return {"height": size, "width": size}
+    return size or {}
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:
