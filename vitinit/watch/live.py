@@ -40,14 +40,8 @@ def tensorboard(folder: RunFolder, step: int, rows: Rows) -> None:
         write(step=step, session_log={"status": "START"})
         for moment, values in rows:
             if moment >= first:
-                write(
-                    step=moment // 2,
-                    summary={
-                        "value": [
-                            {"tag": tag, "simple_value": value} for tag, value in values.items()
-                        ]
-                    },
-                )
+                points = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
+                write(step=moment // 2, summary={"value": points})
 
 
 def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
@@ -82,21 +76,23 @@ class LiveCurves(Thread):
         self.folder, self.step, self.steps_per_epoch = folder, step, steps_per_epoch
         self.waiting: SimpleQueue = SimpleQueue()
         self.left = False  # by a run that ended before all was sent
-        for item in sorted(
-            self._item(lines, row)
-            for lines in (folder.steps, folder.metrics)
-            for row in lines.rows()
-        ):
+        items = []
+        for lines in (folder.steps, folder.metrics):
+            items += [self._item(lines, row) for row in lines.rows()]
+        for item in sorted(items):
             self.waiting.put(item)
         self.start()
 
     def _item(self, lines: Lines, row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-        moment = 2 * row["step"] if "step" in row else 2 * self.steps_per_epoch * row["epoch"] + 1
-        return moment, {
-            f"{lines.path.stem}/{key}": value
-            for key, value in row.items()
-            if key != "step" and value is not None and math.isfinite(value)
-        }
+        if "step" in row:
+            moment = 2 * row["step"]
+        else:
+            moment = 2 * self.steps_per_epoch * row["epoch"] + 1
+        values = {}
+        for key, value in row.items():
+            if key != "step" and value is not None and math.isfinite(value):
+                values[f"{lines.path.stem}/{key}"] = value
+        return moment, values
 
     def send(self, lines: Lines, row: Mapping[str, Any]) -> None:
         """Send a row that was appended to these lines of the folder; this does not wait."""

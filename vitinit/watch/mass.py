@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..data.sources import Source
     from ..recipe.sections import Recipe
 
+Options = Mapping[str, Any]  # of an init
 Targets = tuple[tuple[Offset, ...], ...]  # (down, right), by block and head
 Masses = tuple[tuple[float, ...], ...]  # by block and head
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")  # have a target per head
@@ -46,16 +47,21 @@ class Mass(NamedTuple):
         for kind, values in (("centre", self.centre), ("other", self.others)):
             known = [value for value in values if not math.isnan(value)]
             if known:
-                alike = max(known) - min(known) <= ALIKE
-                shown[kind] = " ".join(map(decimal, [sum(known) / len(known)] if alike else values))
-        uniform = decimal(sum(self.uniform) / len(self.uniform))
+                if max(known) - min(known) <= ALIKE:
+                    values = [mean(known)]
+                shown[kind] = " ".join(map(decimal, values))
         return (
-            f"{' / '.join(shown.values())} (uniform {uniform}) on the targets of "
-            f"{' / '.join(shown)} heads"
+            f"{' / '.join(shown.values())} (uniform {decimal(mean(self.uniform))}) on the targets "
+            f"of {' / '.join(shown)} heads"
         )
 
 
-def has_targets(model: nn.Module | Attentions, name: str, options: Mapping[str, Any]) -> bool:
+def mean(values: Sequence[float]) -> float:
+    """The mean of some numbers, NaN of none."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def has_targets(model: nn.Module | Attentions, name: str, options: Options) -> bool:
     """Whether the init `name` with these options aims heads of this model at targets.
 
     Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
@@ -69,9 +75,7 @@ def has_targets(model: nn.Module | Attentions, name: str, options: Mapping[str, 
     )
 
 
-def targets_of(
-    name: str, options: Mapping[str, Any], heads: Sequence[int]
-) -> list[list[list[Offset]]]:
+def targets_of(name: str, options: Options, heads: Sequence[int]) -> list[list[list[Offset]]]:
     """The offsets among which the target of each head of each block is: one, unless it was drawn.
 
     options: all options of the init. heads: their number by block. Inits with an option "offsets"
@@ -87,7 +91,7 @@ def targets_of(
     ]
 
 
-def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(function: Callable, options: Options) -> dict[str, Any]:
     """All options of an init, by name: those given, and the defaults of the others."""
     parameters = inspect.signature(function).parameters
     return {key: parameter.default for key, parameter in parameters.items()} | dict(options)
@@ -102,17 +106,17 @@ def masses_on(
     """
     best_targets, best_masses = [], []
     for of_block, weights, grid in zip(targets, shares, grids):
-        masses = [
-            target_mass(weights[[head] * len(offsets)], offsets, grid)
-            for head, offsets in enumerate(of_block)
-        ]
-        best = [int(of_head.argmax()) for of_head in masses]
-        best_targets.append(tuple(map(list.__getitem__, of_block, best)))
-        best_masses.append(tuple(of_head[i].item() for of_head, i in zip(masses, best)))
+        best = []  # by head
+        for head, offsets in enumerate(of_block):
+            masses = target_mass(weights[[head] * len(offsets)], offsets, grid)
+            best.append((offsets[int(masses.argmax())], masses.max().item()))
+        of_heads, on_them = zip(*best)
+        best_targets.append(of_heads)
+        best_masses.append(on_them)
     return tuple(best_targets), tuple(best_masses)
 
 
-def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], images: Tensor) -> Mass:
+def mass_on_images(model: nn.Module, name: str, options: Options, images: Tensor) -> Mass:
     """The masses that an init reached in a forward pass of `images`, (n, 3, H, W), normalised.
 
     options: those given to the init, which has just been applied to the model and `has_targets`.
@@ -130,16 +134,13 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
         for attention in attentions
     ]
     shares = mean_shares(model, images, readers, grids)
-    aimed = targets_of(
-        name, with_defaults(init_function(name, family_of(model)), options), list(map(len, shares))
-    )
+    complete = with_defaults(init_function(name, family_of(model)), options)
+    aimed = targets_of(name, complete, list(map(len, shares)))
     mass = Mass([], [], [])
     for grid, targets, masses in zip(grids, *masses_on(aimed, shares, grids)):
-        for values, at_centre in ((mass.centre, True), (mass.others, False)):
-            of_kind = [
-                value for offset, value in zip(targets, masses) if (offset == (0, 0)) == at_centre
-            ]
-            values.append(sum(of_kind) / len(of_kind) if of_kind else math.nan)
+        by_head = list(zip(targets, masses))
+        mass.centre.append(mean([value for offset, value in by_head if offset == (0, 0)]))
+        mass.others.append(mean([value for offset, value in by_head if offset != (0, 0)]))
         mass.uniform.append(1.0 / math.prod(grid))
     return mass
 
@@ -148,7 +149,9 @@ def decimal(value: float) -> str:
     """For example .99, .05, .0013: two decimals, or, below 0.1, two digits; "–" for NaN."""
     if math.isnan(value):
         return "–"
-    text = f"{value:.2f}" if value >= 0.0995 else f"{float(f'{value:.2g}'):.6f}".rstrip("0")
+    text = f"{value:.2f}"
+    if value < 0.0995:
+        text = f"{float(f'{value:.2g}'):.6f}".rstrip("0")
     return text.removeprefix("0") if float(text) else "0"
 
 

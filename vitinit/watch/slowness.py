@@ -26,24 +26,26 @@ def waits_for(paces: Sequence[Pace], device: torch.device, *, images: int, worke
     """
     slow = max(range(len(paces)), key=lambda rank: paces[rank].loading)
     step, alone, _, loading = paces[slow]
-    if (share := min(loading, 1 - alone / step)) > NOTEWORTHY:
+    share = min(loading, 1 - alone / step)
+    if share > NOTEWORTHY:
         whose = f" of process {slow}" if loading > 2 * min(pace.loading for pace in paces) else ""
         each = images / step / (workers or loading)  # images/s; by the process itself, if 0
         needed = math.ceil(images / alone / each)
         free = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
         busy = torch.get_num_threads() if device.type == "cpu" else 0
-        advice = (
-            f"data.workers={needed} would feed it"
-            if needed + busy <= free
-            else f"data.workers={needed} needs more than {free} cores: smaller files help, or "
-            "data.on_device_gib"
-        )
+        advice = f"data.workers={needed} would feed it"
+        if needed + busy > free:
+            advice = (
+                f"data.workers={needed} needs more than {free} cores: smaller files help, or "
+                "data.on_device_gib"
+            )
         return (
             f"waiting {100 * share:.0f} % of the time for images{whose}: a step takes "
             f"{images / alone:,.0f}/s, a worker loads {each:,.0f}/s; {advice}"
         )
-    if (share := max(pace.waiting for pace in paces)) > NOTEWORTHY:
-        slow = min(range(len(paces)), key=lambda rank: paces[rank].waiting)
+    slow = min(range(len(paces)), key=lambda rank: paces[rank].waiting)
+    share = max(pace.waiting for pace in paces)
+    if share > NOTEWORTHY:
         return f"waiting {100 * share:.0f} % of the time for process {slow}, whose steps are slower"
     return ""
 
@@ -52,7 +54,9 @@ def bound_of(*, launches: float, products: float) -> str:
     """Which of `BOUNDS` holds a step back. launches: the share of its time that launching kernels
     takes, whatever the number of images; products: that of matrix products at their best rate.
     """
-    return "launches" if launches > 0.5 else "matrix products" if products > 0.5 else "memory"
+    if launches > 0.5:
+        return "launches"
+    return "matrix products" if products > 0.5 else "memory"
 
 
 class WaitingWatcher:

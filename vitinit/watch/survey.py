@@ -61,40 +61,45 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
     """Look at the images that a model of `side` pixels is trained and validated on; at their files
     only if there are at most `most` images to train on.
     """
-    counts = np.bincount(train_set.labels, minlength=len(train_set.classes))
-    texts = [
-        f"{train_set.classes[index]} {counts[index]:,}"
-        for index in np.argsort(-counts, kind="stable")
-    ]
-    if len(texts) > LISTED:  # the largest and the smallest
-        texts[3:-2] = [f"… {texts[-3]}"]
-    named = any(train_set.classes)  # the images of a bare folder have no class
-    lines, cautions = [f"classes {', '.join(texts)}"] * named, list[str]()
-    if counts.max() > IMBALANCE * counts.min() > 0:
-        few, many = (train_set.classes[index] for index in (counts.argmin(), counts.argmax()))
-        cautions.append(
-            f"class {many} has {counts.max():,} images and {few} {counts.min():,}: "
-            "read val_balanced, the mean over classes, beside top-1"
-        )
-    copies = list[list[File]]()
+    lines, cautions = of_classes(train_set)
+    copies = []
     if (
         isinstance(train_set, ImageFiles)
         and isinstance(val_set, ImageFiles)
         and len(train_set) <= most
     ):
-        files = [
-            File(split, label, path)
-            for split, source in enumerate((train_set, val_set))
-            for label, path in zip(source.labels.tolist(), source.paths)
-        ]
+        files = []
+        for split, source in enumerate((train_set, val_set)):
+            for label, path in zip(source.labels.tolist(), source.paths):
+                files.append(File(split, label, path))
         copies = same_bytes(files)
         cautions += of_copies(copies)
         step = len(files) // LOOKED_AT + 1
-        kinds, more = of_headers(
-            [file.path for file in files[::step]], side, turned=train_set.apply_exif_orientation
-        )
-        lines, cautions = [*lines, kinds], [*cautions, *more]
+        paths = [file.path for file in files[::step]]
+        kinds, more = of_headers(paths, side, turned=train_set.apply_exif_orientation)
+        lines.append(kinds)
+        cautions += more
     return Survey([*map(one_line, lines)], [*map(one_line, cautions)], copies)
+
+
+def of_classes(train_set: Source) -> tuple[list[str], list[str]]:
+    """A line about how many images each class has, if there are classes, and cautions."""
+    names = train_set.classes
+    counts = np.bincount(train_set.labels, minlength=len(names))
+    order = np.argsort(-counts, kind="stable")
+    texts = [f"{names[index]} {counts[index]:,}" for index in order]
+    if len(texts) > LISTED:  # the largest and the smallest
+        texts[3:-2] = [f"… {texts[-3]}"]
+    cautions = []
+    if counts.max() > IMBALANCE * counts.min() > 0:
+        cautions.append(
+            f"class {names[order[0]]} has {counts.max():,} images and "
+            f"{names[counts.argmin()]} {counts.min():,}: "
+            "read val_balanced, the mean over classes, beside top-1"
+        )
+    if not any(names):  # the images of a bare folder have no class
+        return [], cautions
+    return [f"classes {', '.join(texts)}"], cautions
 
 
 def same_bytes(files: Iterable[File]) -> list[list[File]]:
@@ -106,8 +111,7 @@ def same_bytes(files: Iterable[File]) -> list[list[File]]:
         if os.path.isfile(file.path) and os.path.getsize(file.path):  # a pipe may wait for ever
             by_path.setdefault(file.path, file)
     groups = [[*by_path.values()]]
-    keys = os.path.getsize, middle_of, digest_of
-    for key in keys:
+    for key in (os.path.getsize, middle_of, digest_of):
         parts = defaultdict(list)
         for number, group in enumerate(groups):
             for file in group:
@@ -130,77 +134,75 @@ def digest_of(path: str) -> bytes:
 
 def of_copies(copies: Sequence[Sequence[File]]) -> Iterator[str]:
     """A caution for each way in which copies are a mistake; a group counts as the worst."""
-    kinds: dict[str, list[str]] = {
-        "to validate on and to train on": [],
-        "of several classes": [],
-        "of one class": [],
-    }
-    between, across, within = kinds.values()
+    between, across, within = [], [], []
     for group in copies:
-        worst = (
-            between
-            if len({file.split for file in group}) > 1
-            else across
-            if len({file.label for file in group}) > 1
-            else within
-        )
-        worst.append(" = ".join(map(str, group)))
+        text = " = ".join(map(str, group))
+        if len({file.split for file in group}) > 1:
+            between.append(text)
+        elif len({file.label for file in group}) > 1:
+            across.append(text)
+        else:
+            within.append(text)
+    kinds = {
+        "to validate on and to train on": between,
+        "of several classes": across,
+        "of one class": within,
+    }
     for kind, groups in kinds.items():
         if groups:
-            yield (
-                f"{counted(len(groups), 'image')} {kind} {'is' if len(groups) == 1 else 'are'} "
-                f"there twice, byte by byte: {shortened(groups)}"
-            )
+            count = counted(len(groups), "image")
+            verb = "is" if len(groups) == 1 else "are"
+            yield f"{count} {kind} {verb} there twice, byte by byte: {shortened(groups)}"
 
 
 def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, list[str]]:
     """A line about the kinds of these images, and cautions. turned: by their EXIF data."""
-    shorter, longer, modes = list[int](), list[int](), Counter[str]()
-    sideways, profiled, alpha, unread = [list[str]() for _ in range(4)]
+    sizes = []
+    modes: Counter[str] = Counter()
+    sideways, profiled, alpha, unread = [], [], [], []
     formats = FORMATS + heif_formats()
     for path in filter(os.path.isfile, paths):  # a pipe may wait for ever
         try:
             with without_warnings(), Image.open(path, formats=formats) as image:
-                shorter.append(min(image.size))
-                longer.append(max(image.size))
+                sizes.append(image.size)
                 modes[image.mode] += 1
-                sideways += [path] * (image.getexif().get(ORIENTATION) in TURNED)
+                if image.getexif().get(ORIENTATION) in TURNED:
+                    sideways.append(path)
                 profile = image.info.get("icc_profile") or SRGB[0]
-                profiled += [path] * (not any(name in profile for name in SRGB))
-                alpha += [path] * image.has_transparency_data
+                if not any(name in profile for name in SRGB):
+                    profiled.append(path)
+                if image.has_transparency_data:
+                    alpha.append(path)
         except Exception:  # Pillow's plug-ins raise many kinds
             unread.append(path)
-    if not shorter:
+    if not sizes:
         return "files   none of them can be read", []
+    shorter = list(map(min, sizes))
     middle = median(shorter)
-    clear = [path for path in alpha[:DECODED] if is_transparent(path, formats)]
     line = (
-        f"files   {len(shorter):,} looked at: shorter side {min(shorter):,} to "
-        f"{max(shorter):,} px, median {middle:g}, longer side up to {max(longer):,}; "
+        f"files   {len(sizes):,} looked at: shorter side {min(shorter):,} to "
+        f"{max(shorter):,} px, median {middle:g}, longer side up to {max(map(max, sizes)):,}; "
         f"{', '.join(f'{mode} {count:,}' for mode, count in modes.most_common())}; "
         f"{len(sideways):,} turned by EXIF, {len(profiled):,} with a colour profile that is "
         f"not sRGB, {len(alpha):,} with an alpha channel"
     )
-    looked = f"of {counted(len(shorter) + len(unread), 'file')} looked at"
-    cautions = list[str]()
-    for wrong, listed, problem in (
-        (unread, unread, "cannot be opened; --dry-run --read-images lists all such files"),
-        (
-            sideways if not turned else [],
-            sideways,
-            "are stored sideways, and EXIF data would "
-            "turn them: --set data.apply_exif_orientation=true",
-        ),
-        (profiled, profiled, "have a colour profile that is not sRGB, which is ignored"),
-        (
-            clear,
-            alpha,
-            "have an alpha channel, and where they are transparent, colours that "
-            "nobody sees are trained on",
-        ),
-    ):
-        if wrong:
-            cautions.append(f"{len(listed):,} {looked} {problem}: {shortened(wrong)}")
+    wrong = [(unread, "cannot be opened; --dry-run --read-images lists all such files")]
+    if not turned:
+        would = "are stored sideways, and EXIF data would turn them"
+        wrong.append((sideways, f"{would}: --set data.apply_exif_orientation=true"))
+    wrong.append((profiled, "have a colour profile that is not sRGB, which is ignored"))
+    looked = f"of {counted(len(sizes) + len(unread), 'file')} looked at"
+    cautions = [
+        f"{len(listed):,} {looked} {problem}: {shortened(listed)}"
+        for listed, problem in wrong
+        if listed
+    ]
+    clear = [path for path in alpha[:DECODED] if is_transparent(path, formats)]
+    if clear:
+        cautions.append(
+            f"{len(alpha):,} {looked} have an alpha channel, and where they are transparent, "
+            f"colours that nobody sees are trained on: {shortened(clear)}"
+        )
     if 2 * middle < side:
         cautions.append(
             f"half of the images have {middle:g} px or less, and are enlarged "

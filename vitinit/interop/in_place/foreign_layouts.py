@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from ...init.baseline import SAME
 from ...init.layout import rotation_of
-from ...init.stream import patch_embedding
 from ...init.views import Attentions, Block, Layout, SwinLayout, WindowBlock
 from ...mixing.filters import Grid
 from ...models.layers import PREFIX_TOKENS
@@ -45,14 +44,11 @@ HEADS = ("num_heads", "num_attention_heads", "heads")
 NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")  # before the attention
 
 
-def layout_of(model: nn.Module | Attentions) -> Attentions:
+def layout_of(model: nn.Module) -> Attentions:
     """The attentions and positions of a model of this package or of another library, by attributes.
 
-    A layout is returned as it is. Raises ValueError without blocks of one attention each, and for
-    several position embeddings.
+    Raises ValueError without blocks of one attention each, and for several position embeddings.
     """
-    if isinstance(model, Attentions):
-        return model
     modules, paths = dict(model.named_modules()), block_paths(model)
     blocks = []
     for attention, around in paths.items():
@@ -333,23 +329,18 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
     if layout.image_shape:
         return layout.image_shape
     modules, blocks = list(layout.model.modules()), layout.blocks
-    owners = [*modules, *(getattr(module, "config", None) for module in modules)]
-    embedding = patch_embedding(modules, blocks[0].proj.shape[0])
     convolution = next((module for module in modules if isinstance(module, nn.Conv2d)), None)
-    patch = stated(owners, "patch_size")
-    if patch is None and convolution is not None and convolution in embedding:
-        patch = convolution.stride[0], convolution.stride[1]
+    if convolution is None:  # a linear layer does not say how many channels a patch has
+        return None
+    owners = [*modules, *(getattr(module, "config", None) for module in modules)]
     size = stated(owners, "image_size", "img_size")
+    patch = stated(owners, "patch_size")
+    if patch is None and convolution.out_channels == blocks[0].proj.shape[0]:
+        patch = convolution.stride[0], convolution.stride[1]
     grid = layout.grids[-1]
     if size is None and patch is not None and all(grid):
         merged = (
             blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
         )  # a Swin's channels double by stage
         size = merged * grid[0] * patch[0], merged * grid[1] * patch[1]
-    if size is None:
-        return None
-    if convolution is not None:
-        return convolution.in_channels, *size
-    if patch is not None and embedding and isinstance(embedding[0], nn.Linear):
-        return embedding[0].in_features // math.prod(patch), *size
-    return None
+    return size and (convolution.in_channels, *size)

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from ...base.messages import in_brief
 from ...init.views import Attentions, Block, Layout, Rotation, WindowBlock, projected
 from ...mixing import run
-from ...mixing.filters import Grid
 from ...models.rotary import Rotary
 
 TOLERANCE = 1e-3  # by which what is computed may differ from what is expected, relatively
@@ -125,7 +124,7 @@ def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
 
 
 def require_formula(
-    layout: Attentions, attentions: Sequence[nn.Module], images: Tensor, grid: Grid, rng: Generator
+    layout: Attentions, attentions: Sequence[nn.Module], images: Tensor, rng: Generator
 ) -> None:
     """Draw the weights of each attention at random, for a while, and compare it with its formula.
 
@@ -145,7 +144,7 @@ def require_formula(
         calls[attention] += 1
         if isinstance(output, tuple):
             output = output[0]
-        if block.norm not in read or not follows(block, read[block.norm], output, grid):
+        if block.norm not in read or not follows(block, read[block.norm], output):
             others.append(block)
 
     after: dict[nn.Module, Any] = {}
@@ -196,39 +195,34 @@ def draw_weights(
     return saved
 
 
-def follows(block: Block, y: Tensor, output: Tensor, grid: Grid) -> bool:
+def follows(block: Block, y: Tensor, output: Tensor) -> bool:
     """Whether an attention's output is what the formula makes of its norm's output y."""
     if isinstance(block, WindowBlock):
-        pairs = within_windows(block, y, output, grid)
-        return any(close(made, expected) for made, expected in pairs)
+        return any(close(*pair) for pair in within_windows(block, y, output))
     expected = block.output(y)
     return close(output, expected) or close(output.transpose(0, 1), expected)
 
 
 def within_windows(
-    block: WindowBlock, y: Tensor, output: Tensor, grid: Grid
+    block: WindowBlock, y: Tensor, output: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a Swin's attention makes of its norm's output y, and what the formula does, by shift.
 
-    y: (n, H, W, D), or (n, H·W, D), with H : W as in `grid`. output: the same, or by windows. Each
-    pair is (windows, n, D), without those of a shift's last row and column, which are masked.
+    y: (n, H, W, D). output: the same, or by windows. Each pair is (windows, n, D), without those of
+    a shift's last row and column, which are masked.
     """
     down, across = block.window
-    if y.ndim == 3:
-        y = y.unflatten(1, (round((y.shape[1] * grid[0] / grid[1]) ** 0.5), -1))
     _, height, width, _ = y.shape
     of_windows = len(output) != len(y)
     if of_windows:  # which are padded, and shifted already
         joined = "(n r c) (i j) d -> n (r i) (c j) d"
         rows = -(-height // down)
         output = rearrange(output, joined, i=down, j=across, n=len(y), r=rows)
-    elif output.ndim == 3:
-        output = output.unflatten(1, (height, width))
     apart = partial(rearrange, pattern="n (r i) (c j) d -> (n r c) (i j) d", i=down, j=across)
     for below, right in product({0, down // 2}, {0, across // 2}):
         rows, columns = (height - below) // down, (width - right) // across
         if rows and columns:
-            inside = y.roll((-below, -right), dims=(1, 2))
-            made = output if of_windows else output.roll((-below, -right), dims=(1, 2))
             whole = ..., slice(rows * down), slice(columns * across), slice(None)
-            yield apart(made[whole]), block.output(apart(inside[whole]))
+            inside = y.roll((-below, -right), dims=(1, 2))[whole]
+            made = output if of_windows else output.roll((-below, -right), dims=(1, 2))
+            yield apart(made[whole]), block.output(apart(inside))

@@ -101,7 +101,7 @@ def describe(
 
     The model is probed as by the inits themselves; images, layout: see `init_`.
     """
-    model, fits = unwrapped(model), []
+    model = unwrapped(model)
     try:
         vit = probed(model, layout, images)
     except ValueError as error:
@@ -109,14 +109,16 @@ def describe(
     rng = Generator().manual_seed(0)
     if images is None and vit.image_shape and isinstance(vit, Layout):
         images = noise_images(vit, 1, rng)
+    fits = []
     for init in ("impulse", "mimetic", "deep_impulse"):
+        fault = ""
         try:
             init_function(init, family_of(vit))  # raises if there is none
             if init != "mimetic":  # which fits whatever passed the probe
                 write(vit, init, rng, None, images, {})
-            fits.append((init, ""))
         except (ValueError, RuntimeError) as error:
-            fits.append((init, one_line(error)))
+            fault = one_line(error)
+        fits.append((init, fault))
     return replace(recognised(model, vit), fits=tuple(fits))
 
 
@@ -126,47 +128,45 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrapped(model.module)
     forward_of = next(kind.__name__ for kind in type(model).__mro__ if "forward" in vars(kind))
-    inside = [child for child in model.children() if any(True for _ in child.parameters())]
-    alone = forward_of in ("Module", "LightningModule") and len(inside) == 1
-    return unwrapped(inside[0]) if alone else model
+    inside = [child for child in model.children() if list(child.parameters())]
+    if forward_of in ("Module", "LightningModule") and len(inside) == 1:
+        return unwrapped(inside[0])
+    return model
 
 
 def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> Attentions:
     """The layout of a copy, to which inits may write; ValueError, in one line, if none does fit."""
     if images is not None and (images.ndim != 4 or not len(images)):
         raise ValueError(f"images are {tuple(images.shape)}; expected (n, C, H, W)")
+    by_hand = layout is not layout_of
     try:
         work = copied(model)
         stated = layout(work)
         require_views(stated, work)
-        if layout is not layout_of:
+        if by_hand:
             stated = with_blocks(stated)
-        return probe(stated, images, by_hand=layout is not layout_of)
+        return probe(stated, images, by_hand=by_hand)
     except Exception as error:
-        kind = (
-            ""
-            if isinstance(error, ValueError)
-            else (f"a {type(model).__name__} is of no layout known here: {type(error).__name__}: ")
-        )
-        raise ValueError(one_line(kind + str(error))) from error
+        reason = str(error)
+        if not isinstance(error, ValueError):
+            kind = type(error).__name__
+            reason = f"a {type(model).__name__} is of no layout known here: {kind}: {reason}"
+        raise ValueError(one_line(reason)) from error
 
 
 def with_blocks(layout: Attentions) -> Attentions:
     """A layout that the user has written, with the blocks around its attentions, if they are seen."""
     modules = dict(layout.model.named_modules())
     try:
-        around = {
-            modules[path]: modules[block] for path, block in block_paths(layout.model).items()
-        }
+        paths = block_paths(layout.model)
     except ValueError:
         return layout
-    return replace(
-        layout,
-        blocks=tuple(
-            replace(block, around=block.around or (block.attention and around.get(block.attention)))
-            for block in layout.blocks
-        ),
-    )
+    around: dict[Any, nn.Module] = {modules[path]: modules[paths[path]] for path in paths}
+    blocks = [
+        replace(block, around=block.around or around.get(block.attention))
+        for block in layout.blocks
+    ]
+    return replace(layout, blocks=tuple(blocks))
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -200,21 +200,15 @@ def copied(model: nn.Module) -> nn.Module:
 def require_views(layout: Attentions, model: nn.Module) -> None:
     """Raise ValueError, with the reason, for a layout whose tensors are not the model's."""
     storages = {tensor.untyped_storage().data_ptr() for _, tensor in tensors(model)}
-    views = [view for part in (layout, *layout.blocks) for view in vars(part).values()]
-    views += layout.tokens if isinstance(layout, Layout) else ()
-    if any(
-        view.untyped_storage().data_ptr() not in storages
-        for view in views
-        if isinstance(view, Tensor) and view.numel()
-    ):
+    views = list(layout.tokens) if isinstance(layout, Layout) else []
+    for part in (layout, *layout.blocks):
+        views += [value for value in vars(part).values() if isinstance(value, Tensor)]
+    if any(view.numel() and view.untyped_storage().data_ptr() not in storages for view in views):
         raise ValueError(
             "not all tensors of the layout are views of parameters of the model that "
             "the layout is asked for (some weights are computed from others, or are "
             "another model's)"
         )
-    if isinstance(layout, SwinLayout):
-        for block in layout.blocks:
-            block.bias_row((0, 0))  # raises if the table is of another kind
 
 
 def recognised(model: nn.Module, vit: Attentions) -> Description:
@@ -241,9 +235,10 @@ def write(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
-    function, given = init_function(name, family_of(vit)), dict[str, Any]()
-    whole = name in (*BASES, "whitened")  # which write beside what a layout lists
+    function = init_function(name, family_of(vit))
     complete = with_defaults(function, options)
+    whole = name in (*BASES, "whitened")  # which write beside what a layout lists
+    given: dict[str, Any] = {}
     if "images" in complete:
         given["images"] = None if images is None else images.detach().to(vit.blocks[0].q)
     if base is not None:
@@ -252,15 +247,8 @@ def write(
         given["base"] = None  # which is no word of the option
         if not whole and generator.device.type == "cpu":  # else `apply` refuses it
             prepare(vit, name, complete, generator)
-    apply(
-        function,
-        vit.model,
-        vit.model if whole else vit,
-        options,
-        name=name,
-        generator=generator,
-        **given,
-    )
+    target = vit.model if whole else vit
+    apply(function, vit.model, target, options, name=name, generator=generator, **given)
     return complete
 
 
@@ -270,8 +258,10 @@ def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: G
     if isinstance(vit, SwinLayout) and name == "impulse" or family_of(vit) == ROTARY:
         return
     for block in vit.blocks:
-        of_values = () if options.get("value_init") == "base" else (block.v_bias, block.proj_bias)
-        for bias in (block.q_bias, block.k_bias, *of_values):
+        biases = [block.q_bias, block.k_bias]
+        if options.get("value_init") != "base":
+            biases += [block.v_bias, block.proj_bias]
+        for bias in biases:
             if bias is not None:
                 bias.zero_()
     if name in ("impulse", "norm_matched") and isinstance(vit, Layout) and vit.learned:
@@ -282,12 +272,11 @@ def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: G
 def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the tensors in which `work` differs to the model: their names, and notes about them."""
     computed = dict(tensors(work))  # and buffers that a forward pass has made
-    changed = [
-        (name, old, new)
-        for name, old in tensors(model)
-        if (new := computed.get(name)) is not None
-        and not torch.allclose(old.to(new), new, rtol=0.0, atol=0.0, equal_nan=True)
-    ]
+    changed = []
+    for name, old in tensors(model):
+        new = computed[name]
+        if not torch.allclose(old.to(new), new, rtol=0.0, atol=0.0, equal_nan=True):
+            changed.append((name, old, new))
     for name, old, new in changed:
         if not new.to(old.dtype).isfinite().all():
             raise ValueError(
@@ -302,21 +291,20 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
         for (_, old, _), value in zip(changed, before):
             old.copy_(value)
         raise
+
     written = {name: old for name, old, _ in changed}
-    every = dict(model.named_parameters(remove_duplicate=False))
+    frozen, tied = [], []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in written and not parameter.requires_grad:
+            frozen.append(name)
+        elif name not in written and any(parameter is old for old in written.values()):
+            tied.append(name)
     notes = {
-        "frozen, and written nevertheless": [
-            name for name, tensor in every.items() if name in written and not tensor.requires_grad
-        ],
-        "tied to what was written": [
-            name
-            for name, tensor in every.items()
-            if name not in written and any(tensor is old for old in written.values())
-        ],
+        "frozen, and written nevertheless": frozen,
+        "tied to what was written": tied,
         "rounded from what was computed, of which the mass is": [
             name for name, old, new in changed if old.dtype != new.dtype
         ],
     }
-    return tuple(written), tuple(
-        f"{note}: {patterns(names)}" for note, names in notes.items() if names
-    )
+    told = [f"{note}: {patterns(names)}" for note, names in notes.items() if names]
+    return tuple(written), tuple(told)

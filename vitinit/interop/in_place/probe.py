@@ -34,58 +34,58 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
         known, and its attentions where it does not name their modules.
     Raises ValueError for a model that is not what its layout says, or of unknown size of images.
     """
-    rng, where = Generator().manual_seed(0), "white noise"
+    rng = Generator().manual_seed(0)
     if images is not None:
         where = f"{min(FEW, len(images))} images"
-    elif (
-        by_hand and isinstance(layout, Layout) and all(layout.grid) and (not image_shape_of(layout))
-    ):
-        return replace(
-            layout,
-            prefix=max(0, len(layout.pos_embed) - len(layout.positions)),
-            checked="nothing was checked, as the Layout states no image_shape",
-        )
     else:
-        images = noise_images(replace(layout, image_shape=image_shape_of(layout)), FEW, rng)
-    first = layout.blocks[0]
-    images = images[:FEW].detach().to(first.q)
-    x = entering(layout, images)[first.norm]  # (n, T, D), (T, n, D) or a Swin's map
+        shape = image_shape_of(layout)
+        if by_hand and shape is None and isinstance(layout, Layout) and all(layout.grid):
+            prefix = max(0, len(layout.pos_embed) - len(layout.positions))
+            unchecked = "nothing was checked, as the Layout states no image_shape"
+            return replace(layout, prefix=prefix, checked=unchecked)
+        images = noise_images(replace(layout, image_shape=shape), FEW, rng)
+        where = "white noise"
+    images = images[:FEW].detach().to(layout.blocks[0].q)
+    x = entering(layout, images)[layout.blocks[0].norm]  # (n, T, D), (T, n, D) or a Swin's map
     count = by_image(x, len(images)).shape[1]
     grid = grid_of(layout, images[0], count, rng)
     channels, height, width = images.shape[1:]
-    layout, what = replace(layout, image_shape=(channels, height, width)), "grid, order"
+    layout = replace(layout, image_shape=(channels, height, width))
+    what = "grid, order"
     if isinstance(layout, Layout):
-        layout = replace(
-            layout,
-            grid=grid,
-            prefix=count - prod(grid),
-            sequence_first=x.ndim == 3 and len(x) != len(images),
-        )
+        first = x.ndim == 3 and len(x) != len(images)
+        layout = replace(layout, grid=grid, prefix=count - prod(grid), sequence_first=first)
         if len(layout.pos_embed):
             layout = replace(layout, entry=entry_of(layout, images[:1], rng))
             what += ", positions"
         layout = replace(layout, blocks=turned_blocks(layout, images))
-        what += ", rotation" * layout.rotary
+        if layout.rotary:
+            what += ", rotation"
     attentions = [block.attention for block in layout.blocks if block.attention is not None]
     if len(attentions) == len(layout.blocks):
-        require_formula(layout, attentions, images, grid, rng)
+        require_formula(layout, attentions, images, rng)
         what += " and formula"
     if isinstance(layout, Layout):
-        if not (len(layout.pos_embed) or layout.rotary):
-            raise ValueError(
-                "the model has no learned position embedding, and turns no queries, "
-                "by which heads find their target"
-            )
-        if layout.rotary and first.k_bias is None:
-            stream_of(layout)  # raises if MLPs have no norm of their own
+        require_positions(layout)
     return replace(layout, checked=f"{what} checked on {where}")
+
+
+def require_positions(vit: Layout) -> None:
+    """Raise ValueError unless heads can find their target, by learned positions or rotary ones."""
+    if not (len(vit.pos_embed) or vit.rotary):
+        raise ValueError(
+            "the model has no learned position embedding, and turns no queries, "
+            "by which heads find their target"
+        )
+    if vit.rotary and vit.blocks[0].k_bias is None:
+        stream_of(vit)  # raises if MLPs have no norm of their own
 
 
 def entering(layout: Attentions, images: Tensor) -> dict[nn.LayerNorm, Tensor]:
     """What the first block's norm reads, and all LayerNorms before it, in the order of calls."""
     first, attention = layout.blocks[0].norm, layout.blocks[0].attention
-    read: dict[nn.LayerNorm, Tensor] = {}
     outside = attention is not None and first not in attention.modules()
+    read: dict[nn.LayerNorm, Tensor] = {}
 
     def keep(module: nn.Module, x: Tensor) -> None:
         if isinstance(module, nn.LayerNorm):
@@ -93,15 +93,11 @@ def entering(layout: Attentions, images: Tensor) -> dict[nn.LayerNorm, Tensor]:
         if module is first or outside and module is attention:
             raise Reached
 
-    passed(
-        layout.model,
-        images,
-        before={
-            module: partial(keep, module)
-            for module in layout.model.modules()
-            if isinstance(module, nn.LayerNorm) or module is attention
-        },
-    )
+    before = {}
+    for module in layout.model.modules():
+        if isinstance(module, nn.LayerNorm) or module is attention:
+            before[module] = partial(keep, module)
+    passed(layout.model, images, before=before)
     if first not in read:
         raise ValueError(
             "the first attention is called before its norm: post-norm blocks, or another norm"
@@ -123,47 +119,48 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
     column, and change no other token. Raises ValueError.
     """
     height, width = image.shape[1:]
-    least, most, stated, fixed = count, count, (0, 0), False  # tokens of patches, their grid
+    stated, least, most = (0, 0), count, count  # the model's grid, and how many tokens it may have
+    fixed = False
     if isinstance(layout, Layout):
         stated, fixed = layout.grid, len(layout.pos_embed) > 0
-        most = min(count, len(layout.pos_embed)) if fixed else count
+        if fixed:
+            most = min(count, len(layout.pos_embed))
         least = most - MOST_PREFIX_TOKENS
-    for grid in (
-        [stated]
-        if all(stated) and fixed
-        else sorted(  # square patches first
-            product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)),
-            key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1])),
-        )
-    ):
-        cells = prod(grid)
-        if not least <= cells <= most or height % grid[0] or width % grid[1]:
-            continue
-        for axis, side in enumerate(grid):
-            strips = torch.eye(side).bool().repeat_interleave(image.shape[1 + axis] // side, dim=1)
-            change = changes(
-                layout, image, strips.unflatten(1, (1, -1, 1) if axis == 0 else (1, 1, -1)), rng
-            )
-            share = change[:, -cells:] / change[:, -cells:].sum(0)  # (strips, N)
-            place = (torch.arange(side).to(share) @ share).unflatten(0, grid)
-            if (
-                not (place.diff(dim=axis) > 0).all()
-                or (change[:, :-cells] > TOLERANCE * change.max()).any()
-            ):
-                break
-        else:
+    grids = [stated]
+    if not (all(stated) and fixed):
+        grids = list(product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)))
+        grids.sort(key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1])))
+    for grid in grids:  # the stated one first, and square patches
+        whole = height % grid[0] == 0 and width % grid[1] == 0
+        if whole and least <= prod(grid) <= most and moves(layout, image, grid, rng):
             return grid
+    hint = f" (the model states {stated[0]}×{stated[1]})" if all(stated) else ""
     raise ValueError(
         f"in images of {height}×{width}, no grid of patches is seen in which each has "
         "a token of its own, in the order of rows, and no tokens follow those of the "
-        f"patches{f' (the model states {stated[0]}×{stated[1]})' * all(stated)}; "
-        "give images= of the size that it takes"
+        f"patches{hint}; give images= of the size that it takes"
     )
+
+
+def moves(layout: Attentions, image: Tensor, grid: Grid, rng: Generator) -> bool:
+    """Whether what changes the last tokens, as patches of this grid, moves as `grid_of` says."""
+    cells = prod(grid)
+    for axis, side in enumerate(grid):
+        strips = torch.eye(side).bool().repeat_interleave(image.shape[1 + axis] // side, dim=1)
+        masks = strips[:, None, :, None] if axis == 0 else strips[:, None, None]
+        change = changes(layout, image, masks, rng)  # (strips, T)
+        prefix, patches = change[:, :-cells], change[:, -cells:]
+        share = patches / patches.sum(0)
+        place = (torch.arange(side).to(share) @ share).unflatten(0, grid)
+        if not (place.diff(dim=axis) > 0).all() or (prefix > TOLERANCE * change.max()).any():
+            return False
+    return True
 
 
 def changes(layout: Attentions, image: Tensor, masks: Tensor, rng: Generator) -> Tensor:
     """How much the first block's tokens change, (m, T), by pixels in (m, 1, H, 1), (m, 1, 1, W)."""
-    other, change = torch.randn(image.shape, generator=rng).to(image), list[Tensor]()
+    other = torch.randn(image.shape, generator=rng).to(image)
+    change = []
     for part in masks.split(AT_ONCE):
         images = torch.cat([image[None], torch.where(part, image + other, image)])
         x = by_image(entering(layout, images)[layout.blocks[0].norm], len(images))
@@ -178,16 +175,17 @@ def entry_of(vit: Layout, image: Tensor, rng: Generator) -> nn.Module:
     embedding are not added to the tokens of the patches, row by row and as they are.
     """
     first, cells = vit.blocks[0].norm, len(vit.positions)
-    as_it_was, step = vit.pos_embed.clone(), torch.randn(vit.pos_embed.shape, generator=rng)
+    as_it_was = vit.pos_embed.clone()
+    step = torch.randn(vit.pos_embed.shape, generator=rng)
     before = {norm: by_image(x, 1)[0] for norm, x in entering(vit, image).items() if x.ndim == 3}
     vit.pos_embed.add_(step)
     after = entering(vit, image)
     vit.pos_embed.copy_(as_it_was)
-    norms = [
-        norm
-        for norm, x in before.items()  # which read the sum
-        if close(by_image(after[norm], 1)[0, -cells:] - x[-cells:], step[-cells:].to(x))
-    ]
+    norms = []  # which read the sum
+    for norm, x in before.items():
+        moved = by_image(after[norm], 1)[0, -cells:] - x[-cells:]
+        if close(moved, step[-cells:].to(x)):
+            norms.append(norm)
     if first in norms:
         return nn.Identity()
     for norm in norms:

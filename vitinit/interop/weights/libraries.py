@@ -6,7 +6,7 @@ its config.json says.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,16 +25,16 @@ from .names import (
 
 Options = Mapping[str, Any]
 # How a library states an option of ours: as its argument of this name; by arguments that follow
-# from all our options, or else, in words, by what it needs instead; or not at all, as it makes no
-# difference or another option states it, too.
-Statement = str | Callable[[Options], Options | str] | None
+# from all our options, or else, in words, by what it needs instead; or not at all (None), as it
+# makes no difference or another option states it, too.
+Statements = Mapping[str, Any]
 
 
 class Counterpart(NamedTuple):
     """A class or function of another library that makes a model of the same function as ours."""
 
     model: str  # its name in the library
-    stated: Mapping[str, Statement]  # all of our options that it knows
+    stated: Statements  # all of our options that it knows
     names: Names = {}  # our names → its own; see names.py
     constants: Options = {}  # further arguments
 
@@ -60,7 +60,7 @@ def same(*names: str) -> dict[str, str]:
     return dict(zip(names, names))
 
 
-def only(**values: Any) -> dict[str, Statement]:
+def only(**values: Any) -> dict[str, Any]:
     """Options of which the library has one value, which it does not state."""
 
     def statement(option: str, value: Any, options: Options) -> Options | str:
@@ -108,12 +108,12 @@ def rotation(options: Options) -> Options | str:
 
 
 # For all: what training alone reads, and what is seen in a tensor that every library has.
-UNSTATED: dict[str, Statement] = {
+UNSTATED = {
     "drop_path": None,
     "train_filters": None,
     "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {},
 }
-SIDES: dict[str, Statement] = {
+SIDES = {
     "image_size": partial(square, "image_size"),
     "patch_size": partial(square, "patch_size"),
 }
@@ -121,20 +121,20 @@ PLAIN = only(distilled=False, num_registers=0)  # what most libraries' ViTs are
 SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")  # as all libraries do
 
 # timm: the models, by their modules.
-TIMM_VIT: dict[str, Statement] = {
+TIMM_VIT = {
     **same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size"),
     **only(distilled=False, norm_eps=1e-6),
     "image_size": "img_size",
     "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},
     "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {},
 }
-TIMM_POOL: dict[str, Statement] = {
+TIMM_POOL = {
     "pool": lambda o: {
         "class_token": o["pool"] == "class",
         "global_pool": "token" if o["pool"] == "class" else "avg",
     }
 }
-EVA_OPTIONS: dict[str, Statement] = {
+EVA_OPTIONS = {
     **TIMM_VIT,
     **TIMM_POOL,
     "fc_norm": "use_fc_norm",
@@ -153,12 +153,12 @@ EVA_CONSTANTS = {
     "rope_grid_indexing": "xy",
     "qkv_bias": True,
 }
-TIMM_MIXER: dict[str, Statement] = {
+TIMM_MIXER = {
     "image_size": "img_size",
     "channels_ratio": None,
     "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]},
 }
-TIMM_CONV_MIXER: dict[str, Statement] = {
+TIMM_CONV_MIXER = {
     "image_size": None,
     **only(num_filters=0, activation="gelu"),
 }
@@ -281,7 +281,7 @@ VIT_OPTIONS = {
     "num_heads": "num_attention_heads",
     "norm_eps": "layer_norm_eps",
 }
-STATED_OF_VIT: dict[str, Statement] = {
+STATED_OF_VIT = {
     **PLAIN,
     **SIDES,
     **VIT_OPTIONS,

@@ -25,6 +25,7 @@ from torch import Tensor
 # match, the first counts; names without an entry stay. Our one layer may be several of theirs,
 # whose rows follow one another: then their names stand in one string.
 Names = dict[str, str]
+Tensors = Mapping[str, Tensor]
 
 STAGES = range(9)  # more than any Swin has
 
@@ -216,13 +217,13 @@ ROWS_FIRST = "(heads along n part) ... -> heads along n part ..."
 HALVES = "(heads part along n) ... -> heads along n part ..."
 
 
-def layout_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Names | None]:
+def layout_of(tensors: Tensors) -> tuple[dict[str, Tensor], Names | None]:
     """The tensors without transformers' prefix, and their layout, if it is known."""
     rest = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
     return rest, next((names for mark, names in LAYOUTS.items() if mark in rest), None)
 
 
-def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def native_names(tensors: Tensors) -> dict[str, Tensor]:
     """The same tensors under this package's names; of an unknown layout they keep theirs.
 
     A layer of ours of which a part is missing becomes too narrow, so that loading fails visibly.
@@ -261,9 +262,7 @@ def stack(tensors: dict[str, Tensor], names: Names) -> None:
         tensors[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def foreign_names(
-    tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
-) -> dict[str, Tensor]:
+def foreign_names(tensors: Tensors, names: Names, prefix: str = "") -> dict[str, Tensor]:
     """The inverse of `native_names`; prefix: before all names but classifiers', such as "vit."."""
     rules = {_pattern(ours): theirs.split() for ours, theirs in names.items()}
     renamed = {}
@@ -295,9 +294,7 @@ def _filled(name: str, match: re.Match) -> str:
     return name.format(*match.groups()) + match.string[match.end() :]
 
 
-def native_tensors(
-    tensors: Mapping[str, Tensor], options: Mapping[str, Any] = {}
-) -> dict[str, Tensor]:
+def native_tensors(tensors: Tensors, options: Mapping[str, Any] = {}) -> dict[str, Tensor]:
     """`native_names` for a model with these options: each LayerScale γ (arXiv 2103.17239, §2.1) is
     folded into its layer if the model has none, biases of zeros are left out if it has no qkv_bias,
     and the channels of rotary attention are reordered.
@@ -319,7 +316,7 @@ def native_tensors(
     return native if options.get("layer_scale") else _folded(native)
 
 
-def order_of_channels(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> str | None:
+def order_of_channels(tensors: Tensors, options: Mapping[str, Any]) -> str | None:
     """In which order the heads of rotary attention have their channels; None if as ours.
 
     Our pairs of channels are neighbours, those for columns first; so are RoPE-ViT's, and those of
@@ -359,7 +356,7 @@ def _reordered(packed: Tensor, order: str, dim: int, heads: int) -> Tensor:
     return torch.cat([pairs.flip(1).flatten(0, 3), values])
 
 
-def _folded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _folded(tensors: Tensors) -> dict[str, Tensor]:
     """Each LayerScale in the layer before it, if that is there and as wide."""
     folded = dict(tensors)
     for name, gamma in tensors.items():

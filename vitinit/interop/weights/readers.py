@@ -29,6 +29,7 @@ from ...runs.start import FUNCTION, PREPARATION
 from .libraries import SWIN_OPTIONS, VIT_OPTIONS, same
 from .names import native_tensors
 
+Table = dict[str, Any]  # an object of JSON, or what was read of it
 # Whole words of a model's name whose models have our tensors, but compute something else.
 ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")
 TRAPS = ROTARY | {"rpn": "norms after attention and MLP in place of before them"}
@@ -69,7 +70,7 @@ class ForeignConfig(NamedTuple):
 
     file: Path  # config.json
     recipe: str  # for all that they do not say; "": they do not say the model
-    values: Mapping[str, Any]  # for keys of that recipe
+    values: Table  # for keys of that recipe
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
 
 
@@ -80,13 +81,11 @@ class Reader:
     `read_description`.
     """
 
-    def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, state: Table) -> None:
         self.path, self.state, self.is_ours = path, state, "recipe" in state
         self.config = None if self.is_ours else read_description(path)
 
-    def native(
-        self, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
+    def native(self, tensors: Mapping[str, Tensor], options: Table) -> dict[str, Tensor]:
         """Its tensors under this package's names, as a model with these options has them."""
         if not self.is_ours:
             require_known(
@@ -147,15 +146,15 @@ def require_known(path: Path, architecture: object, *, rotary: bool) -> None:
             )
 
 
-def _table(file: Path) -> dict[str, Any]:
+def _table(file: Path) -> Table:
     """The object in a file of JSON; {} if there is no file."""
     try:
-        return dict(convert(parse_json(read_bytes(file, default=b"{}")), Mapping[str, Any]))
+        return dict(convert(parse_json(read_bytes(file, default=b"{}")), Table))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: is no object of JSON ({in_brief(error)})") from None
 
 
-def _of_timm(config: Mapping[str, Any], file: Path) -> ForeignConfig:
+def _of_timm(config: Table, file: Path) -> ForeignConfig:
     arguments = config.get("model_args") or {}
     for name in ("act_layer", "norm_layer"):
         if arguments.get(name) not in (None, "gelu"):
@@ -179,7 +178,7 @@ def _of_timm(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     return ForeignConfig(file, "", changes, _names(config.get("label_names"), classes))
 
 
-def _timm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _timm_options(arguments: Table) -> Table:
     options = {}
     for name, ours in TIMM_ARGUMENTS.items():
         value = arguments.get(name)
@@ -189,7 +188,7 @@ def _timm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _eva_options(arguments: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def _eva_options(arguments: Table, architecture: str) -> Table:
     """Those of rotary positions, and others that an Eva has beside them, as `vitinit export`
     states them.
     """
@@ -217,7 +216,7 @@ def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
     return tuple(str(labels.get(index, index)) for index in indices)
 
 
-def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
+def _of_transformers(config: Table, file: Path) -> ForeignConfig:
     kind = config["model_type"]
     name = (config.get("architectures") or ["no architecture"])[0]
     activation = "silu" if config.get("use_gated_mlp") else "gelu"  # of DINOv3's gate
@@ -246,7 +245,7 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> ForeignConfig:
     return ForeignConfig(file, recipe, changes, classes)
 
 
-def _swin_options(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _swin_options(config: Table, file: Path) -> Table:
     if config.get("layer_norm_eps", 1e-5) != 1e-5:
         raise CheckpointError(
             f"{file}: layer_norm_eps is {config['layer_norm_eps']}; expected "
@@ -257,7 +256,7 @@ def _swin_options(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return options
 
 
-def _vit_options(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def _vit_options(config: Table, architecture: str) -> Table:
     kind = config["model_type"]
     options = {ours: config[name] for ours, name in VIT_OPTIONS.items()}
     options |= {
@@ -270,9 +269,9 @@ def _vit_options(config: Mapping[str, Any], architecture: str) -> dict[str, Any]
     if kind == "deit" and not options["distilled"]:
         # A distillation token that no classifier reads takes part in attention, as a register does.
         options["num_registers"] += 1
-    options["mlp_ratio"] = config.get("mlp_ratio")
-    if not options["mlp_ratio"]:
-        options["mlp_ratio"] = mlp_ratio(config["intermediate_size"], options["embed_dim"])
+    options["mlp_ratio"] = config.get("mlp_ratio") or mlp_ratio(
+        config["intermediate_size"], options["embed_dim"]
+    )
     if kind == "dinov3_vit":
         options |= {
             "pos_embed": "rope",
@@ -291,7 +290,7 @@ def mlp_ratio(hidden: int, width: int) -> float:
     return ratio if hidden_width(width, ratio, "mlp_ratio") == hidden else (hidden + 0.5) / width
 
 
-def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
+def _preparation(config: Table) -> Table:
     """How a preprocessor_config.json prepares images, as keys of a recipe. transformers normalises
     pixels times rescale_factor, we those over 255; where it squeezes, proportions are kept here.
     """
@@ -305,7 +304,7 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     crop = _by_side(config.get("crop_size")) if config.get("do_center_crop") else {}
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
-    changes = {}
+    changes: Table = {}
     if mean:
         changes["data.mean"] = [value / factor for value in mean]
     if std:
@@ -318,14 +317,14 @@ def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _by_side(size: Any) -> Mapping[str, Any]:
+def _by_side(size: Any) -> Table:
     """A size as transformers writes it now, which was one number for both sides once."""
     if isinstance(size, int):
         return {"height": size, "width": size}
     return size or {}
 
 
-def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:
+def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> Table:
     """The preprocessor_config.json with which transformers prepares images as this recipe does."""
     height, width = size
     return {
