@@ -93,9 +93,8 @@ def of_classes(train_set: Source) -> tuple[list[str], list[str]]:
     cautions = []
     if counts.max() > IMBALANCE * counts.min() > 0:
         cautions.append(
-            f"class {names[order[0]]} has {counts.max():,} images and "
-            f"{names[counts.argmin()]} {counts.min():,}: "
-            "read val_balanced, the mean over classes, beside top-1"
+            f"class {names[order[0]]} has {counts.max():,} images and {names[counts.argmin()]} "
+            f"{counts.min():,}: read val_balanced, the mean over classes, beside top-1"
         )
     if not any(names):  # the images of a bare folder have no class
         return [], cautions
@@ -205,9 +204,8 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
         )
     if 2 * middle < side:
         cautions.append(
-            f"half of the images have {middle:g} px or less, and are enlarged "
-            f"to {side}: --set data.image_size={int(middle)} and a smaller "
-            "model.options.patch_size train faster"
+            f"half of the images have {middle:g} px or less, and are enlarged to {side}: --set "
+            f"data.image_size={int(middle)} and a smaller model.options.patch_size train faster"
         )
     return line, cautions
 

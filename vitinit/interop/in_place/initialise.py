@@ -70,7 +70,7 @@ def init_(
         written=written,
         notes=notes,
         images=count,
-        kept=sum(1 for _ in tensors(model)) - len(written),
+        kept=len(list(tensors(model))) - len(written),
         targets=targets,
         mass=mass,
         mass_on_images=mass_on_images,
@@ -205,9 +205,8 @@ def require_views(layout: Attentions, model: nn.Module) -> None:
         views += [value for value in vars(part).values() if isinstance(value, Tensor)]
     if any(view.numel() and view.untyped_storage().data_ptr() not in storages for view in views):
         raise ValueError(
-            "not all tensors of the layout are views of parameters of the model that "
-            "the layout is asked for (some weights are computed from others, or are "
-            "another model's)"
+            "not all tensors of the layout are views of parameters of the model that the layout is "
+            "asked for (some weights are computed from others, or are another model's)"
         )
 
 
@@ -291,8 +290,14 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
         for (_, old, _), value in zip(changed, before):
             old.copy_(value)
         raise
-
     written = {name: old for name, old, _ in changed}
+    rounded = [name for name, old, new in changed if old.dtype != new.dtype]
+    return tuple(written), notes_on(model, written, rounded)
+
+
+def notes_on(
+    model: nn.Module, written: Mapping[str, Tensor], rounded: list[str]
+) -> tuple[str, ...]:
     frozen, tied = [], []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in written and not parameter.requires_grad:
@@ -302,9 +307,6 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
     notes = {
         "frozen, and written nevertheless": frozen,
         "tied to what was written": tied,
-        "rounded from what was computed, of which the mass is": [
-            name for name, old, new in changed if old.dtype != new.dtype
-        ],
+        "rounded from what was computed, of which the mass is": rounded,
     }
-    told = [f"{note}: {patterns(names)}" for note, names in notes.items() if names]
-    return tuple(written), tuple(told)
+    return tuple(f"{note}: {patterns(names)}" for note, names in notes.items() if names)

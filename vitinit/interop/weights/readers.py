@@ -140,16 +140,15 @@ def require_known(path: Path, architecture: object, *, rotary: bool) -> None:
     for word, meaning in TRAPS.items():
         if word in words and not (rotary and word in ROTARY):
             raise CheckpointError(
-                f"{path}: '{word}' in its name stands for {meaning}, whose "
-                "tensors would fit and compute another function here; if this "
-                f"model has none, rename it without '{word}'"
+                f"{path}: '{word}' in its name stands for {meaning}, whose tensors would fit and "
+                f"compute another function here; if this model has none, rename it without '{word}'"
             )
 
 
 def _table(file: Path) -> Table:
     """The object in a file of JSON; {} if there is no file."""
     try:
-        return dict(convert(parse_json(read_bytes(file, default=b"{}")), Table))
+        return dict(convert(parse_json(read_bytes(file, default=b"{}")), Mapping[str, Any]))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: is no object of JSON ({in_brief(error)})") from None
 
@@ -223,9 +222,8 @@ def _of_transformers(config: Table, file: Path) -> ForeignConfig:
     stated = config.get("hidden_act", "gelu")
     if name not in ARCHITECTURES.get(kind, ()) or stated != activation:
         raise CheckpointError(
-            f"{file}: describes {name} ({kind}) of transformers, with the "
-            f"activation {stated}; ViT, DeiT, I-JEPA, "
-            "DINOv2's and 3's backbone and Swin load, with the exact GELU"
+            f"{file}: describes {name} ({kind}) of transformers, with the activation {stated}; "
+            "ViT, DeiT, I-JEPA, DINOv2's and 3's backbone and Swin load, with the exact GELU"
         )
     if kind == "swin":
         recipe, model, options = "swin_tiny", "swin_tiny", _swin_options(config, file)
