@@ -17,11 +17,10 @@ Any other model is described by hand: a function of the model that returns a `La
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
-from types import NoneType
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +70,7 @@ def layout_of(model: nn.Module) -> Attentions:
             f"the model has {len(positions)} learned position embeddings, expected "
             "one, by which heads find their target"
         )
-    grid = _grid(modules.values())
+    grid = stated_grid(modules.values())
     if not positions:  # rotary alone, as a probe will see
         rows = blocks[0].proj.new_empty(0, dim)
         return Layout(model, tuple(blocks), rows, grid, tokens=tokens)
@@ -198,11 +197,6 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
             "a block has no LayerNorm before its attention (post-norm, or another norm)"
         )
     kind = type(attention).__name__
-    for name in ("q_norm", "k_norm"):
-        if not isinstance(getattr(attention, name, None), (nn.Identity, NoneType)):
-            raise ValueError(
-                f"{kind} normalises queries and keys, which would undo what is written"
-            )
     weights, biases, proj = _parameters(attention)
     heads = _number_of_heads(attention)
     rows, inner = sum(map(len, weights)), proj.in_features
@@ -248,8 +242,7 @@ def _parameters(attention: nn.Module) -> tuple[list[Tensor], list[Tensor | None]
             )
         proj = as_linear(attention.out_proj, kind)
         return [attention.in_proj_weight], [attention.in_proj_bias], proj
-    layers = [as_linear(layer, kind) for layer in _layers(attention) or [attention]]
-    *layers, proj = layers
+    *layers, proj = [as_linear(layer, kind) for layer in _layers(attention) or [attention]]
     return [layer.weight for layer in layers], [layer.bias for layer in layers], proj
 
 
@@ -297,16 +290,13 @@ def _layers(attention: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _grid(modules: Iterable[nn.Module]) -> Grid:
+def stated_grid(modules: Collection[nn.Module]) -> Grid:
     """The grid that a model states, else (0, 0)."""
-    for module in modules:
-        grid = stated([module], "grid_size", "grid")
-        if grid is not None:
-            return grid
-        image, patch = stated([module], "image_size"), stated([module], "patch_size")
-        if image and patch:
-            return image[0] // patch[0], image[1] // patch[1]
-    return 0, 0
+    grid = stated(modules, "grid_size", "grid")
+    image, patch = stated(modules, "image_size"), stated(modules, "patch_size")
+    if grid is None and image and patch:
+        return image[0] // patch[0], image[1] // patch[1]
+    return grid or (0, 0)
 
 
 def stated(owners: Iterable[object], *names: str) -> Grid | None:
