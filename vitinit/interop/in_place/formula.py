@@ -114,8 +114,9 @@ def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
     if close(queries * scale, turned):
         return None
     for pairs in (channels.view(-1, 2), channels.view(2, -1).T):
-        before = torch.view_as_complex(queries[..., pairs].contiguous())
-        after = torch.view_as_complex(turned[..., pairs].contiguous())
+        before, after = (
+            torch.view_as_complex(x[..., pairs].contiguous()) for x in (queries, turned)
+        )
         turns = torch.view_as_real((before.conj() * after).sum(0).sgn()).transpose(0, 1)
         rotation = Rotation(pairs, turns.contiguous())  # turns: (T, h, d / 2, 2)
         if close(rotation(queries) * scale, turned):
@@ -142,8 +143,6 @@ def require_formula(
 
     def compare(attention: nn.Module, block: Block, _: tuple, output: Any) -> None:
         calls[attention] += 1
-        if isinstance(output, tuple):
-            output = output[0]
         if block.norm not in read or not follows(block, read[block.norm], output):
             others.append(block)
 
@@ -194,8 +193,10 @@ def draw_weights(
     return saved
 
 
-def follows(block: Block, y: Tensor, output: Tensor) -> bool:
-    """Whether an attention's output is what the formula makes of its norm's output y."""
+def follows(block: Block, y: Tensor, output: Any) -> bool:
+    """Whether an attention's output, the first if it has several, is the formula's of its norm's y."""
+    if isinstance(output, tuple):
+        output = output[0]
     if isinstance(block, WindowBlock):
         return y.ndim == 4 and any(close(*pair) for pair in within_windows(block, y, output))
     expected = block.output(y)

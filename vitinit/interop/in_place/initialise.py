@@ -22,7 +22,7 @@ from ...init.baseline import EMBED_STD
 from ...init.deep_impulse import NOISE_IMAGES
 from ...init.stream import noise_images
 from ...init.views import Attentions, Layout, SwinLayout
-from ...watch.mass import with_defaults
+from ...watch.mass import Options, with_defaults
 from .foreign_layouts import block_paths, layout_of
 from .probe import probe
 from .receipt import Description, Report, measured, patterns
@@ -107,7 +107,7 @@ def describe(
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
     rng = Generator().manual_seed(0)
-    if images is None and vit.image_shape and isinstance(vit, Layout):
+    if images is None and vit.image_shape is not None:
         images = noise_images(vit, 1, rng)
     fits = []
     for init in ("impulse", "mimetic", "deep_impulse"):
@@ -231,7 +231,7 @@ def write(
     generator: Generator,
     base: str | None,
     images: Tensor | None,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
     function = init_function(name, family_of(vit))
@@ -251,7 +251,7 @@ def write(
     return complete
 
 
-def prepare(vit: Attentions, name: str, options: Mapping[str, Any], generator: Generator) -> None:
+def prepare(vit: Attentions, name: str, options: Options, generator: Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
     # Swin's `impulse` writes its bias table alone, and rotary inits write the biases of Q and K.
     if isinstance(vit, SwinLayout) and name == "impulse" or family_of(vit) == ROTARY:

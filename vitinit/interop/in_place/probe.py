@@ -120,17 +120,17 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
     """
     height, width = image.shape[1:]
     stated, least, most = (0, 0), count, count  # the model's grid, and how many tokens it may have
-    fixed = False
+    grids: list[Grid] = []
     if isinstance(layout, Layout):
-        stated, fixed = layout.grid, len(layout.pos_embed) > 0
-        if fixed:
-            most = min(count, len(layout.pos_embed))
+        stated = layout.grid
+        most = min(count, len(layout.pos_embed) or count)
         least = most - MOST_PREFIX_TOKENS
-    grids = [stated]
-    if not (all(stated) and fixed):
+        if len(layout.pos_embed) and all(stated):
+            grids = [stated]
+    if not grids:
         grids = list(product(range(1, min(height, most) + 1), range(1, min(width, most) + 1)))
         grids.sort(key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1])))
-    for grid in grids:  # the stated one first, and square patches
+    for grid in grids:  # the stated one first, then those of square patches
         whole = height % grid[0] == 0 and width % grid[1] == 0
         if whole and least <= prod(grid) <= most and moves(layout, image, grid, rng):
             return grid

@@ -1,9 +1,8 @@
 """What inits in place say: what was recognised of a model, and what was achieved."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +10,12 @@ from torch import Tensor
 from ...init.views import Attentions, Layout, SwinLayout
 from ...mixing import mean_shares
 from ...mixing.filters import Grid
-from ...watch.mass import Masses, Targets, decimal, has_targets, masses_on, targets_of
+from ...watch.mass import Masses, Options, Targets, decimal, has_targets, masses_on, targets_of
 
 
 @torch.no_grad()
 def measured(
-    vit: Attentions, name: str, options: Mapping[str, Any], images: Tensor | None
+    vit: Attentions, name: str, options: Options, images: Tensor | None
 ) -> tuple[Targets, Masses, Masses]:
     """The targets of a model of any library, and the masses on them; empty where there are none.
 

@@ -24,17 +24,18 @@ from .names import (
 )
 
 Options = Mapping[str, Any]
-# How a library states an option of ours: as its argument of this name; by arguments that follow
-# from all our options, or else, in words, by what it needs instead; or not at all (None), as it
-# makes no difference or another option states it, too.
-Statements = Mapping[str, Any]
 
 
 class Counterpart(NamedTuple):
-    """A class or function of another library that makes a model of the same function as ours."""
+    """A class or function of another library that makes a model of the same function as ours.
+
+    stated: all of our options that it knows, and how it states each: as its argument of this name;
+        by arguments that follow from all our options, or else, in words, by what it needs instead;
+        or not at all (None), as it makes no difference or another option states it, too.
+    """
 
     model: str  # its name in the library
-    stated: Statements  # all of our options that it knows
+    stated: Options
     names: Names = {}  # our names → its own; see names.py
     constants: Options = {}  # further arguments
 

@@ -370,7 +370,7 @@ def _folded(tensors: Tensors) -> dict[str, Tensor]:
         del folded[name]
         for part in (f"{layer}.weight", f"{layer}.bias"):
             if part in tensors:
-                value = tensors[part].double()  # (C, inputs) or (C,)
-                scaled = gamma.double().view(-1, *[1] * (value.ndim - 1)) * value
-                folded[part] = scaled.to(torch.promote_types(tensors[part].dtype, torch.float32))
+                value = tensors[part]  # (C, inputs) or (C,)
+                scaled = gamma.double().view(-1, *[1] * (value.ndim - 1)) * value.double()
+                folded[part] = scaled.to(torch.promote_types(value.dtype, torch.float32))
     return folded
