@@ -333,4 +333,6 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
             blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
         )  # a Swin's channels double by stage
         size = merged * grid[0] * patch[0], merged * grid[1] * patch[1]
-    return size and (convolution.in_channels, *size)
+    if size is None:
+        return None
+    return convolution.in_channels, *size

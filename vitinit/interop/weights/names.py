@@ -50,11 +50,8 @@ TORCHVISION_VIT = {
 # The weights that torchvision publishes are of its release 0.12, and it renames these on loading.
 TORCHVISION_VIT_PUBLISHED = {
     **TORCHVISION_VIT,
-    **within(
-        "blocks.{}.mlp",
-        "encoder.layers.encoder_layer_{}.mlp",
-        {"fc1": "linear_1", "fc2": "linear_2"},
-    ),
+    "blocks.{}.mlp.fc1": "encoder.layers.encoder_layer_{}.mlp.linear_1",
+    "blocks.{}.mlp.fc2": "encoder.layers.encoder_layer_{}.mlp.linear_2",
 }
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before them.
@@ -168,17 +165,13 @@ TRANSFORMERS_DINOV3 = {
 }
 
 # timm's Eva, also as its attention without a bias of the keys, and a gate apart, name them.
-TIMM_EVA = within("blocks.{}", "blocks.{}", {"ls1.gamma": "gamma_1", "ls2.gamma": "gamma_2"})
+TIMM_EVA = {"blocks.{}.ls1.gamma": "blocks.{}.gamma_1", "blocks.{}.ls2.gamma": "blocks.{}.gamma_2"}
 EVA_APART = {
     **TIMM_EVA,
-    **within(
-        "blocks.{}",
-        "blocks.{}",
-        {
-            "attn.qkv.bias": "attn.q_bias attn.k_bias attn.v_bias",
-            "mlp.fc1": "mlp.fc1_g mlp.fc1_x",
-        },
+    "blocks.{}.attn.qkv.bias": (
+        "blocks.{}.attn.q_bias blocks.{}.attn.k_bias blocks.{}.attn.v_bias"
     ),
+    "blocks.{}.mlp.fc1": "blocks.{}.mlp.fc1_g blocks.{}.mlp.fc1_x",
 }
 BIAS_OF_QUERIES = re.compile(r"\.q(_bias|_proj\.bias)$")
 FREQUENCIES = "blocks.{}.attn.rotary.frequencies"  # of all blocks (2, depth, h, d / 2) in Eva
