@@ -1,7 +1,7 @@
 """What the attentions of a model are seen to compute in forward passes; `probe.py` asks for it."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -124,33 +124,31 @@ def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
     return None
 
 
-def require_formula(
-    layout: Attentions, attentions: Sequence[nn.Module], images: Tensor, rng: Generator
-) -> None:
+def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
     """Draw the weights of each attention at random, for a while, and compare it with its formula.
 
-    attentions: of the blocks. Raises ValueError if one does not read the output of its norm, or
-    computes something else than softmax(Q Kᵀ / √d) V·proj from it, if one or its norm is not called
-    once, and if a later block has fewer tokens than the first.
+    Raises ValueError if one does not read the output of its norm, or computes something else than
+    softmax(Q Kᵀ / √d) V·proj from it, if one or its norm is not called once, and if a later block
+    has fewer tokens than the first.
     """
     read = {}
-    calls: Counter[nn.Module] = Counter()
+    calls: Counter[Any] = Counter()
     others = []  # which compute something else
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
         calls[norm] += 1
         read[norm] = layout.batch_first(y)
 
-    def compare(attention: nn.Module, block: Block, _: tuple, output: Any) -> None:
-        calls[attention] += 1
+    def compare(block: Block, _: tuple, output: Any) -> None:
+        calls[block.attention] += 1
         if block.norm not in read or not follows(block, read[block.norm], output):
             others.append(block)
 
-    after: dict[nn.Module, Any] = {}
-    for attention, block in zip(attentions, layout.blocks):
-        after[attention] = partial(compare, attention, block)
+    after: dict[Any, Any] = {}
+    for block in layout.blocks:
+        after[block.attention] = partial(compare, block)
         after[block.norm] = partial(keep, block.norm)
-    saved = draw_weights(layout, attentions, rng)
+    saved = draw_weights(after, rng)
     passed(layout.model, images, after=after)
     for weight, value in saved.items():
         weight.copy_(value)
@@ -169,7 +167,7 @@ def require_formula(
         )
     if others:
         raise ValueError(
-            f"the attention of {len(others)} of {len(attentions)} blocks computes "
+            f"the attention of {len(others)} of {len(layout.blocks)} blocks computes "
             "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
             "(relative or other rotary positions, or rotary ones in half precision, "
             "norms of Q and K, masks, gates, post-norm or parallel blocks, another "
@@ -177,13 +175,11 @@ def require_formula(
         )
 
 
-def draw_weights(
-    layout: Attentions, attentions: Iterable[nn.Module], rng: Generator
-) -> dict[nn.Parameter, Tensor]:
-    """Draw the weights of attentions and their norms, so that logits are about 1; what they were."""
+def draw_weights(modules: Iterable[nn.Module], rng: Generator) -> dict[nn.Parameter, Tensor]:
+    """Draw the weights of attentions and norms, so that logits are about 1; what they were."""
     saved = {}
-    for attention, block in zip(attentions, layout.blocks):
-        for part in (*attention.modules(), block.norm):
+    for module in modules:
+        for part in module.modules():
             if not isinstance(part, Rotary):
                 for weight in part.parameters(recurse=False):
                     saved[weight] = weight.clone()

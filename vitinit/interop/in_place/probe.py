@@ -61,9 +61,8 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
         layout = replace(layout, blocks=turned_blocks(layout, images))
         if layout.rotary:
             what += ", rotation"
-    attentions = [block.attention for block in layout.blocks if block.attention is not None]
-    if len(attentions) == len(layout.blocks):
-        require_formula(layout, attentions, images, rng)
+    if all(block.attention is not None for block in layout.blocks):
+        require_formula(layout, images, rng)
         what += " and formula"
     if isinstance(layout, Layout):
         require_positions(layout)

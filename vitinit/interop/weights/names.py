@@ -38,15 +38,26 @@ def within(ours: str, prefix: str, names: Names) -> Names:
     return entries
 
 
-# fmt: off
 TORCHVISION_VIT = {
-    "cls_token": "class_token", "pos_embed": "encoder.pos_embedding",
-    "patch_embed.proj": "conv_proj", "norm": "encoder.ln", "head": "heads.head",
-    **within("blocks.{}", "encoder.layers.encoder_layer_{}", {
-        "norm1": "ln_1", "norm2": "ln_2", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3",
-        "attn.qkv.weight": "self_attention.in_proj_weight",
-        "attn.qkv.bias": "self_attention.in_proj_bias", "attn.proj": "self_attention.out_proj"})}
-# fmt: on
+    "cls_token": "class_token",
+    "pos_embed": "encoder.pos_embedding",
+    "patch_embed.proj": "conv_proj",
+    "norm": "encoder.ln",
+    "head": "heads.head",
+    **within(
+        "blocks.{}",
+        "encoder.layers.encoder_layer_{}",
+        {
+            "norm1": "ln_1",
+            "norm2": "ln_2",
+            "mlp.fc1": "mlp.0",
+            "mlp.fc2": "mlp.3",
+            "attn.qkv.weight": "self_attention.in_proj_weight",
+            "attn.qkv.bias": "self_attention.in_proj_bias",
+            "attn.proj": "self_attention.out_proj",
+        },
+    ),
+}
 # The weights that torchvision publishes are of its release 0.12, and it renames these on loading.
 TORCHVISION_VIT_PUBLISHED = {
     **TORCHVISION_VIT,
@@ -168,9 +179,7 @@ TRANSFORMERS_DINOV3 = {
 TIMM_EVA = {"blocks.{}.ls1.gamma": "blocks.{}.gamma_1", "blocks.{}.ls2.gamma": "blocks.{}.gamma_2"}
 EVA_APART = {
     **TIMM_EVA,
-    "blocks.{}.attn.qkv.bias": (
-        "blocks.{}.attn.q_bias blocks.{}.attn.k_bias blocks.{}.attn.v_bias"
-    ),
+    "blocks.{}.attn.qkv.bias": "blocks.{}.attn.q_bias blocks.{}.attn.k_bias blocks.{}.attn.v_bias",
     "blocks.{}.mlp.fc1": "blocks.{}.mlp.fc1_g blocks.{}.mlp.fc1_x",
 }
 BIAS_OF_QUERIES = re.compile(r"\.q(_bias|_proj\.bias)$")
