@@ -120,9 +120,7 @@ class LiveWatcher:
     """Live curves of a run by a logger, whose name a subclass states."""
 
     name: ClassVar[str]
-
-    def __init__(self) -> None:
-        self.curves: LiveCurves | None = None  # from the start of the run on
+    curves: LiveCurves | None = None  # from the start of the run on
 
     @classmethod
     def require(cls) -> None:

@@ -220,8 +220,7 @@ def is_transparent(path: str, formats: tuple[str, ...]) -> bool:
 class ImageWatcher:
     """Says what the images of a new run are like, and writes it to images.txt in its folder."""
 
-    def __init__(self) -> None:
-        self.survey: Survey | None = None  # of a new run
+    survey: Survey | None = None  # of a new run
 
     def opened(self, data: Data, recipe: Recipe) -> list[str]:
         self.survey = survey(data.train_set, data.val_set, min(recipe.data.image_size))

@@ -71,13 +71,12 @@ def layout_of(model: nn.Module) -> Attentions:
             "one, by which heads find their target"
         )
     grid = stated_grid(modules.values())
-    if not positions:  # rotary alone, as a probe will see
-        rows = blocks[0].proj.new_empty(0, dim)
-        return Layout(model, tuple(blocks), rows, grid, tokens=tokens)
-    rows = positions[0].detach().flatten(0, -2)
-    if math.prod(grid) > len(rows):
-        grid = 0, 0
-    return Layout(model, tuple(blocks), rows, grid, _is_learned(positions[0]), tokens)
+    rows, learned = blocks[0].proj.new_empty(0, dim), True
+    if positions:  # else rotary alone, as a probe will see
+        rows, learned = positions[0].detach().flatten(0, -2), _is_learned(positions[0])
+        if math.prod(grid) > len(rows):
+            grid = 0, 0
+    return Layout(model, tuple(blocks), rows, grid, learned, tokens)
 
 
 def embeddings(model: nn.Module, dim: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -251,8 +250,9 @@ def _number_of_heads(attention: nn.Module) -> int:
         for name in HEADS:
             if hasattr(owner, name):
                 return getattr(owner, name)
-    kind = type(attention).__name__
-    raise ValueError(f"{kind} does not say how many heads it has, by {' or '.join(HEADS)}")
+    raise ValueError(
+        f"{type(attention).__name__} does not say how many heads it has, by {' or '.join(HEADS)}"
+    )
 
 
 def _in_windows(block: Block, attention: nn.Module) -> Block:

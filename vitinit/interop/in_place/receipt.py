@@ -64,10 +64,11 @@ class Description:
     @property
     def sizes(self) -> str:
         prefix = f" + {self.prefix_tokens}" if self.prefix_tokens else ""
-        return (
-            f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, "
-            f"{'windows of ' * self.in_windows}{self.grid[0]}×{self.grid[1]} tokens{prefix}"
-        )
+        down, across = self.grid
+        tokens = f"{down}×{across} tokens{prefix}"
+        if self.in_windows:
+            tokens = f"windows of {tokens}"
+        return f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, {tokens}"
 
     def __str__(self) -> str:
         if self.reason:

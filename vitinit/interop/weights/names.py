@@ -370,9 +370,10 @@ def _folded(tensors: Tensors) -> dict[str, Tensor]:
         if weight is None or gamma.shape != weight.shape[:1]:
             continue
         del folded[name]
-        for part in (f"{layer}.weight", f"{layer}.bias"):
-            if part in tensors:
-                value = tensors[part]  # (C, inputs) or (C,)
-                scaled = gamma.double().view(-1, *[1] * (value.ndim - 1)) * value.double()
-                folded[part] = scaled.to(torch.promote_types(value.dtype, torch.float32))
+        for part, factor in (("weight", gamma[:, None]), ("bias", gamma)):
+            value = tensors.get(f"{layer}.{part}")  # (C, inputs) or (C,)
+            if value is not None:
+                scaled = factor.double() * value.double()
+                wide = torch.promote_types(value.dtype, torch.float32)
+                folded[f"{layer}.{part}"] = scaled.to(wide)
     return folded
