@@ -228,7 +228,7 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         attention,
         rotation_of(attention),
     )
-    return _in_windows(block, attention)
+    return _in_windows(block)
 
 
 def _parameters(attention: nn.Module) -> tuple[list[Tensor], list[Tensor | None], nn.Linear]:
@@ -255,11 +255,11 @@ def _number_of_heads(attention: nn.Module) -> int:
     )
 
 
-def _in_windows(block: Block, attention: nn.Module) -> Block:
+def _in_windows(block: Block) -> Block:
     """The block of a Swin with its relative position bias; any other as it is."""
-    table = getattr(attention, "relative_position_bias_table", None)
-    index = getattr(attention, "relative_position_index", None)
-    window = stated([attention], "window_size", "window")
+    table = getattr(block.attention, "relative_position_bias_table", None)
+    index = getattr(block.attention, "relative_position_index", None)
+    window = stated([block.attention], "window_size", "window")
     if not isinstance(table, nn.Parameter) or index is None or window is None:
         return block
     tokens = math.prod(window)

@@ -36,7 +36,8 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
     """
     rng = Generator().manual_seed(0)
     if images is not None:
-        where = f"{min(FEW, len(images))} images"
+        images = images[:FEW]
+        where = f"{len(images)} images"
     else:
         shape = image_shape_of(layout)
         if by_hand and shape is None and isinstance(layout, Layout) and all(layout.grid):
@@ -45,7 +46,7 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
             return replace(layout, prefix=prefix, checked=unchecked)
         images = noise_images(replace(layout, image_shape=shape), FEW, rng)
         where = "white noise"
-    images = images[:FEW].detach().to(layout.blocks[0].q)
+    images = images.detach().to(layout.blocks[0].q)
     x = entering(layout, images)[layout.blocks[0].norm]  # (n, T, D), (T, n, D) or a Swin's map
     count = by_image(x, len(images)).shape[1]
     grid = grid_of(layout, images[0], count, rng)
