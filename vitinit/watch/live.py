@@ -19,10 +19,10 @@ from ..runs.watching import LOGGERS_NEED
 
 LAST_SECONDS = 10.0  # that a logger has, once the run has ended, for those that wait
 Row = Mapping[str, Any]
-Rows = Iterator[tuple[int, dict[str, float]]]  # moment, tag → value
+Item = tuple[int, dict[str, float]]  # moment, tag → value
 
 
-def tensorboard(folder: RunFolder, step: int, rows: Rows) -> None:
+def tensorboard(folder: RunFolder, step: int, rows: Iterator[Item]) -> None:
     """Write a file in <run>/tensorboard, which from `step` on replaces what is in earlier ones."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -45,7 +45,7 @@ def tensorboard(folder: RunFolder, step: int, rows: Rows) -> None:
                 write(step=moment // 2, summary={"value": points})
 
 
-def wandb(folder: RunFolder, step: int, rows: Rows) -> None:
+def wandb(folder: RunFolder, step: int, rows: Iterator[Item]) -> None:
     """Send to the run of this folder, which goes on after all that was sent to it before."""
     import wandb as library
 
@@ -84,7 +84,7 @@ class LiveCurves(Thread):
             self.waiting.put(item)
         self.start()
 
-    def _item(self, lines: Lines, row: Row) -> tuple[int, dict[str, float]]:
+    def _item(self, lines: Lines, row: Row) -> Item:
         if "step" in row:
             moment = 2 * row["step"]
         else:

@@ -156,7 +156,7 @@ def decimal(value: float) -> str:
 
 
 class MassWatcher:
-    """Says how much attention is on the init's targets, if it has any, in MASS_IMAGES images."""
+    """Prints how much attention is on the init's targets, if it has any, in MASS_IMAGES images."""
 
     def initialised(self, model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
         # Here, since inits of other people's models measure masses, too, and load no data pipeline.

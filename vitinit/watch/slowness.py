@@ -60,7 +60,7 @@ def bound_of(*, launches: float, products: float) -> str:
 
 
 class WaitingWatcher:
-    """Says once what a run waits for, if it waits for long."""
+    """Prints once what a run waits for, if it waits for long."""
 
     def paced(self, paces: Sequence[Pace], recipe: Recipe, processes: Processes) -> list[str]:
         line = waits_for(

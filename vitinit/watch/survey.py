@@ -187,8 +187,8 @@ def of_headers(paths: Sequence[str], side: int, *, turned: bool) -> tuple[str, l
     )
     wrong = [(unread, "cannot be opened; --dry-run --read-images lists all such files")]
     if not turned:
-        would = "are stored sideways, and EXIF data would turn them"
-        wrong.append((sideways, f"{would}: --set data.apply_exif_orientation=true"))
+        turning = "--set data.apply_exif_orientation=true"
+        wrong.append((sideways, f"are stored sideways, and EXIF data would turn them: {turning}"))
     wrong.append((profiled, "have a colour profile that is not sRGB, which is ignored"))
     looked = f"of {counted(len(sizes) + len(unread), 'file')} looked at"
     cautions = [
@@ -218,7 +218,7 @@ def is_transparent(path: str, formats: tuple[str, ...]) -> bool:
 
 
 class ImageWatcher:
-    """Says what the images of a new run are like, and writes it to images.txt in its folder."""
+    """Prints what the images of a new run are like, and writes it to images.txt in its folder."""
 
     survey: Survey | None = None  # of a new run
 

@@ -195,13 +195,12 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         raise ValueError(
             "a block has no LayerNorm before its attention (post-norm, or another norm)"
         )
-    kind = type(attention).__name__
     weights, biases, proj = _parameters(attention)
     heads = _number_of_heads(attention)
     rows, inner = sum(map(len, weights)), proj.in_features
     if rows != 3 * inner or inner % heads:  # shared keys, or keys and values alone
         raise ValueError(
-            f"{kind} has {rows} rows of Q, K and V for {heads} heads of {inner} "
+            f"{type(attention).__name__} has {rows} rows of Q, K and V for {heads} heads of {inner} "
             f"channels, expected {3 * inner}"
         )
     if len(weights) == 1:  # Q, K and V in one
@@ -233,15 +232,14 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
 
 def _parameters(attention: nn.Module) -> tuple[list[Tensor], list[Tensor | None], nn.Linear]:
     """The weights and the biases of Q, K and V, one where they are packed, and proj."""
-    kind = type(attention).__name__
     if isinstance(attention, nn.MultiheadAttention):
         if attention.in_proj_weight is None or attention.bias_k is not None:
             raise ValueError(
                 "an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not covered"
             )
-        proj = as_linear(attention.out_proj, kind)
+        proj = as_linear(attention.out_proj, attention)
         return [attention.in_proj_weight], [attention.in_proj_bias], proj
-    *layers, proj = [as_linear(layer, kind) for layer in _layers(attention) or [attention]]
+    *layers, proj = [as_linear(layer, attention) for layer in _layers(attention) or [attention]]
     return [layer.weight for layer in layers], [layer.bias for layer in layers], proj
 
 
@@ -270,14 +268,14 @@ def _in_windows(block: Block) -> Block:
     return WindowBlock(**vars(block), window=window, bias_table=table.detach(), bias_rows=rows)
 
 
-def as_linear(layer: nn.Module, attention: str) -> nn.Linear:
+def as_linear(layer: nn.Module, attention: nn.Module) -> nn.Linear:
     """The layer itself; raises ValueError for one of LoRA, or a quantised one."""
     if not isinstance(layer, nn.Linear):
         library = type(layer).__module__.partition(".")[0]
         origin = "" if library == "torch" else f" of {library}"
         raise ValueError(
-            f"{attention} has a {type(layer).__name__}{origin} where nn.Linear is expected "
-            "for Q, K, V or proj"
+            f"{type(attention).__name__} has a {type(layer).__name__}{origin} where nn.Linear is "
+            "expected for Q, K, V or proj"
         )
     return layer
 
@@ -329,9 +327,8 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
         patch = convolution.stride[0], convolution.stride[1]
     grid = layout.grids[-1]
     if size is None and patch is not None and all(grid):
-        merged = (
-            blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
-        )  # a Swin's channels double by stage
+        # A Swin's channels double by stage, as tokens merge.
+        merged = blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
         size = merged * grid[0] * patch[0], merged * grid[1] * patch[1]
     if size is None:
         return None

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import NoneType
 from typing import Any
 
 import torch
@@ -45,8 +44,8 @@ def close(value: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are of one shape, and agree but for rounding."""
     if value.shape != expected.shape:
         return False
-    largest = expected.abs().max() + 1e-6
-    return bool((value - expected).abs().max() <= TOLERANCE * largest)
+    error = (value - expected).abs().max()
+    return bool(error <= TOLERANCE * (expected.abs().max() + 1e-6))
 
 
 class _Products(TorchFunctionMode):
@@ -71,8 +70,8 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
     if layout.rotary:
         return blocks
     for block in blocks:
-        if type(block.attention) in (NoneType, nn.MultiheadAttention):  # which never turns
-            return blocks
+        if block.attention is None or type(block.attention) is nn.MultiheadAttention:
+            return blocks  # PyTorch's own never turns
     projections: dict[nn.Module, Tensor] = {}
     rotations: dict[nn.Module, Rotation | None] = {}
 
@@ -176,7 +175,7 @@ def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
 
 
 def draw_weights(modules: Iterable[nn.Module], rng: Generator) -> dict[nn.Parameter, Tensor]:
-    """Draw the weights of attentions and norms, so that logits are about 1; what they were."""
+    """Draw the weights of modules so that logits are about 1; returns what they were before."""
     saved = {}
     for module in modules:
         for part in module.modules():
@@ -190,7 +189,7 @@ def draw_weights(modules: Iterable[nn.Module], rng: Generator) -> dict[nn.Parame
 
 
 def follows(block: Block, y: Tensor, output: Any) -> bool:
-    """Whether an attention's output, the first if it has several, is the formula's of its norm's y."""
+    """Whether an attention returns, alone or first, what the formula makes of its norm's output y."""
     if isinstance(output, tuple):
         output = output[0]
     if isinstance(block, WindowBlock):

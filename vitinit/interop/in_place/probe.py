@@ -132,7 +132,7 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
         grids.sort(key=lambda grid: (grid != stated, abs(height / grid[0] - width / grid[1])))
     for grid in grids:  # the stated one first, then those of square patches
         whole = height % grid[0] == 0 and width % grid[1] == 0
-        if whole and least <= prod(grid) <= most and moves(layout, image, grid, rng):
+        if whole and least <= prod(grid) <= most and are_patches(layout, image, grid, rng):
             return grid
     hint = f" (the model states {stated[0]}×{stated[1]})" if all(stated) else ""
     raise ValueError(
@@ -142,8 +142,8 @@ def grid_of(layout: Attentions, image: Tensor, count: int, rng: Generator) -> Gr
     )
 
 
-def moves(layout: Attentions, image: Tensor, grid: Grid, rng: Generator) -> bool:
-    """Whether what changes the last tokens, as patches of this grid, moves as `grid_of` says."""
+def are_patches(layout: Attentions, image: Tensor, grid: Grid, rng: Generator) -> bool:
+    """Whether the last tokens are the patches of this grid, as `grid_of` sees it."""
     cells = prod(grid)
     for axis, side in enumerate(grid):
         strips = torch.eye(side).bool().repeat_interleave(image.shape[1 + axis] // side, dim=1)

@@ -1,4 +1,4 @@
-"""What inits in place say: what was recognised of a model, and what was achieved."""
+"""What inits in place report: what was recognised of a model, and what was achieved."""
 
 import re
 from collections.abc import Iterable
@@ -64,11 +64,11 @@ class Description:
     @property
     def sizes(self) -> str:
         prefix = f" + {self.prefix_tokens}" if self.prefix_tokens else ""
-        down, across = self.grid
-        tokens = f"{down}×{across} tokens{prefix}"
-        if self.in_windows:
-            tokens = f"windows of {tokens}"
-        return f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, {tokens}"
+        windows = "windows of " if self.in_windows else ""
+        return (
+            f"{self.blocks} blocks, {self.heads} heads of {self.head_dim}, "
+            f"{windows}{self.grid[0]}×{self.grid[1]} tokens{prefix}"
+        )
 
     def __str__(self) -> str:
         if self.reason:

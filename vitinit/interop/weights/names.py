@@ -239,8 +239,7 @@ def native_names(tensors: Tensors) -> dict[str, Tensor]:
         if value.numel() == 0 or DROPPED.search(name):  # transformers' registers may be none
             del rest[name]
         elif BIAS_OF_QUERIES.search(name):
-            of_keys = BIAS_OF_QUERIES.sub(r".k\1", name)
-            rest.setdefault(of_keys, torch.zeros_like(value))
+            rest.setdefault(BIAS_OF_QUERIES.sub(r".k\1", name), torch.zeros_like(value))
     stack(rest, names)
     # RoPE-ViT's are per column, then per row. timm's other attention has the rows first by default.
     if "blocks.0.attn.q_bias" not in tensors and "rope.freqs" in rest and rest["rope.freqs"].ndim:

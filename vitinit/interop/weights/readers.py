@@ -250,8 +250,7 @@ def _swin_options(config: Table, file: Path) -> Table:
             "1e-05, as all Swins have it here"
         )
     options = {name: config[name] for name in ("patch_size", "window_size", *SWIN_OPTIONS)}
-    options["qkv_bias"] = config.get("qkv_bias", True)
-    return options
+    return options | {"qkv_bias": config.get("qkv_bias", True)}
 
 
 def _vit_options(config: Table, architecture: str) -> Table:
