@@ -326,7 +326,7 @@ def image_shape_of(layout: Attentions) -> tuple[int, int, int] | None:
     if patch is None and convolution.out_channels == blocks[0].proj.shape[0]:
         patch = convolution.stride[0], convolution.stride[1]
     grid = layout.grids[-1]
-    if size is None and patch is not None and all(grid):
+    if size is None and patch and all(grid):
         # A Swin's channels double by stage, as tokens merge.
         merged = blocks[-1].q.shape[-1] // blocks[0].q.shape[-1]
         size = merged * grid[0] * patch[0], merged * grid[1] * patch[1]

@@ -107,7 +107,7 @@ def describe(
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
     rng = Generator().manual_seed(0)
-    if images is None and vit.image_shape is not None:
+    if images is None and vit.image_shape:
         images = noise_images(vit, 1, rng)
     fits = []
     for init in ("impulse", "mimetic", "deep_impulse"):

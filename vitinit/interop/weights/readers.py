@@ -302,9 +302,9 @@ def _preparation(config: Table) -> Table:
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
     changes: Table = {}
-    if mean:
+    if mean is not None:
         changes["data.mean"] = [value / factor for value in mean]
-    if std:
+    if std is not None:
         changes["data.std"] = [value / factor for value in std]
     resample = config.get("resample")
     if resample is not None:
