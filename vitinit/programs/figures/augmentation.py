@@ -23,25 +23,20 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     operations = np.array(Operation)  # the first, NONE, is the photograph
     ones = np.ones(operations.shape)
     arguments = settings.arguments(operations, magnitude * ones, ones)
-    described = for_device(np.stack([operations, arguments, ones], 1)[:, None], (224, 224))
-    images = rand_augment(
-        image.expand(len(operations), -1, -1, -1), torch.from_numpy(described), settings.fill
-    )
+    drawn = np.stack([operations, arguments, ones], 1)[:, None]
+    described = torch.from_numpy(for_device(drawn, (224, 224)))
+    copies = image.expand(len(operations), -1, -1, -1)
+    images = rand_augment(copies, described, settings.fill)
     figure, axes = pyplot().subplots(4, 4, figsize=(6.4, 7.0), layout="constrained")
     for axis, tile, operation, argument in zip(axes.flat, images, Operation, arguments):
+        title = operation.name if operation else "original"
+        if argument:
+            title += f" {argument:.3g}"
         axis.imshow(pixels(tile))
-        axis.set_title(
-            f"{operation.name} {argument:.3g}"
-            if argument
-            else operation.name
-            if operation
-            else "original",
-            fontsize=9,
-        )
+        axis.set_title(title, fontsize=9)
         axis.set_axis_off()
-    save(
-        figure, out, f"RandAugment's operations at magnitude {magnitude:g}", few_colours="dithered"
-    )
+    heading = f"RandAugment's operations at magnitude {magnitude:g}"
+    save(figure, out, heading, few_colours="dithered")
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
@@ -49,7 +44,9 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
 
     folder: the first 12 images in it are used, again from the first if there are fewer.
     """
-    source, size, count = LooseImages(folder, 12), (224, 224), 6
+    source = LooseImages(folder, 12)
+    count = 6
+    mean, std = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_STD))
     deit = load_recipe(RECIPES / "deit_base.toml")
     figure, axes = pyplot().subplots(2, count, figsize=(1.4 * count, 3.4), layout="constrained")
     kinds = {
@@ -58,30 +55,26 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     }
     for step, (row, (kind, mixing)) in enumerate(zip(axes, kinds.items())):
         keys = [SampleKey(0, (step * count + column) % len(source)) for column in range(count)]
-        augmentation = Augmentation(seed, size, deit.augment, deit.rand_augment, mixing)
-        batch = TrainViews(source, augmentation)[Samples(step, keys, np.zeros(count, np.int64))]
-        images, _ = TrainToDevice(
+        augmentation = Augmentation(seed, (224, 224), deit.augment, deit.rand_augment, mixing)
+        samples = Samples(step, keys, np.zeros(count, np.int64))
+        batch = TrainViews(source, augmentation)[samples]
+        to_device = TrainToDevice(
             batch.images.device,
             augmentation,
             num_classes=1,
             mean=IMAGENET_MEAN,
             std=IMAGENET_STD,
             channels_last=False,
-        )(batch)
+        )
+        images, _ = to_device(batch)
         # Undo the normalisation; noise in erased boxes is clamped to black and white.
-        mixed = images * torch.tensor(IMAGENET_STD).view(3, 1, 1)
-        mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
+        mixed = (images * std + mean).clamp(0, 1)
         share = unpack(batch.draws).mixed[0, 0].item()
         for column, (axis, tile) in enumerate(zip(row, mixed)):
+            title = f"{share:.2f} × {column + 1} + {1 - share:.2f} × {count - column}"
             axis.imshow(pixels(tile))
-            axis.set_title(
-                f"{share:.2f} × {column + 1} + {1 - share:.2f} × {count - column}", fontsize=8
-            )
+            axis.set_title(title, fontsize=8)
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)
-    save(
-        figure,
-        out,
-        "Two augmented batches: each image with its partner, targets in these shares",
-        few_colours="dithered",
-    )
+    heading = "Two augmented batches: each image with its partner, targets in these shares"
+    save(figure, out, heading, few_colours="dithered")

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import numpy as np
+from einops import rearrange
+from torch import Tensor
 
 from ...base.files import require_no_input
 from ...base.messages import one_line
@@ -30,10 +32,9 @@ def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
     except DataError as error:  # training then needs data.held_out_per_class
         print(f"val     {error}")
         val_set = source.part(np.arange(0))
-    require_no_input(
-        out,
-        [path for part in (source, val_set) if isinstance(part, ImageFiles) for path in part.paths],
-    )  # which a list may name
+    for part in (source, val_set):
+        if isinstance(part, ImageFiles):
+            require_no_input(out, part.paths)  # a list may name it
     report = survey(source, val_set, image_size, most=len(source))
     print(report, end="")
     sheet(out, source, report)
@@ -43,63 +44,47 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     """Draw a row per class: its examples, and a bar as long as its number of images."""
     counts = np.bincount(source.labels, minlength=len(source.classes))
     order = np.argsort(-counts, kind="stable")
-    rows = (
-        order
-        if len(order) <= MOST_CLASSES
-        else np.concatenate([order[: MOST_CLASSES // 2], order[-MOST_CLASSES // 2 :]])
-    )
+    rows = order
+    hidden = ""
+    if len(order) > MOST_CLASSES:
+        rows = np.delete(order, range(MOST_CLASSES // 2, len(order) - MOST_CLASSES // 2))
+        hidden = f"; {len(order) - len(rows)} classes in between"
     figure, (images, bars) = pyplot().subplots(
         1, 2, figsize=(9.0, 0.5 * len(rows) + 1.0), width_ratios=(3, 2), layout="constrained"
     )
-    strips = [
-        np.hstack([example(source, index) for index in of_class(source, label)]) for label in rows
-    ]
-    images.imshow(
-        np.vstack(
-            [
-                np.pad(
-                    strip,
-                    ((0, 0), (0, EXAMPLES * SIDE - strip.shape[1]), (0, 0)),
-                    constant_values=255,
-                )
-                for strip in strips
-            ]
-        )
-    )
+    picture = np.full((len(rows), EXAMPLES, SIDE, SIDE, 3), 255, np.uint8)
+    for line, label in zip(picture, rows):
+        for place, index in zip(line, of_class(source, label)):
+            place[:] = example(source, index)
+    images.imshow(rearrange(picture, "class n h w rgb -> (class h) (n w) rgb"))
     middles = SIDE * (np.arange(len(rows)) + 0.5)
-    images.set(
-        xticks=[],
-        yticks=middles,
-        yticklabels=[as_drawn(one_line(source.classes[label], LONGEST)) for label in rows],
-    )
+    names = [as_drawn(one_line(source.classes[label], LONGEST)) for label in rows]
+    images.set(xticks=[], yticks=middles, yticklabels=names)
     bars.barh(middles, counts[rows], height=0.7 * SIDE, color=BLUE)
     bars.set(ylim=images.get_ylim(), yticks=[], xlabel="images to train on")
     for middle, count in zip(middles, counts[rows]):
         bars.text(count, middle, f" {count:,}", va="center", fontsize=8)
     bars.margins(x=0.15)
     bars.spines[["top", "right"]].set_visible(False)
-    hidden = f"; {len(order) - len(rows)} classes in between" if len(rows) < len(order) else ""
     files = "".join(line.partition(":")[2] for line in report.lines[1:])
-    save(
-        figure,
-        out,
-        f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}",
-        few_colours="dithered",
-    )
+    heading = f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}"
+    save(figure, out, heading, few_colours="dithered")
 
 
 def of_class(source: Source, label: int) -> np.ndarray:
     """The numbers of at most EXAMPLES images of a class, spread evenly over it."""
     numbers = np.flatnonzero(source.labels == label)
-    return numbers[np.linspace(0, len(numbers) - 1, min(EXAMPLES, len(numbers))).astype(int)]
+    spread = np.linspace(0, len(numbers) - 1, min(EXAMPLES, len(numbers)))
+    return numbers[spread.astype(int)]
 
 
 def example(source: Source, index: int) -> np.ndarray:
     """The centre of an image, (SIDE, SIDE, 3) uint8; grey if it cannot be decoded."""
+
+    def centre(image: Tensor) -> Tensor:
+        return resize_and_centre_crop(image, (SIDE, SIDE), 1.0, "bicubic")
+
     try:
-        view = source.image(
-            index, lambda image: resize_and_centre_crop(image, (SIDE, SIDE), 1.0, "bicubic")
-        )
+        return pixels(source.image(index, centre))
     except DataError:
         return np.full((SIDE, SIDE, 3), 200, np.uint8)
-    return pixels(view)

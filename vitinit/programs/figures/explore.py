@@ -48,21 +48,27 @@ def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, d
     largest = keys.abs().amax(dim=(1, 2)).clamp(min=1e-12)  # (h,)
     shares = keys / largest[:, None, None]
     roots = shares.abs().sqrt() * shares.sign()
-    levels = ((roots + 1) / 2 if signed else roots) * LEVELS[0]
     patches = among_patches(weights, grid)  # (h, N, N)
-    kernels = by_offset(patches if signed else shares_of_patches(weights, grid), grid, RADIUS)
+    if signed:
+        roots = (roots + 1) / 2
+        kernels = by_offset(patches, grid, RADIUS)
+    else:
+        kernels = by_offset(shares_of_patches(weights, grid), grid, RADIUS)
+    levels = roots * LEVELS[0]
     # How far a head attends, in patches, over all queries and keys: arXiv 2010.11929, figure 7.
     cells = torch.cartesian_prod(*map(torch.arange, grid)).float()  # (N, 2)
     sizes = patches.abs()
     far = (sizes * torch.cdist(cells, cells)).sum((1, 2)) / sizes.sum((1, 2))
     # Sharpness: a query's largest weight minus the 1/N of uniform attention; the mean over queries.
     peaks = sizes.amax(2) / (sizes.sum(2) if signed else 1.0)  # (h, N)
-    return levels.round().to(torch.uint8).numpy(), {
-        "largest": rounded(largest.tolist()),
-        "kernels": rounded(kernels.flatten(1).tolist()),
-        "distance": rounded(far.tolist()),
-        "sharpness": rounded((peaks.mean(1) - 1 / len(cells)).tolist()),
+    numbers = {
+        "largest": largest,
+        "kernels": kernels.flatten(1),
+        "distance": far,
+        "sharpness": peaks.mean(1) - 1 / len(cells),
     }
+    view = {name: rounded(values.tolist()) for name, values in numbers.items()}
+    return levels.round().to(torch.uint8).numpy(), view
 
 
 @torch.no_grad()
@@ -75,28 +81,28 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
             "every patch of every image"
         )
     signed = isinstance(model, MlpMixer)
-    inputs, grids, levels, images = as_input(views, recipe), block_grids(model), [], []
+    inputs = as_input(views, recipe)
+    grids = block_grids(model)
+    levels, images = [], []
     # Over channels: (B, C, N, N) → (B, 1, N, N).
     summarise = partial(torch.mean, dim=1, keepdim=True) if signed else None
     for image in inputs.split(1):
         matrices = mixing_matrices(model, image, summarise=summarise)
         blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
         levels += [part for part, _ in blocks]
-        images.append(
-            {
-                "blocks": [view for _, view in blocks],
-                "probabilities": rounded(model(image).softmax(1)[0].tolist())
-                if model.num_classes
-                else [],
-            }
-        )
-    masses, init = None, recipe.init
+        # A model without classes has no logits, and so no probabilities.
+        probabilities = model(image).softmax(1)[0].tolist() if model.num_classes else []
+        views_of = [view for _, view in blocks]
+        images.append({"blocks": views_of, "probabilities": rounded(probabilities)})
+    masses = None
+    init = recipe.init
     if has_targets(model, init.name, init.options):
         mass = mass_on_images(model, init.name, init.options, inputs)
         masses = [rounded(kinds) for kinds in zip(mass.centre, mass.others, mass.uniform)]
     tokens = {"class": "cls_token", "distillation": "dist_token"}
     prefix = [f"{kind} token" for kind, token in tokens.items() if hasattr(model, token)]
     prefix += [f"register {number}" for number in range(model.num_prefix_tokens - len(prefix))]
+    classes = subject.classes or [f"class {number}" for number in range(model.num_classes)]
     return levels, {
         "name": subject.state,
         "recipe": recipe.name,
@@ -105,7 +111,7 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
         "grids": grids,
         "prefix": prefix,
         "images": images,
-        "classes": list(subject.classes or (f"class {n}" for n in range(model.num_classes))),
+        "classes": list(classes),
     }
 
 
@@ -135,35 +141,29 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
     names = [one_line(path.name) for path in photographs]
     if len({*names}) < len(names):  # then the names of their folders say more
         names = [one_line("/".join(path.absolute().parts[-2:])) for path in photographs]
-    write_page(
-        out,
-        "explore.html",
-        {
-            "levels": steps,
-            "top": TOP,
-            "radius": RADIUS,
-            "colours": colours(OVERLAY),
-            "signed_colours": colours(DIVERGING),
-            "models": models,
-            "height": height,
-            "width": width,
-            "images": [{"name": name, "source": as_png(view)} for name, view in zip(names, views)],
-        },
-        weights,
-    )
+    meta = {
+        "levels": steps,
+        "top": TOP,
+        "radius": RADIUS,
+        "colours": colours(OVERLAY),
+        "signed_colours": colours(DIVERGING),
+        "models": models,
+        "height": height,
+        "width": width,
+        "images": [{"name": name, "source": as_png(view)} for name, view in zip(names, views)],
+    }
+    write_page(out, "explore.html", meta, weights)
 
 
 def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:
     """The highest of LEVELS whose text of all weights has at most MOST letters, and that text."""
     count = sum(part.size for part in levels)
-    for steps in LEVELS if count <= LARGEST else ():
-        text = packed(
-            b"".join(
-                np.rint(part * (steps / LEVELS[0])).astype(np.uint8).tobytes() for part in levels
-            )
-        )
-        if len(text) <= MOST:
-            return steps, text
+    if count <= LARGEST:
+        joined = np.concatenate([part.ravel() for part in levels])
+        for steps in LEVELS:
+            text = packed(np.rint(joined * (steps / LEVELS[0])).astype(np.uint8).tobytes())
+            if len(text) <= MOST:
+                return steps, text
     raise FigureError(
         f"{count:,} weights do not fit into a page of 5 MB; show fewer images, fewer "
         "models, or a smaller one"

@@ -3,7 +3,7 @@
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,6 +31,12 @@ from .page import write_page
 
 MISTAKES = 24  # shown
 SIDE = 96  # pixels of a mistake's longer side, at most
+STATED = ("time", "device", "processes", "torch", "python", "git_commit")  # of each start
+MEASURES = (
+    ("images_per_second", "images/s, median", "{:,.0f}", statistics.median),
+    ("waiting", "waiting for data", "{:.0%}", statistics.median),
+    ("peak_memory_gib", "peak memory", "{:.2f} GiB", max),
+)  # key of a row, and how it is shown
 DASHES = {"-": "", "--": "6 4", "-.": "8 3 2 3", ":": "2 3"}  # matplotlib's lines in SVG
 
 
@@ -54,35 +60,41 @@ def write_report(
     comparison = None
     if len(records) > max(1, len(unfinished)):
         compared, text = compare_runs(records)
-        intervals = [
-            {
-                "label": group.in_words(),
-                "weights": name,
-                "by_seed": rounded([*by_seed.values()]),
-                "interval": rounded(t_interval([*by_seed.values()])) if len(by_seed) > 1 else None,
-            }
-            for group, name, by_seed in paired(compared)
-            if by_seed
-        ]
-        comparison = {"text": text, "base": compared[0].in_words(), "intervals": intervals}
-    write_page(
-        out,
-        "report.html",
-        {
-            "recipes": list(dict.fromkeys(run.recipe for run in records)),
-            "notes": unfinished + notes,
-            "curves": curves,
-            "comparison": comparison,
-            "origin": origin(groups),
-            "runs": [
-                run_view(
-                    run, group, data_dir=data_dir, images=images, weights=weights, folder=out.parent
-                )
-                for group in groups
-                for run in group.runs.values()
-            ],
-        },
-    )
+        comparison = {
+            "text": text,
+            "base": compared[0].in_words(),
+            "intervals": [interval_view(*pair) for pair in paired(compared) if pair[2]],
+        }
+    views = []
+    for group in groups:
+        for run in group.runs.values():
+            view = run_view(run, group)
+            try:
+                if not images:
+                    raise CheckpointError("left out, as --images 0 asks")
+                view["judged"] = judge(run.path, data_dir, images, weights, out.parent)
+            except OneLineError as error:
+                view["note"] = str(error)
+            views.append(view)
+    meta = {
+        "recipes": list(dict.fromkeys(run.recipe for run in records)),
+        "notes": unfinished + notes,
+        "curves": curves,
+        "comparison": comparison,
+        "origin": origin(groups),
+        "runs": views,
+    }
+    write_page(out, "report.html", meta)
+
+
+def interval_view(group: Group, weights: str, by_seed: Mapping[int, float]) -> dict[str, Any]:
+    values = list(by_seed.values())
+    return {
+        "label": group.in_words(),
+        "weights": weights,
+        "by_seed": rounded(values),
+        "interval": rounded(t_interval(values)) if len(values) > 1 else None,
+    }
 
 
 def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -94,68 +106,45 @@ def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
         if merged > 1:
             notes.append(f"A point of the curves by step is the mean of {merged} recorded steps.")
     except FigureError as error:
-        bands, titles["lr"] = {}, QUANTITIES["lr"]
+        bands = {}
+        titles["lr"] = QUANTITIES["lr"]
         notes.append(f"{error}; loss and learning rate are drawn by epoch")
     drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in titles.items()]
-    drawn += [
-        panel(QUANTITIES[key], "step", lines) | {"log": key == "grad_norm"}
-        for key, lines in bands.items()
-    ]
+    for key, lines in bands.items():
+        drawn.append(panel(QUANTITIES[key], "step", lines) | {"log": key == "grad_norm"})
     return [curves for curves in drawn if curves["lines"]], notes
 
 
-def panel(title: str, across: str, bands: Sequence[Band]) -> dict[str, Any]:
+def panel(title: str, across: str, bands: Iterable[Band]) -> dict[str, Any]:
     """A panel of `meta`: for each group the mean over seeds, and the range of two or more."""
     lines = []
     for label, colour, line, places, values in bands:
-        dash = DASHES[line] if isinstance(line, str) else " ".join(map(str, line[1]))
-        several = len(values) > 1
-        lines.append(
-            {
-                "label": label,
-                "colour": colour,
-                "dash": dash,
-                "x": places.tolist(),
-                "mean": rounded(values.mean(0).tolist()),
-                "low": rounded(values.amin(0).tolist()) if several else None,
-                "high": rounded(values.amax(0).tolist()) if several else None,
-            }
-        )
+        view: dict[str, Any] = {
+            "label": label,
+            "colour": colour,
+            "dash": DASHES[line] if isinstance(line, str) else " ".join(map(str, line[1])),
+            "x": places.tolist(),
+            "mean": rounded(values.mean(0).tolist()),
+        }
+        if len(values) > 1:
+            view["low"] = rounded(values.amin(0).tolist())
+            view["high"] = rounded(values.amax(0).tolist())
+        lines.append({"low": None, "high": None} | view)
     return {"title": title, "across": across, "lines": lines, "log": False}
 
 
-def run_view(
-    run: RunRecord, group: Group, *, data_dir: str | None, images: int, weights: str, folder: Path
-) -> dict[str, Any]:
-    judged, note = None, "" if images else "left out, as --images 0 asks"
-    try:
-        judged = judge(run.path, data_dir, images, weights, folder) if images else None
-    except OneLineError as error:
-        note = str(error)
+def run_view(run: RunRecord, group: Group) -> dict[str, Any]:
+    """A run of `meta`, except for how its model is judged."""
     changes: list[list[str]] | str
     try:
-        source, used = load_recipe(run.source).keys, MEANT | run.keys
-        changes = [
-            [key, *(to_toml(keys[key]) if key in keys else "–" for keys in (source, used))]
-            for key in source | run.keys
-            if source.get(key) != used.get(key)
-        ]
+        changes = changes_of(run)
     except OneLineError as error:
         changes = str(error)
-    starts = [
-        {
-            key: str(start.get(key, "unknown"))
-            for key in ("time", "device", "processes", "torch", "python", "git_commit")
-        }
-        | {
-            "command": " ".join(
-                map(
-                    str, start.get("command") or ["in Python:", to_toml(start.get("arguments", {}))]
-                )
-            )
-        }
-        for start in run.starts
-    ]
+    starts = []
+    for start in run.starts:
+        words = start.get("command") or ["in Python:", to_toml(start.get("arguments", {}))]
+        stated = {key: str(start.get(key, "unknown")) for key in STATED}
+        starts.append(stated | {"command": " ".join(map(str, words))})
     return {
         "name": run.path.name,
         "group": group.label,
@@ -166,39 +155,41 @@ def run_view(
         "changes": changes,
         "finished": run.finished,
         "starts": starts,
-        "judged": judged,
-        "note": note,
+        "judged": None,
+        "note": "",
     }
+
+
+def changes_of(run: RunRecord) -> list[list[str]]:
+    """Each key in which a run differs from the recipe of that name, with the values of both."""
+    tables = load_recipe(run.source).keys, MEANT | run.keys
+    changes = []
+    for key in dict.fromkeys([*tables[0], *run.keys]):
+        values = [table.get(key) for table in tables]
+        if values[0] != values[1]:
+            changes.append([key, *("–" if value is None else to_toml(value) for value in values)])
+    return changes
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
     """The numbers of a run that stand above all others, in words."""
-    last = "last" if run.finished else "so far"
-    numbers = [
-        ("epochs" if run.finished else "epochs, not finished", f"{len(run.rows)} of {run.epochs}")
-    ]
+    if run.finished:
+        title, last = "epochs", "last"
+    else:
+        title, last = "epochs, not finished", "so far"
+    numbers = [(title, f"{len(run.rows)} of {run.epochs}")]
     for metric, words in (("val_top1", "top-1"), ("ema_top1", "EMA top-1")):
         if values := run.measured(metric):
-            numbers += [
-                (f"{words}, {last}", f"{values[-1]:.2f} %"),
-                (f"{words}, best epoch", f"{max(values):.2f} %"),
-            ]
+            numbers.append((f"{words}, {last}", f"{values[-1]:.2f} %"))
+            numbers.append((f"{words}, best epoch", f"{max(values):.2f} %"))
     if run.rows:
         spent = sum(filter(math.isfinite, run.measured("seconds")))
         minutes, seconds = divmod(round(spent), 60)
-        numbers.append(
-            (
-                "training",
-                f"{minutes // 60} h {minutes % 60:02} min"
-                if minutes >= 60
-                else f"{minutes} min {seconds:02} s",
-            )
-        )
-    for key, words, form, summarise in (
-        ("images_per_second", "images/s, median", "{:,.0f}", statistics.median),
-        ("waiting", "waiting for data", "{:.0%}", statistics.median),
-        ("peak_memory_gib", "peak memory", "{:.2f} GiB", max),
-    ):
+        time = f"{minutes} min {seconds:02} s"
+        if minutes >= 60:
+            time = f"{minutes // 60} h {minutes % 60:02} min"
+        numbers.append(("training", time))
+    for key, words, form, summarise in MEASURES:
         if values := run.measured(key):
             numbers.append((words, form.format(summarise(values)).replace("%", " %")))
     return numbers
@@ -221,32 +212,48 @@ def judge(
         raise CheckpointError(f"{path}: learned no classes")
     recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
     data_set = own_set(recipe.data)
-    require_same_images(data_set, source := data_set.open(), path)
-    classes, number = list(source.classes), len(source.classes)
+    source = data_set.open()
+    require_same_images(data_set, source, path)
+    classes = list(source.classes)
+    number = len(classes)
     if list(saved.classes or classes) != classes or number != recipe.data.num_classes:
         raise DataError(f"{data_set}: its classes are not those of {saved.name}")
     device = this_device()
-    model, judged = saved.model(weights).eval().to(device), []
-    batches = evaluation_batches(
-        recipe, source, saved.size, device, world_size=math.ceil(len(source) / images)
-    )  # every n-th image
-    with ProgressBar(
+    model = saved.model(weights).eval().to(device)
+    every = math.ceil(len(source) / images)  # so many-th image is judged
+    batches = evaluation_batches(recipe, source, saved.size, device, world_size=every)
+    bar = ProgressBar(
         f"validate {saved.name}", len(batches), items=batches, scale=batches.batch_size
-    ) as bar:
+    )
+    judged = []
+    with bar:
         for inputs, of_images in bar:
             with autocast(device, recipe.engine.amp):
                 logits = model(inputs)  # (B, K)
-            judged.append([part.cpu() for part in (*logits.float().softmax(1).max(1), of_images)])
+            likeliest = logits.float().softmax(1).max(1)
+            judged.append([part.cpu() for part in (*likeliest, of_images)])
     shares, guesses, labels = map(torch.cat, zip(*judged))  # (n,) each
     pairs, counts = (labels * number + guesses).unique(return_counts=True)
+    right = labels[guesses == labels]
+    hits, totals, taken = (
+        part.bincount(minlength=number).tolist() for part in (right, labels, guesses)
+    )
     wrong = (guesses != labels).nonzero()[:, 0]
     surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
-    hits, totals, taken = (
-        part.bincount(minlength=number).tolist()
-        for part in (labels[guesses == labels], labels, guesses)
-    )
-    numbers = batches.views.indices  # of the judged images in the source
-    paths = source.paths if isinstance(source, ImageFiles) else None
+    mistakes = []
+    for index in surest.tolist():
+        place = batches.views.indices[index]  # in the source
+        file = source.paths[place] if isinstance(source, ImageFiles) else None
+        mistakes.append(
+            {
+                "source": as_png(batches.views[index][0], SIDE),
+                "truth": int(labels[index]),
+                "guess": int(guesses[index]),
+                "share": rounded(shares[index].item()),
+                "file": file or f"image {place}",
+                "link": file and address(file, folder),
+            }
+        )
     return {
         "classes": classes,
         "images": len(labels),
@@ -254,22 +261,12 @@ def judge(
         "weights": weights,
         "set": data_set.name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "scores": [rounded([*score]) for score in class_scores(hits, totals, taken)],
+        "scores": rounded(class_scores(hits, totals, taken)),
         "balanced_accuracy": rounded(balanced_accuracy(hits, totals)),
         "pairs": [
             [*divmod(pair, number), count] for pair, count in zip(pairs.tolist(), counts.tolist())
         ],
-        "mistakes": [
-            {
-                "source": as_png(batches.views[index][0], SIDE),
-                "truth": int(labels[index]),
-                "guess": int(guesses[index]),
-                "share": rounded(shares[index].item()),
-                "file": paths[numbers[index]] if paths else f"image {numbers[index]}",
-                "link": paths and address(paths[numbers[index]], folder),
-            }
-            for index in surest.tolist()
-        ],
+        "mistakes": mistakes,
     }
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...base.messages import counted
 from ...runs.folder import RunFolder
 from .groups import Group, experiment
 from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save
+from .records import RunRecord
 
 if TYPE_CHECKING:
     import matplotlib
@@ -40,10 +44,10 @@ class Band(NamedTuple):
     values: Tensor  # (seeds, points) float64; NaN where one was not measured
 
 
-def by_epoch(groups: Sequence[Group], metric: str) -> list[Band]:
+def by_epoch(groups: Sequence[Group], metric: str) -> Iterator[Band]:
     """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
-    bands = [
-        band(
+    for group, look in zip(groups, looks(groups)):
+        curve = band(
             group,
             look,
             [
@@ -51,9 +55,8 @@ def by_epoch(groups: Sequence[Group], metric: str) -> list[Band]:
                 for run in group.runs.values()
             ],
         )
-        for group, look in zip(groups, looks(groups))
-    ]
-    return [curve for curve in bands if len(curve.across)]
+        if len(curve.across):
+            yield curve
 
 
 def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
@@ -68,42 +71,35 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
     for group, look in zip(groups, looks(groups)):
         recorded = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
         for key in QUANTITIES:
-            curve = band(
-                group,
-                look,
-                [
-                    {row["step"]: math.nan if row.get(key) is None else row[key] for row in rows}
-                    for rows in recorded
-                ],
-            )
+            by_seed = [{row["step"]: row.get(key) for row in rows} for rows in recorded]
+            curve = band(group, look, by_seed)
             if not len(curve.across):
-                run, *_ = group.runs.values()
                 raise FigureError(
-                    f"{run.path.name}: no steps on record to draw; steps.jsonl has a "
+                    f"{group.first.path.name}: no steps on record to draw; steps.jsonl has a "
                     "line from the tenth on, and is in no archive"
                 )
-            merged = -(-len(curve.across) // POINTS)
+            merged = math.ceil(len(curve.across) / POINTS)
             most = max(most, merged)
-            steps, values = (
-                torch.stack([part.double().nanmean(1) for part in rows.split(merged, 1)], 1)
-                for rows in (curve.across[None], curve.values)
-            )
-            bands[key].append(curve._replace(across=steps[0], values=values))
+            steps = joined(curve.across, merged)
+            bands[key].append(curve._replace(across=steps, values=joined(curve.values, merged)))
     return bands, most
 
 
-def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float]]) -> Band:
-    """The band of a group, whose seeds have these values by epoch or step."""
+def joined(values: Tensor, count: int) -> Tensor:
+    """The means of `count` neighbours each in the last dimension, without NaN."""
+    return torch.stack([part.double().nanmean(-1) for part in values.split(count, -1)], -1)
+
+
+def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float | None]]) -> Band:
+    """The band of a group, whose seeds have these values by epoch or step; None becomes NaN."""
     shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
-    values = torch.tensor(
-        [[values[place] for place in shared] for values in by_seed], dtype=torch.float64
-    )
-    label = f"{group.in_words()} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
-    return Band(label, *look, torch.tensor(shared), values)
+    rows = [[values[place] for place in shared] for values in by_seed]
+    label = f"{group.in_words()} ({counted(len(rows), 'seed')})"
+    return Band(label, *look, torch.tensor(shared), torch.from_numpy(np.array(rows, np.float64)))
 
 
 def looks(groups: Sequence[Group]) -> list[Look]:
-    return looks_of([next(iter(group.runs.values())).keys["init.name"] for group in groups])
+    return looks_of([group.first.keys["init.name"] for group in groups])
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
@@ -133,15 +129,13 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     axis.set_yscale("log")  # of the last: gradient norms are far higher at the start
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(pyplot().matplotlib.ticker.LogFormatter())
-    finish(
-        figure,
-        out,
-        groups,
-        f"Every tenth step, {merged} of them to a point" if merged > 1 else "Every tenth step",
-    )
+    heading = "Every tenth step"
+    if merged > 1:
+        heading += f", {merged} of them to a point"
+    finish(figure, out, groups, heading)
 
 
-def draw_bands(axis: matplotlib.axes.Axes, bands: Sequence[Band]) -> None:
+def draw_bands(axis: matplotlib.axes.Axes, bands: Iterable[Band]) -> None:
     """Draw each mean over seeds as a line and, of two or more, the range as an area."""
     for label, colour, line, across, values in bands:
         axis.plot(
@@ -162,27 +156,57 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     """Draw the last top-1 by the value of a numerical key of the recipe, on a logarithmic axis.
 
     key: or IMAGES, the number of training images on record, which SUBSET's keys and the set decide.
-    Groups that differ in this key alone are points of one line: mean over seeds, and where there
-    are several a bar from the lowest to the highest.
+    A line of `lines_across`, which may raise FigureError, goes through the means over seeds; where
+    there are several, a bar reaches from the lowest to the highest.
+    """
+    lines = lines_across(groups, key)
+    figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
+    firsts = [next(iter(line.values())) for line in lines]
+    hidden = (key, *SUBSET) if key == IMAGES else (key,)
+    for line, first, (colour, dashes) in zip(lines, firsts, looks(firsts)):
+        tops = [group.last("val_top1").values() for group in line.values()]
+        means = [sum(values) / len(values) for values in tops]
+        below = [mean - min(values) for mean, values in zip(means, tops)]
+        above = [max(values) - mean for mean, values in zip(means, tops)]
+        axis.errorbar(
+            list(line),
+            means,
+            yerr=[below, above],
+            color=colour,
+            linestyle=dashes,
+            marker="o",
+            markersize=5,
+            capsize=4,
+            label=first.in_words(hidden),
+        )
+    values = sorted({value for line in lines for value in line})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(values, [f"{value:,}" for value in values], minor=False)
+    words = key.rpartition(".")[2].replace("_", " ")
+    axis.set(xlabel=words, ylabel="last validation top-1 (%)")
+    drawn = [group for line in lines for group in line.values()]
+    finish(figure, out, drawn, f"Top-1 by {words}", spread="bar")
+
+
+def lines_across(groups: Sequence[Group], key: str) -> list[dict[float, Group]]:
+    """The lines of `draw_across`: groups that differ in the key alone, by its value, ascending.
+
     Raises FigureError if no line has two points, or if a point has two groups.
     """
-    lines: dict[str, dict[float, Group]] = {}
+    lines: dict[str, dict[float, Group]] = defaultdict(dict)
     for group in groups:
-        run, *_ = group.runs.values()
-        settings = experiment(run)
+        settings = experiment(group.first)
         if key == IMAGES:
-            settings = {name: value for name, value in settings.items() if name not in SUBSET}
-            # Older records do not state the number, but recipes for a part of the images do.
-            recorded = run.starts[-1].get("data", {}).get(IMAGES) if run.starts else None
-            settings[key] = recorded or (
-                run.keys["data.images_per_class"] * run.keys["data.num_classes"]
-            )
-        if type(value := settings.pop(key, None)) not in (int, float) or value <= 0:
+            for name in SUBSET:
+                settings.pop(name, None)
+            settings[key] = training_images(group.first)
+        value = settings.pop(key, None)
+        if type(value) not in (int, float) or value <= 0:
             raise FigureError(
                 f"{key} is {value!r} in {group.label}; expected a key of the recipe "
                 "with a number above 0"
             )
-        line = lines.setdefault(repr(sorted(settings.items())), {})
+        line = lines[repr(sorted(settings.items()))]
         if line.setdefault(value, group) is not group:
             raise FigureError(
                 f"{line[value].label} and {group.label} are alike but for the code; "
@@ -190,41 +214,18 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
             )
         if not group.last("val_top1"):
             raise FigureError(f"{group.label}: has no top-1 on record")
-    drawn = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
-    if not drawn:
+    several = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
+    if not several:
         raise FigureError(f"no two of these groups differ in {key} alone")
-    figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
-    firsts = [next(iter(line.values())) for line in drawn]
-    for line, first, (colour, dashes) in zip(drawn, firsts, looks(firsts)):
-        tops = [list(group.last("val_top1").values()) for group in line.values()]
-        means = [sum(values) / len(values) for values in tops]
-        ranges = [
-            [mean - min(values) for mean, values in zip(means, tops)],
-            [max(values) - mean for mean, values in zip(means, tops)],
-        ]
-        axis.errorbar(
-            list(line),
-            means,
-            yerr=ranges,
-            color=colour,
-            linestyle=dashes,
-            marker="o",
-            markersize=5,
-            capsize=4,
-            label=first.in_words((key, *(SUBSET if key == IMAGES else ()))),
-        )
-    values = sorted({value for line in drawn for value in line})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(values, [f"{value:,}" for value in values], minor=False)
-    words = key.rpartition(".")[2].replace("_", " ")
-    axis.set(xlabel=words, ylabel="last validation top-1 (%)")
-    finish(
-        figure,
-        out,
-        [group for line in drawn for group in line.values()],
-        f"Top-1 by {words}",
-        spread="bar",
-    )
+    return several
+
+
+def training_images(run: RunRecord) -> int:
+    """How many images a run was trained on. Older records do not state it, but their recipes do if
+    they ask for a part of the images.
+    """
+    recorded = run.starts[-1].get("data", {}).get(IMAGES) if run.starts else None
+    return recorded or run.keys["data.images_per_class"] * run.keys["data.num_classes"]
 
 
 def finish(

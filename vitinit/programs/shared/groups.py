@@ -27,16 +27,15 @@ class Group:
     @property
     def label(self) -> str:
         """What distinguishes it, by keys: "impulse, optim.name = "muon", schedule.epochs = 30"."""
-        return ", ".join(
-            [
-                *self.names,
-                *(
-                    f"without {key}" if value is None else f"{key} = {to_toml(value)}"
-                    for key, value in self.keys.items()
-                ),
-                *filter(None, [self.commit]),
-            ]
-        )
+        parts = [*self.names]
+        for key, value in self.keys.items():
+            parts.append(f"without {key}" if value is None else f"{key} = {to_toml(value)}")
+        return ", ".join(filter(None, [*parts, self.commit]))
+
+    @property
+    def first(self) -> RunRecord:
+        """The run with the lowest seed."""
+        return next(iter(self.runs.values()))
 
     def in_words(self, hidden: Sequence[str] = ()) -> str:
         """The same without keys, and without those that are hidden: "impulse, muon, 30 epochs"."""
@@ -48,32 +47,29 @@ class Group:
             if value is None:
                 parts.append(f"without {name}")
             elif type(value) is int and name.endswith("s"):
-                one = value == 1 and not name.endswith("ss")
-                parts.append(f"{value} {name.removeprefix('num ').removesuffix('s' * one)}")
+                many = name.removeprefix("num ")
+                if value == 1 and not name.endswith("ss"):
+                    many = many.removesuffix("s")
+                parts.append(f"{value} {many}")
             else:
                 text = value if isinstance(value, str) else to_toml(value)
                 parts.append(text if name == "name" else f"{name} {text}")
-        return ", ".join([*parts, *filter(None, [self.commit])])
+        return ", ".join(filter(None, [*parts, self.commit]))
 
     def last(self, metric: str) -> dict[int, float]:
         """Seed → the metric's last value, for the runs that have any."""
-        return {
-            seed: by_epoch[-1]
-            for seed, run in self.runs.items()
-            if (by_epoch := run.measured(metric))
-        }
+        measured = {seed: run.measured(metric) for seed, run in self.runs.items()}
+        return {seed: by_epoch[-1] for seed, by_epoch in measured.items() if by_epoch}
 
 
 def experiment(run: RunRecord) -> dict[str, Any]:
     """The keys, with their values, that distinguish one experiment from another."""
-    # The BatchNorm of a ConvMixer sees the images of a micro-batch.
-    matter = ("optim.max_batch_per_process",) * run.keys["model.name"].startswith("convmixer_")
-    mute = ("init.checkpoint_head",) * (not run.keys["init.checkpoint"])  # nothing to fit
-    return {
-        key: value
-        for key, value in (MEANT | run.keys).items()
-        if (key not in FREE_KEYS or key in matter) and key not in mute
-    }
+    free = {*FREE_KEYS}
+    if run.keys["model.name"].startswith("convmixer_"):
+        free.remove("optim.max_batch_per_process")  # BatchNorm sees the images of a micro-batch
+    if not run.keys["init.checkpoint"]:
+        free.add("init.checkpoint_head")  # nothing to fit
+    return {key: value for key, value in (MEANT | run.keys).items() if key not in free}
 
 
 def commit(run: RunRecord) -> str:
@@ -100,15 +96,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     with, too, since other code may do something else by the same recipe. Raises CheckpointError if
     two runs have all of these in common.
     """
-    keys = [
-        repr(
-            sorted(
-                (key, float(value) if type(value) is int else value)  # 1 is 1.0
-                for key, value in experiment(run).items()
-            )
-        )
-        for run in runs
-    ]
+    keys = [text_of(experiment(run)) for run in runs]
     seeds = Counter((key, run.seed) for key, run in zip(keys, runs))
     repeated = {key for (key, _), count in seeds.items() if count > 1}
     groups: dict[tuple[str, str], dict[int, RunRecord]] = {}
@@ -122,37 +110,48 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
         members[run.seed] = run
     firsts = [next(iter(members.values())) for members in groups.values()]
     return [
-        _group(first, firsts, dict(sorted(members.items())))
+        group_of(first, firsts, dict(sorted(members.items())))
         for first, members in zip(firsts, groups.values())
     ]
 
 
-def _group(run: RunRecord, firsts: Sequence[RunRecord], runs: Mapping[int, RunRecord]) -> Group:
+def text_of(settings: dict[str, Any]) -> str:
+    """An experiment as a text, which equal ones share."""
+    for key, value in settings.items():
+        if type(value) is int:
+            settings[key] = float(value)  # 1 is 1.0
+    return repr(sorted(settings.items()))
+
+
+def group_of(run: RunRecord, firsts: Sequence[RunRecord], runs: Mapping[int, RunRecord]) -> Group:
     """The group of these runs, of which `run` is the first, with the keys in which it differs from
-    others of the recipe. Options are compared among models, or inits, of the same name; an init has
-    other ones for rotary attention. firsts: a run of each group.
+    others of the recipe. firsts: a run of each group.
     """
     rivals = [experiment(other) for other in firsts if other.recipe == run.recipe]
-    keys, distinct = experiment(run), dict[str, Any]()
+    settings, distinct = experiment(run), dict[str, Any]()
     for key in dict.fromkeys(key for rival in rivals for key in rival):
-        section, _, option = key.partition(".options.")
-        compared = [
-            rival
-            for rival in rivals
-            if not option or rival[f"{section}.name"] == keys[f"{section}.name"]
-        ]
-        if section == "init":
-            compared = [
-                rival
-                for rival in compared
-                if key in rival.keys() & keys.keys() or _rotary(rival) == _rotary(keys)
-            ]
-        if key != "init.name" and any(rival.get(key) != keys.get(key) for rival in compared):
-            distinct[key] = keys.get(key)
-    recipes = [run.recipe] if len(rivals) < len(firsts) else []  # named if there are several
-    began = f"commit {commit(run)}" if rivals.count(keys) > 1 else ""
-    return Group([*recipes, keys["init.name"]], distinct, began, runs)
+        value = settings.get(key)
+        values = [rival.get(key) for rival in rivals if comparable(key, rival, settings)]
+        if key != "init.name" and any(other != value for other in values):
+            distinct[key] = value
+    names = [settings["init.name"]]
+    if len(rivals) < len(firsts):  # there are several recipes
+        names.insert(0, run.recipe)
+    began = f"commit {commit(run)}" if rivals.count(settings) > 1 else ""
+    return Group(names, distinct, began, runs)
 
 
-def _rotary(keys: Mapping[str, Any]) -> bool:
-    return "rope" in keys.get("model.options.pos_embed", "")
+def comparable(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two experiments could have the same value of a key: options belong to a model, or an
+    init, of one name, and an init has other ones for rotary attention.
+    """
+    section, _, option = key.partition(".options.")
+    if option and one[f"{section}.name"] != other[f"{section}.name"]:
+        return False
+    if section != "init" or (key in one and key in other):
+        return True
+    return _rotary(one) == _rotary(other)
+
+
+def _rotary(settings: Mapping[str, Any]) -> bool:
+    return "rope" in settings.get("model.options.pos_embed", "")

@@ -8,7 +8,7 @@ import math
 import textwrap
 import zlib
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -121,23 +121,22 @@ def looks_of(inits: Sequence[str]) -> list[Look]:
     firsts = [LOOKS.get(init, OTHER) for init in inits]
     looks: list[Look] = []
     for look in firsts:
-        free = [
-            (colour, line)
-            for colour in (look[0], *PALETTE)
-            for line in LINES
-            if (colour, line) not in {*firsts, *looks}
-        ]
-        looks.append(look if look not in looks or not free else free[0])
+        if look in looks:
+            others = product((look[0], *PALETTE), LINES)
+            look = next((other for other in others if other not in firsts + looks), look)
+        looks.append(look)
     return looks
 
 
 def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
-    letters = int(figure.get_figwidth() / LETTER)  # in one row; a line before a label takes 9
+    letters = int(figure.get_figwidth() / LETTER)  # in one row
     labels = [textwrap.fill(label, letters - 12) for label in handles]
-    abreast = min(max(letters // (max(map(len, handles)) + 9), 1), 4)
-    rows = -(-len(labels) // abreast)
-    lines = sum(1 + max(label.count("\n") for label in labels[row::rows]) for row in range(rows))
+    longest = max(map(len, handles)) + 9  # a line before a label takes 9
+    abreast = min(max(letters // longest, 1), 4)
+    rows = math.ceil(len(labels) / abreast)
+    breaks = [label.count("\n") for label in labels]
+    lines = sum(1 + max(breaks[row::rows]) for row in range(rows))
     figure.set_figheight(figure.get_figheight() + max(lines - 4, 0) * LINE)
     figure.legend(
         handles.values(),
@@ -145,8 +144,8 @@ def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
         loc="outside lower center",
         fontsize=8,
         handlelength=3,
-        ncols=-(-len(labels) // rows),
-    )  # rows of equal length
+        ncols=math.ceil(len(labels) / rows),  # rows of equal length
+    )
 
 
 def pixels(image: Tensor) -> np.ndarray:
@@ -182,59 +181,62 @@ class Row(NamedTuple):
 def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: str) -> None:
     """Draw maps by head (None: all); neighbouring rows of one unit share a scale and colour bar."""
     titles = [f"head {head}" for head in heads or range(max(len(row.maps) for row in rows))]
-    plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))  # inches of a map
-    figure, axes = plt.subplots(
+    side = min(1.3, max(0.72, 6.5 / len(titles)))  # inches of a map
+    figure, axes = pyplot().subplots(
         len(rows),
         len(titles),
         squeeze=False,
         layout="constrained",
         figsize=(side * len(titles) + 1.7, (side + 0.1) * len(rows) + 0.9),
     )
-    for (unit, diverging), lines in groupby(
-        zip(axes, rows), key=lambda line: (line[1].unit, line[1].diverging)
-    ):
-        shown = list(lines)
-        largest = max(row.maps.abs().max().item() for _, row in shown) or 1.0  # no empty scale
-        peak = max(row.peak or row.maps.abs().max().item() for _, row in shown) or 1.0
-        cut = "neither" if peak >= largest else "both" if diverging else "max"
-        look = dict(
-            cmap=plt.get_cmap(DIVERGING if diverging else SEQUENTIAL, LEVELS),
-            vmin=-peak if diverging else 0.0,
-            vmax=peak,
-        )
-        for line, row in shown:
-            for axis in line[len(row.maps) :]:  # this row has fewer maps than another
-                axis.set_axis_off()
-            for column, (axis, values) in enumerate(zip(line, row.maps)):
-                height, width = values.shape
-                up, left = ((height - 1) // 2, (width - 1) // 2) if row.centred else (0, 0)
-                # A map with more entries than pixels is averaged; "nearest" would skip entries.
-                fine = height > side * DPI
-                image = axis.imshow(
-                    values.numpy(),
-                    **look,
-                    interpolation_stage="data",
-                    interpolation="antialiased" if fine else "nearest",
-                    extent=(-left - 0.5, width - left - 0.5, height - up - 0.5, -up - 0.5),
-                )
-                axis.locator_params(nbins=4, integer=True)
-                axis.tick_params(labelsize=7, labelleft=not column, labelbottom=row is shown[-1][1])
-            line[0].set_ylabel(f"{row.label}\n{row.down}", fontsize=8)
-        columns = len(row.maps)  # of the last row, in whose middle it stands
-        shown[-1][0][columns // 2].set_xlabel(row.across, x=columns % 2 / 2, fontsize=8)
-        bar = figure.colorbar(
-            image,
-            ax=[axis for line, _ in shown for axis in line],
-            label=unit,
-            shrink=0.9,
-            pad=0.01,
-            aspect=20 * len(shown),
-            extend=cut,
-        )
-        bar.ax.tick_params(labelsize=7)
+    for _, lines in groupby(zip(axes, rows), key=lambda line: line[1].unit):
+        draw_rows(figure, list(lines), side)
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=9)
     save(figure, out, heading)
+
+
+def draw_rows(
+    figure: matplotlib.figure.Figure, lines: Sequence[tuple[np.ndarray, Row]], side: float
+) -> None:
+    """Draw rows of one unit, each on a line of axes, whose maps are `side` inches large."""
+    low_axes, last = lines[-1]
+    largest = max(row.maps.abs().max().item() for _, row in lines)
+    peak = max(row.peak or row.maps.abs().max().item() for _, row in lines) or 1.0
+    extend = "both" if last.diverging else "max"  # the bar, where entries are beyond the peak
+    colour_map = pyplot().get_cmap(DIVERGING if last.diverging else SEQUENTIAL, LEVELS)
+    for line, row in lines:
+        for axis in line[len(row.maps) :]:  # this row has fewer maps than another
+            axis.set_axis_off()
+        height, width = row.maps.shape[1:]
+        up, left = ((height - 1) // 2, (width - 1) // 2) if row.centred else (0, 0)
+        # A map with more entries than pixels is averaged; "nearest" would skip entries.
+        interpolation = "antialiased" if height > side * DPI else "nearest"
+        for axis, values in zip(line, row.maps):
+            image = axis.imshow(
+                values.numpy(),
+                cmap=colour_map,
+                vmin=-peak if row.diverging else 0.0,
+                vmax=peak,
+                interpolation_stage="data",
+                interpolation=interpolation,
+                extent=(-left - 0.5, width - left - 0.5, height - up - 0.5, -up - 0.5),
+            )
+            axis.locator_params(nbins=4, integer=True)
+            axis.tick_params(labelsize=7, labelleft=axis is line[0], labelbottom=row is last)
+        line[0].set_ylabel(f"{row.label}\n{row.down}", fontsize=8)
+    columns = len(last.maps)
+    low_axes[columns // 2].set_xlabel(last.across, x=columns % 2 / 2, fontsize=8)  # in the middle
+    bar = figure.colorbar(
+        image,
+        ax=[axis for line, _ in lines for axis in line],
+        label=last.unit,
+        shrink=0.9,
+        pad=0.01,
+        aspect=20 * len(lines),
+        extend="neither" if peak >= largest else extend,
+    )
+    bar.ax.tick_params(labelsize=7)
 
 
 def packed(levels: bytes) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +33,12 @@ RECORDED = {
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table of cells; every column but the first is aligned to the right."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    lines = []
+    for row in (head, rule, *rows):
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 class ClassScores(NamedTuple):
@@ -57,10 +59,11 @@ def class_scores(
     def percent(part: int, whole: int) -> float | None:
         return 100.0 * part / whole if whole else None
 
-    return [
-        ClassScores(percent(right, taken), percent(right, total), percent(2 * right, total + taken))
-        for right, total, taken in zip(hits, images, guesses)
-    ]
+    scores = []
+    for right, total, taken in zip(hits, images, guesses):
+        f1 = percent(2 * right, total + taken)
+        scores.append(ClassScores(percent(right, taken), percent(right, total), f1))
+    return scores
 
 
 class Finding(NamedTuple):
@@ -85,45 +88,38 @@ class Finding(NamedTuple):
             "classes": len(self.classes),
             "model_classes": self.model_classes,
         }
-        for name, result in self.results.items():
-            counts = result.class_hits, result.class_images, result.class_guesses
-            scores = class_scores(*counts)
-            findings[name] = {
-                "loss": result.loss,
-                "top1": result.top1,
-                "top5": result.top5,
-                "balanced_accuracy": balanced_accuracy(*counts[:2]),
-                "images": result.images,
-                "per_class": [
-                    {"class": label, "correct": hits, "total": total} | score._asdict()
-                    for label, hits, total, score in zip(self.classes, *counts[:2], scores)
-                ],
-                "confusion": None if result.confusion is None else result.confusion.tolist(),
-            }
-        return findings
+        results = {name: as_dict(result, self.classes) for name, result in self.results.items()}
+        return findings | results
 
     def by_class(self) -> str:
         """A Markdown table of all classes with images by their top-1 accuracy, lowest first."""
-        by_class = [
-            row
-            for row in zip(
-                self.classes,
-                self.results["model"].class_images,
-                *(result.class_hits for result in self.results.values()),
-            )
-            if row[1]
-        ]
-        return table(
-            ["class", "images", *(f"{name} top-1" for name in self.results)],
-            [
-                [
-                    one_line(label),
-                    f"{total:,}",
-                    *(f"{100.0 * correct / total:.2f}" for correct in hits),
-                ]
-                for label, total, *hits in sorted(by_class, key=lambda row: row[2] / row[1])
-            ],
-        )
+        totals = self.results["model"].class_images
+        hits_of = [result.class_hits for result in self.results.values()]
+        present = [row for row in zip(self.classes, totals, *hits_of) if row[1]]
+        present.sort(key=lambda row: row[2] / row[1])
+        rows = []
+        for label, total, *hits in present:
+            shares = [f"{100.0 * correct / total:.2f}" for correct in hits]
+            rows.append([one_line(label), f"{total:,}", *shares])
+        return table(["class", "images", *(f"{name} top-1" for name in self.results)], rows)
+
+
+def as_dict(result: Evaluation, classes: Sequence[str]) -> dict[str, Any]:
+    """The JSON object of one evaluation."""
+    hits, images = result.class_hits, result.class_images
+    per_class = []
+    scores = class_scores(hits, images, result.class_guesses)
+    for label, correct, total, score in zip(classes, hits, images, scores):
+        per_class.append({"class": label, "correct": correct, "total": total} | score._asdict())
+    return {
+        "loss": result.loss,
+        "top1": result.top1,
+        "top5": result.top5,
+        "balanced_accuracy": balanced_accuracy(hits, images),
+        "images": result.images,
+        "per_class": per_class,
+        "confusion": None if result.confusion is None else result.confusion.tolist(),
+    }
 
 
 def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
@@ -140,46 +136,46 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
                 f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
                 f"classes of {finding.checkpoint}; the others are left out of ranking and loss"
             )
-    rows = [
-        [
-            finding.checkpoint,
-            name,
-            str(finding.data_set),
-            f"{result.top1:.3f}",
-            "–" if result.top5 is None else f"{result.top5:.3f}",
-            f"{result.loss:.4f}",
-            f"{result.images:,}",
-        ]
-        for finding in findings
-        for name, result in finding.results.items()
-    ]
     if len(findings) > 1:
-        print(
-            table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"], rows)
-        )
+        print(result_table(findings))
     else:
-        for _, name, _, top1, top5, loss, images in rows:
+        for name, result in findings[0].results.items():
+            top5 = "" if result.top5 is None else f"  top-5 {result.top5:.3f} %"
             print(
-                f"{name:5}  top-1 {top1} %"
-                + ("" if top5 == "–" else f"  top-5 {top5} %")
-                + f"  loss {loss}  over {images} images"
+                f"{name:5}  top-1 {result.top1:.3f} %{top5}  loss {result.loss:.4f}  "
+                f"over {result.images:,} images"
             )
-    for finding in findings if per_class else []:
-        print(
-            f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
-            f"{finding.by_class()}\n"
-        )
+    if per_class:
+        for finding in findings:
+            print(
+                f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
+                f"{finding.by_class()}\n"
+            )
     if json_file == STDOUT:
         deliver(text, json_file)
+
+
+def result_table(findings: Iterable[Finding]) -> str:
+    """A Markdown table with a row per finding and weights."""
+    rows = []
+    for finding in findings:
+        for name, result in finding.results.items():
+            top1 = f"{result.top1:.3f}"
+            top5 = "–" if result.top5 is None else f"{result.top5:.3f}"
+            numbers = [top1, top5, f"{result.loss:.4f}", f"{result.images:,}"]
+            rows.append([finding.checkpoint, name, str(finding.data_set), *numbers])
+    return table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"], rows)
 
 
 def share_within(angle: float, degrees: int) -> float:
     """P(|T| ≤ √n · tan(angle)) for Student's t with n `degrees` of freedom, an integer ≥ 1, by the
     finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
     """
-    odd = degrees % 2
-    share, factor = (2 * angle / math.pi, 2 / math.pi) if odd else (math.sin(angle), 1 / 2)
-    for power in range(1 if odd else 2, degrees - 1, 2):
+    if degrees % 2:
+        first, share, factor = 1, 2 * angle / math.pi, 2 / math.pi
+    else:
+        first, share, factor = 2, math.sin(angle), 1 / 2
+    for power in range(first, degrees - 1, 2):
         share += factor * math.sin(angle) * math.cos(angle) ** power
         factor *= (power + 1) / (power + 2)
     return share
@@ -190,7 +186,10 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if share_within(middle, degrees) < confidence else (low, middle)
+        if share_within(middle, degrees) < confidence:
+            low = middle
+        else:
+            high = middle
     return math.sqrt(degrees) * math.tan(low)
 
 
@@ -200,22 +199,15 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(differences), half / math.sqrt(len(differences))
 
 
-def paired(groups: Sequence[Group]) -> list[tuple[Group, str, dict[int, float]]]:
-    """For each other group and "model" or "EMA": by seed, its last top-1 minus the first one's."""
+def paired(groups: Sequence[Group]) -> Iterator[tuple[Group, str, dict[int, float]]]:
+    """Yield for each other group and "model" or "EMA": by seed, its last top-1 minus the first one's."""
     first, *others = groups
-    return [
-        (
-            other,
-            name,
-            {
-                seed: value - first.last(metric)[seed]
-                for seed, value in other.last(metric).items()
-                if seed in first.last(metric)
-            },
-        )
-        for other in others
-        for name, metric in METRICS.items()
-    ]
+    for other in others:
+        for name, metric in METRICS.items():
+            ours = first.last(metric)
+            theirs = other.last(metric)
+            both = {seed: value - ours[seed] for seed, value in theirs.items() if seed in ours}
+            yield other, name, both
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
@@ -243,76 +235,67 @@ def by_group(groups: Sequence[Group]) -> str:
     """One row per group: mean ± std over seeds of the last and best epoch, and of the seconds; and
     of the last loss, if a group has not learned classes.
     """
-    rows, all_classify = [], all(group.last("val_top1") for group in groups)
+    head = ["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds per run"]
+    all_classify = all(group.last("val_top1") for group in groups)
+    if not all_classify:
+        head.insert(-1, "loss")
+    rows = []
     for group in groups:
-        cells = [group.label, str(len(group.runs))]
+        runs = group.runs.values()
+        cells = [group.label, str(len(runs))]
         for metric in METRICS.values():
-            curves = [run.measured(metric) for run in group.runs.values()]
-            cells += (
-                [
-                    mean_and_std([curve[-1] for curve in curves]),
-                    mean_and_std([max(curve) for curve in curves]),
-                ]
-                if all(curves)
-                else ["–", "–"]
-            )
-        seconds = [[row["seconds"] for row in run.rows] for run in group.runs.values()]
-        timed = not any(None in of_run for of_run in seconds)
-        losses = [*group.last("val_loss").values()]
-        cells += [] if all_classify else [mean_and_std(losses, places=4) if losses else "–"]
-        rows.append([*cells, mean_and_std([*map(sum, seconds)], places=0) if timed else "–"])
-    return table(
-        [
-            "group",
-            "seeds",
-            "last",
-            "best",
-            "EMA last",
-            "EMA best",
-            *["loss"] * (not all_classify),
-            "seconds per run",
-        ],
-        rows,
-    )
+            curves = [run.measured(metric) for run in runs]
+            everywhere = all(curves)  # else it is not shown
+            cells.append(mean_and_std([curve[-1] for curve in curves if everywhere]))
+            cells.append(mean_and_std([max(curve) for curve in curves if everywhere]))
+        if not all_classify:
+            cells.append(mean_and_std([*group.last("val_loss").values()], places=4))
+        seconds = [row["seconds"] for run in runs for row in run.rows]
+        timed = None not in seconds
+        totals = [sum(run.measured("seconds")) for run in runs if timed]
+        rows.append([*cells, mean_and_std(totals, places=0)])
+    return table(head, rows)
 
 
 def mean_and_std(values: Sequence[float], places: int = 2) -> str:
     """Mean and sample standard deviation, such as "84.03 ± 1.56"; of one value the mean alone."""
+    if not values:
+        return "–"
     mean = f"{statistics.fmean(values):.{places}f}"
-    return f"{mean} ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else mean
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values):.{places}f}"
 
 
 def by_seed(groups: Sequence[Group]) -> str:
     """A table of the last epoch's top-1 of every run."""
     seeds = sorted({seed for group in groups for seed in group.runs})
-    rows = [
-        [group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–" for seed in seeds)]
-        for group in groups
-        for name, metric in METRICS.items()
-        if (values := group.last(metric))
-    ]
+    rows = []
+    for group in groups:
+        for name, metric in METRICS.items():
+            values = group.last(metric)
+            cells = [f"{values[seed]:.2f}" if seed in values else "–" for seed in seeds]
+            if values:
+                rows.append([group.label, name, *cells])
     return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows) if rows else ""
 
 
 def differences(groups: Sequence[Group]) -> str:
     """A table of the other groups minus the first one, with intervals over the seeds of both."""
-    rows, unpaired, base = [], [], groups[0].label
+    base = groups[0].label
+    rows, unpaired = [], []
     for group, name, by_seed in paired(groups):
         if len(by_seed) > 1:
             mean, half = t_interval(list(by_seed.values()))
-            rows.append(
-                [
-                    group.label,
-                    name,
-                    str(len(by_seed)),
-                    f"{mean:+.2f} ± {half:.2f}",
-                    ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items()),
-                ]
-            )
+            interval = f"{mean:+.2f} ± {half:.2f}"
+            single = ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items())
+            rows.append([group.label, name, str(len(by_seed)), interval, single])
         elif name == "model":
             unpaired.append(f"`{group.label}`")
-    head = [f"minus {base}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
-    parts = [table(head, rows)] if rows else []
+    parts = []
+    if rows:
+        head = [f"minus {base}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
+        parts.append(table(head, rows))
     if unpaired:
         parts.append(
             f"Fewer than two seeds are shared with `{base}` by {', '.join(unpaired)}: no interval."
@@ -325,31 +308,25 @@ def origin(groups: Sequence[Group]) -> str:
     the runs were made; the counts, where runs differ.
     """
     runs = [run for group in groups for run in group.runs.values()]
-    # A run that was resumed on another machine has several values; each counts once.
-    counts = {
-        words: Counter(
-            value
-            for run in runs
-            for value in dict.fromkeys(str(start.get(key, "unknown")) for start in run.starts)
-        )
-        for key, words in RECORDED.items()
-    }
+    counts = {}
+    for key, words in RECORDED.items():
+        counts[words] = Counter[str]()
+        for run in runs:
+            # A run that was resumed on another machine has several values; each counts once.
+            counts[words].update({str(start.get(key, "unknown")): 1 for start in run.starts})
     images = Counter(run.validated_on for run in runs if run.validated_on)
     if len(images) > 1:
         counts["validation images"] = images
-    alike = [
-        f"{words} {value}"
-        for words, values in counts.items()
-        if len(values) == 1
-        for value in values
-    ]
-    unlike = [
-        f"{words} " + ", ".join(f"{value} ({count})" for value, count in values.items())
-        for words, values in counts.items()
-        if len(values) > 1
-    ]
-    return "\n\n".join(
-        f"{words}: {'; '.join(facts)}."
-        for words, facts in (("All runs", alike), ("Runs differ (number of runs)", unlike))
-        if facts
-    )
+    alike, unlike = [], []
+    for words, values in counts.items():
+        if len(values) > 1:
+            several = ", ".join(f"{value} ({count})" for value, count in values.items())
+            unlike.append(f"{words} {several}")
+        else:
+            alike += [f"{words} {value}" for value in values]
+    parts = []
+    if alike:
+        parts.append(f"All runs: {'; '.join(alike)}.")
+    if unlike:
+        parts.append(f"Runs differ (number of runs): {'; '.join(unlike)}.")
+    return "\n\n".join(parts)
