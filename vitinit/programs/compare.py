@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..base.files import require_replaceable, write_text_atomically
 from ..base.messages import counted
-from .shared.command_line import Output, Parser, add_trust, integer, run_program
+from .shared.command_line import Output, Parser, add_trust, integer, main_of
 from .shared.curves import draw_curves
 from .shared.groups import finished_runs
 from .shared.records import SUFFIX, read_runs, write_archive
@@ -40,30 +40,27 @@ def compare(args: argparse.Namespace) -> int:
     if args.replay is not None:
         from .shared.replay import replay  # here, as a comparison trains nothing
 
-        folder = out or Path("runs", f"replay-{args.replay}")
         text, holds = replay(
             read_runs(args.runs),
             args.replay,
             data_dir=args.data_dir,
             sets=args.set,
             epochs=args.epochs,
-            folder=folder,
+            folder=out or Path("runs", f"replay-{args.replay}"),
             trust_teacher=args.trust_teacher,
         )
         print(f"\n{text}", end="")
-        return 0 if holds else 1
-    for name in ("comparison.md", "curves.png") if out and out.exists() else ():
-        require_replaceable(out / name, Path(name).suffix)
+        return int(not holds)
+    if out is not None and out.exists():
+        require_replaceable(out / "comparison.md", ".md")
+        require_replaceable(out / "curves.png", ".png")
     runs = read_runs(args.runs)
     if args.pack is not None:
         finished, unfinished = finished_runs(runs)
         write_archive(finished, args.pack)
-        print(
-            *unfinished,
-            f"wrote {args.pack}: {counted(len(finished), 'run')}, "
-            f"{args.pack.stat().st_size:,} bytes",
-            sep="\n",
-        )
+        size = args.pack.stat().st_size
+        written = f"wrote {args.pack}: {counted(len(finished), 'run')}, {size:,} bytes"
+        print(*unfinished, written, sep="\n")
         return 0
     groups, text = compare_runs(runs)
     print(text, end="", flush=True)
@@ -118,13 +115,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error("argument --pack: not allowed with argument --out")
     if args.replay is None and (args.data_dir or args.epochs or args.set or args.trust_teacher):
         parser.error("--data-dir, --set, --epochs and --trust-teacher are for --replay NAME")
-    if others := [text for text in args.set if text.partition("=")[0] not in PLACES]:
-        parser.error(
-            f"--set {others[0]}: a replay has all from the record but where its images "
-            f"are: {', '.join(PLACES)}"
-        )
+    for text in args.set:
+        if text.partition("=")[0] not in PLACES:
+            parser.error(
+                f"--set {text}: a replay has all from the record but where its images "
+                f"are: {', '.join(PLACES)}"
+            )
     return args
 
 
-def main(arguments: list[str], name: str = "vitinit compare") -> int:
-    return run_program(name, lambda: compare(parse_arguments(arguments)))
+main = main_of("vitinit compare", parse_arguments, compare)

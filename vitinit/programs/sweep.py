@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from ..runs.resume import ToDo, begun_amp, require_same_recipe, to_do_in
 from ..runs.watching import Watchers
 from ..train.device import cores, fastest_amp, this_device
 from ..train.interruption import StopRequest
-from .shared.command_line import Parser, add_log, add_set, add_trust, integer, run_program
+from .shared.command_line import Parser, add_log, add_set, add_trust, integer, main_of
 from .shared.records import read_run, read_runs
 from .shared.results import compare_runs
 
@@ -70,10 +71,10 @@ def parse_seeds(text: str) -> list[int]:
     seeds: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), flags=re.ASCII)
-        span = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
-        if not span:
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
+        if first > last:
             raise argparse.ArgumentTypeError(f"'{part}' is no seed; expected such as 0-4 or 0,2,5")
-        seeds += span
+        seeds += range(first, last + 1)
     return seeds
 
 
@@ -95,6 +96,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--variant",
         action="append",
         nargs="+",
+        default=[],
         metavar=("NAME", "KEY=VALUE"),
         help="a name and overrides as for --set; may be repeated",
     )
@@ -119,24 +121,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add_log(parser)
     add_trust(parser)
     args = parser.parse_args(arguments)
+    for name, *sets in args.variant:
+        if not re.fullmatch(r"[\w.-]+", name):
+            parser.error(
+                f"--variant {' '.join([name, *sets])}: expected a name of letters, "
+                "digits, '_', '-' and '.' first, then section.key=value"
+            )
     Watchers(args.log)  # or an error, before any run
     return args
 
 
 def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
     """Plan all runs: the first seed for all inits and variants, then the next seed."""
-    for name, *sets in args.variant or []:
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise RecipeError(
-                f"--variant {' '.join([name, *sets])}: expected a name of letters, "
-                "digits, '_', '-' and '.' first, then section.key=value"
-            )
-    runs = [
-        plan_run(args, init, seed, name, [*args.set, *sets])
-        for seed in args.seeds
-        for init in (args.init.split(",") if args.init else [None])
-        for name, *sets in args.variant or [[""]]
-    ]
+    inits = args.init.split(",") if args.init else [None]
+    runs = []
+    for seed, init, variant in product(args.seeds, inits, args.variant or [[""]]):
+        runs.append(plan_run(args, init, seed, variant[0], args.set + variant[1:]))
     folder, count = Counter(run.folder for run in runs).most_common(1)[0]
     if count > 1:
         raise RecipeError(
@@ -148,7 +148,8 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
     amp = begun_amp(run.folder for run in automatic)
     for run in automatic:
         if not (run.folder / "recipe.toml").exists():
-            run.arguments.extend(["--set", f"engine.amp={amp or fastest_amp(this_device())}"])
+            amp = amp or fastest_amp(this_device())
+            run.arguments.extend(["--set", f"engine.amp={amp}"])
     return runs
 
 
@@ -158,32 +159,25 @@ def plan_run(
     """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
     init: None for the recipe's own. variant: a name, or "".
     """
-    recipe = load_recipe(
-        args.recipe, overrides(init=init, seed=seed, data_dir=args.data_dir, sets=sets)
-    )
-    folder = args.out_dir / "-".join(
-        filter(None, (recipe.name, recipe.init.name, variant, f"s{recipe.run.seed}"))
-    )
-    arguments = [
-        "--recipe",
-        args.recipe,
-        "--seed",
-        str(seed),
-        "--out-dir",
-        str(folder),
-        "--resume",
-        "auto",
-    ]
-    given = [
-        ("--init", init),
-        ("--data-dir", args.data_dir),
-        *(("--set", text) for text in sets),
-        *(("--log", name) for name in args.log),
-    ]
-    arguments += [word for pair in given if pair[1] is not None for word in pair]
+    changes = overrides(init=init, seed=seed, data_dir=args.data_dir, sets=sets)
+    recipe = load_recipe(args.recipe, changes)
+    parts = (recipe.name, recipe.init.name, variant, f"s{recipe.run.seed}")
+    folder = args.out_dir / "-".join(filter(None, parts))
+    arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder)]
+    arguments += ["--resume", "auto"]
+    if init is not None:
+        arguments += ["--init", init]
+    if args.data_dir is not None:
+        arguments += ["--data-dir", args.data_dir]
+    for text in sets:
+        arguments += ["--set", text]
+    for name in args.log:
+        arguments += ["--log", name]
     if args.trust_teacher:
         arguments.append("--trust-teacher")
-    epochs, run, state = recipe.schedule.total_epochs, RunFolder(folder), "new"
+    epochs = recipe.schedule.total_epochs
+    run = RunFolder(folder)
+    state = "new"
     if run.holds_checkpoint():
         require_same_recipe(folder, read_run(folder).keys, recipe.keys)
         done = run.load_last(glance=True)["progress"]["epochs"]
@@ -209,23 +203,23 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
             f"--jobs {jobs} runs of --nproc {nproc} processes need {jobs * nproc} "
             f"GPUs, and {len(gpus)} are visible"
         )
-    places = [
-        [gpus[(job * nproc + number) % len(gpus)] for number in range(nproc)] for job in range(jobs)
-    ]
-    return [share | {"CUDA_VISIBLE_DEVICES": ",".join(place)} for place in places]
+    turns = cycle(gpus)
+    places = [",".join(islice(turns, nproc)) for _ in range(jobs)]
+    return [share | {"CUDA_VISIBLE_DEVICES": place} for place in places]
 
 
 def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None) -> subprocess.Popen:
     """Start a run, which prints to the file `log`, or to the terminal if that is None."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command = [sys.executable, *(torchrun if nproc > 1 else []), *TRAIN, *run.arguments]
+    command = [sys.executable]
+    if nproc > 1:
+        command += f"-m torch.distributed.run --standalone --nproc_per_node={nproc}".split()
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)  # perhaps a link
     with open(log, "wb") if log else nullcontext() as output:
         # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
         return subprocess.Popen(
-            command,
+            command + TRAIN + run.arguments,
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -262,7 +256,9 @@ def do_runs(
     """Do the runs, as many at a time as there are `shares`; a signal is passed on to all. Returns
     folder → error of each run that failed by itself, and the signal that stopped all, or 0.
     """
-    waiting, free, passed_on, several = list(runs), list(shares), False, len(shares) > 1
+    waiting, free = list(runs), list(shares)
+    several = len(shares) > 1
+    passed_on = False
     jobs: list[Job] = []
     failures: dict[Path, str] = {}
 
@@ -278,22 +274,14 @@ def do_runs(
             while jobs or waiting and not stop.number:
                 while waiting and free and not stop.number:
                     run, share = waiting.pop(0), free.pop(0)
-                    log = run.folder.parent / "logs" / f"{run.folder.name}.log" if several else None
+                    name, log = run.folder.name, None
+                    if several:
+                        log = run.folder.parent / "logs" / f"{name}.log"
                     say(f"\nrun     {run.folder}, {len(waiting)} to follow")
-                    jobs.append(
-                        Job(
-                            run,
-                            start(run, nproc, share, log),
-                            share,
-                            log,
-                            ProgressBar(
-                                run.folder.name,
-                                run.epochs,
-                                unit="epochs",
-                                shown=several and bar.terminal,
-                            ),
-                        )
-                    )
+                    process = start(run, nproc, share, log)
+                    shown = several and bar.terminal
+                    epochs = ProgressBar(name, run.epochs, unit="epochs", shown=shown)
+                    jobs.append(Job(run, process, share, log, epochs))
                 if stop.number and not passed_on:
                     pass_on(stop.number)
                     passed_on = True
@@ -317,26 +305,26 @@ def finish(job: Job, failures: dict[Path, str], *, stopped: bool) -> None:
     name, log = job.run.folder.name, job.log
     if line := last_line(log, "epoch "):
         say(f"{name}  {line}")
-    if job.process.returncode and not stopped:
-        place = f", see {log}" if log else ""
-        failures[job.run.folder] = last_line(log, "vitinit train: ") or (
-            f"ended with status {job.process.returncode}{place}"
-        )
+    status = job.process.returncode
+    if status and not stopped:
+        ended = f"ended with status {status}" + (f", see {log}" if log else "")
+        failures[job.run.folder] = last_line(log, "vitinit train: ") or ended
 
 
 def sweep(args: argparse.Namespace) -> int:
     """Print the plan, do its runs, compare them; return the exit status."""
     shares = share_machine(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)[args.only]
-    say(
-        f"plan    {counted(len(runs), 'run')}, {sum(run.state == 'done' for run in runs)} of them "
-        "done" + (f"; {args.jobs} at a time, the first with {shares[0]}" if args.jobs > 1 else "")
-    )
+    left = [run for run in runs if run.state != "done"]
+    line = f"plan    {counted(len(runs), 'run')}, {len(runs) - len(left)} of them done"
+    if args.jobs > 1:
+        line += f"; {args.jobs} at a time, the first with {shares[0]}"
+    say(line)
     for run in runs:
         say(f"        {run.folder}: {run.state}")
     if args.dry_run:
         return 0
-    failures, stopped_by = do_runs([run for run in runs if run.state != "done"], args.nproc, shares)
+    failures, stopped_by = do_runs(left, args.nproc, shares)
     for folder, error in failures.items():
         say(f"vitinit sweep: {folder} failed: {error}", sys.stderr)
     if stopped_by:
@@ -348,5 +336,4 @@ def sweep(args: argparse.Namespace) -> int:
     return int(bool(failures))
 
 
-def main(arguments: list[str], name: str = "vitinit sweep") -> int:
-    return run_program(name, lambda: sweep(parse_arguments(arguments)))
+main = main_of("vitinit sweep", parse_arguments, sweep)

@@ -24,24 +24,13 @@ from .training import Row
 REPOSITORY = Path(__file__).resolve().parents[3]
 # pytest ends a check, and itself, after 40 seconds, and prints where it was: the first one that
 # compiles takes 25.
-CHECKS = [
-    "-m",
-    "pytest",
-    "-vv",
-    "-rN",
-    "--tb=short",
-    "-W",
-    "default",
-    "--rootdir=.",
-    "-o",
-    "faulthandler_timeout=40",
-    "-o",
-    "faulthandler_exit_on_timeout=true",
-    "tests/gpu",
-]
-BENCH = ["-m", "vitinit", "bench"]
-TRAINING = ["-m", "vitinit", "train", "--recipe", "quickstart", "--init", "impulse"]
-RECIPES = ("deit_small", "deit_base", "deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
+CHECKS = (
+    "-m pytest -vv -rN --tb=short -W default --rootdir=. -o faulthandler_timeout=40 "
+    "-o faulthandler_exit_on_timeout=true tests/gpu"
+).split()
+BENCH = "-m vitinit bench".split()
+TRAINING = "-m vitinit train --recipe quickstart --init impulse".split()
+RECIPES = "deit_small deit_base deit_tiny swin_tiny mixer_b16 convmixer_768_32".split()
 
 
 def machine(device: torch.device) -> Row:
@@ -74,22 +63,22 @@ def speeds(device: str, data: Sequence[str]) -> list[tuple[list[str], str]]:
 
     data: ["--data-dir", FOLDER], or nothing. On a CPU their sizes are tiny.
     """
-    place, eager = ["--device", device], ["--set", "engine.compile=false"]
-    memory = [*BENCH, "memory", "--recipe", *RECIPES], ""
+    eager = ["--set", "engine.compile=false"]
+    memory = ([*BENCH, "memory", "--recipe", *RECIPES], "")
     if device == "cpu":
-        small = [*place, "--batch", "2", "--set", "engine.amp=off", *eager]
-        return [
-            ([*BENCH, "step", "--recipe", "deit_tiny", *small], ""),
-            ([*BENCH, "loader", "--recipe", "deit_tiny", "--workers", "0", "1", *small, *data], ""),
-            memory,
-        ]
+        small = [*"--device cpu --batch 2 --set engine.amp=off".split(), *eager]
+        step = [*BENCH, *"step --recipe deit_tiny".split(), *small]
+        loader = [*BENCH, *"loader --recipe deit_tiny --workers 0 1".split(), *small, *data]
+        return [(step, ""), (loader, ""), memory]
     small, base, *others = (
-        [*BENCH, "step", "--recipe", name, *place, "--set", "engine.amp=bf16"] for name in RECIPES
+        [*BENCH, *f"step --recipe {name} --device {device} --set engine.amp=bf16".split()]
+        for name in RECIPES
     )
+    loader = [*BENCH, *f"loader --recipe {RECIPES[0]} --device {device}".split(), *data]
     return [
         (small, "9,000 images/s, 25 % of the card's rate (published: 8,003 images/s)"),
         (base, "3,300 images/s, 35 % of the card's rate"),
-        ([*BENCH, "loader", "--recipe", RECIPES[0], *place, *data], "fed ÷ synthetic .95"),
+        (loader, "fed ÷ synthetic .95"),
         (TRAINING, ""),
         memory,
         *((words, "") for words in ([*base, *eager], *others)),
@@ -107,7 +96,8 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     """
     if out is not None and (out.exists() or out.suffix != ".md"):
         raise OneLineError(f"{out} exists already or is no .md; choose another --out")
-    deadline, streams = time.monotonic() + 60 * minutes, [sys.stdout]
+    deadline = time.monotonic() + 60 * minutes
+    a_fifth = 60 * minutes / 5
     failed = []
     # The checks would else take the CPU where a GPU is lost.
     environment = os.environ | {
@@ -115,13 +105,14 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         "PYTHONUNBUFFERED": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
-    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     data = ["--data-dir", str(photographs.resolve())] if photographs else []
     with ExitStack() as stack:
+        streams = [sys.stdout]
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             streams.append(stack.enter_context(open(out, "x", encoding="utf-8")))
-        place = ["--out-dir", stack.enter_context(tempfile.TemporaryDirectory()) + "/run"]
 
         def tell(text: str) -> None:
             for stream in map(LossyStream, streams):  # a closed terminal, a full disk
@@ -130,9 +121,9 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         def part(words: Sequence[str], seconds: float, looked_for: str = "") -> str:
             """Run Python within some seconds, all that one that hangs has; what it printed."""
             title = "Is it right?" if "pytest" in words else f"`python {' '.join(words)}`"
-            tell(
-                f"\n## {title}\n\n" + f"Looked for on an H100: {looked_for}.\n\n" * bool(looked_for)
-            )
+            tell(f"\n## {title}\n\n")
+            if looked_for:
+                tell(f"Looked for on an H100: {looked_for}.\n\n")
             seconds = min(seconds, deadline - time.monotonic())
             if seconds <= 0:
                 tell("Not begun: the time is over.\n")
@@ -150,23 +141,31 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
             return printed
 
         tell("# What vitinit does on this machine\n")
-        part([*BENCH, "machine", "--device", device], 60 * minutes / 5)
-        begun, end = list[str](), time.monotonic() + 60 * minutes / 2
-        count = int((REPOSITORY / CHECKS[-1]).is_dir())  # of checks; 1 until pytest says it
-        if not count:
+        part([*BENCH, "machine", "--device", device], a_fifth)
+        if (REPOSITORY / CHECKS[-1]).is_dir():
+            check(part, 60 * minutes / 2)
+        else:
             tell("\nNothing is checked: the checks are in the repository alone.\n")
-        # A check that hangs or crashes, and an error of CUDA's, end their process; others follow.
-        while len(begun) < count:
-            printed = part(
-                [*CHECKS, *(f"--deselect={name}" for name in begun)], end - time.monotonic()
-            )
-            names = re.findall(r"^(\S+\.py::\w+(?:\[.*?\])?) ", printed, re.MULTILINE)
-            collected = re.search(r"collected (\d+)", printed)
-            count = int(collected[1]) if collected and names else 0
-            begun += names
+        place = ["--out-dir", stack.enter_context(tempfile.TemporaryDirectory()) + "/run"]
         for words, looked_for in speeds(device, data):
-            part(words + place * (words is TRAINING), 60 * minutes / 5, looked_for)
+            part(words + place if words is TRAINING else words, a_fifth, looked_for)
     return int(any(failed))
+
+
+def check(part: Callable[[Sequence[str], float], str], seconds: float) -> None:
+    """Run all checks by `part` within some seconds. One that hangs or crashes, or meets an error of
+    CUDA's, ends its process; those that it has not begun follow in another.
+    """
+    end = time.monotonic() + seconds
+    begun: list[str] = []
+    count = 1  # of checks, until pytest says it
+    while len(begun) < count:
+        others = [f"--deselect={name}" for name in begun]
+        printed = part([*CHECKS, *others], end - time.monotonic())
+        names = re.findall(r"^(\S+\.py::\w+(?:\[.*?\])?) ", printed, re.MULTILINE)
+        collected = re.search(r"collected (\d+)", printed)
+        count = int(collected[1]) if collected and names else 0
+        begun += names
 
 
 def run_within(

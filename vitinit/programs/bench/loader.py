@@ -46,17 +46,17 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
     source: a folder of photographs, of which PHOTOGRAPHS are taken; None: 50 are drawn. All are in
     the disk's cache, so that the disk is not measured. Raises DataError if there are none.
     """
-    paths = (
-        draw_photographs(root / "drawn", 50)
-        if source is None
-        else [Path(path) for path in LooseImages(source, PHOTOGRAPHS).paths]
-    )
+    if source is None:
+        paths = draw_photographs(root / "drawn", 50)
+    else:
+        paths = [*map(Path, LooseImages(source, PHOTOGRAPHS).paths)]
     for split, number in (("train", count), ("val", 2)):
-        folders = [root / split / label for label in ("one", "two")]
-        for folder in folders:
-            folder.mkdir(parents=True)
+        for label in ("one", "two"):
+            (root / split / label).mkdir(parents=True)
         for index, path in zip(range(number), itertools.cycle(paths)):
-            (folders[index % 2] / f"{index:06}{path.suffix.lower()}").symlink_to(path.resolve())
+            label = "two" if index % 2 else "one"
+            link = root / split / label / f"{index:06}{path.suffix.lower()}"
+            link.symlink_to(path.resolve())
     return ["data.name=image_folder", f"data.root={root}", "data.num_classes=2"]
 
 
@@ -66,9 +66,9 @@ def draw_photographs(folder: Path, count: int) -> list[Path]:
     rng = np.random.default_rng(0)
     for index in range(count):
         cloud = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
-        pixels = np.asarray(cloud.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
-        pixels = (pixels + rng.integers(-24, 25, pixels.shape)).clip(0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"{index:03}.jpg", quality=90)
+        smooth = np.asarray(cloud.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+        noisy = (smooth + rng.integers(-24, 25, smooth.shape)).clip(0, 255)
+        Image.fromarray(noisy.astype(np.uint8)).save(folder / f"{index:03}.jpg", quality=90)
     return sorted(folder.iterdir())
 
 
@@ -104,30 +104,37 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
             transforms.RandomErasing(0.25, value="random"),
         ]
     )
-    source, steps = LooseImages(root / "train", BATCH), steps_of(recipe, device)
-    seconds = interleave(
-        {
-            "decoding alone, each image once": lambda: [
-                source.image(index) for index in range(0, BATCH, recipe.augment.repeats)
-            ],
-            "+ crop, flip, draws: the loader": lambda: next(steps),
-            "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
-            "torchvision's pipeline on Pillow": lambda: [
-                pipeline(Image.open(path, formats=FORMATS).convert("RGB")) for path in source.paths
-            ],
-        },
-        clock_of(device),
-    )
+    source = LooseImages(root / "train", BATCH)
+    steps = steps_of(recipe, device)
+
+    def decode() -> None:
+        for index in range(0, BATCH, recipe.augment.repeats):
+            source.image(index)
+
+    def use_pillow() -> None:
+        for path in source.paths:
+            pipeline(Image.open(path, formats=FORMATS).convert("RGB"))
+
+    parts = {
+        "decoding alone, each image once": decode,
+        "+ crop, flip, draws: the loader": lambda: next(steps),
+        "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
+        "torchvision's pipeline on Pillow": use_pillow,
+    }
+    seconds = interleave(parts, clock_of(device))
     _, _, whole, pillow = seconds.values()
-    return [
-        {
-            "on one core" + (" and the GPU" if device.type == "cuda" else ""): part,
-            "views/s": BATCH / median(times),
-            "× as fast as torchvision's": times_as_fast(times, pillow),
-            "% of the whole": 100 * median(times) / median(whole),
-        }
-        for part, times in seconds.items()
-    ]
+    title = "on one core and the GPU" if device.type == "cuda" else "on one core"
+    rows = []
+    for part, times in seconds.items():
+        rows.append(
+            {
+                title: part,
+                "views/s": BATCH / median(times),
+                "× as fast as torchvision's": times_as_fast(times, pillow),
+                "% of the whole": 100 * median(times) / median(whole),
+            }
+        )
+    return rows
 
 
 def fed_steps(workers: int) -> tuple[int, int]:
@@ -143,8 +150,10 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Ro
     Both on the wall clock, since the work is that of several processes; steps that loader processes
     had ready before the clock started are not counted. counts: numbers of loader processes.
     """
-    rows, batch = [], recipe.optim.global_batch
-    (state, forward), part = set_up(recipe, device), synthetic_batch(recipe, batch, device)
+    rows = []
+    batch = recipe.optim.global_batch
+    state, forward = set_up(recipe, device)
+    part = synthetic_batch(recipe, batch, device)
     for workers in counts:
         steps = steps_of(recipe.with_data(workers=workers), device)
         ahead, count = fed_steps(workers)
@@ -180,12 +189,9 @@ def fed_in_words(row: Row, device: torch.device) -> str:
     """What bounds a fed step: its input, with what would help, or the step itself."""
     images, fed = row["batch"], row["batch"] / row["fed, images/s"]  # seconds of a step
     unfed = images / row["synthetic, images/s"]
-    line = waits_for(
-        [Pace(fed, unfed, 1 - unfed / fed, 1 - unfed / fed)],
-        device,
-        images=images,
-        workers=row["workers"],
-    )
+    waiting = 1 - unfed / fed
+    paces = [Pace(fed, unfed, waiting, waiting)]
+    line = waits_for(paces, device, images=images, workers=row["workers"])
     return f"bound by its input, {line}" if line else "bound by the step, see bench step"
 
 
@@ -195,8 +201,7 @@ def print_loader(args: argparse.Namespace, device: torch.device) -> None:
     with tempfile.TemporaryDirectory() as folder:
         count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
         sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
-        alone_rows = loader_rows(args.recipe, sets, Path(folder), device)
-        print("\n" + row_table(alone_rows), flush=True)
+        print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
         recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
         rows = fed_rows(recipe, device, args.workers)
         bound = fed_in_words(rows[-1], device)

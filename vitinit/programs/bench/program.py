@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...train.device import cores
-from ..shared.command_line import Output, Parser, add_set, integer, one_of, real, run_program
+from ..shared.command_line import Output, Parser, add_set, integer, main_of, one_of, real
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -72,18 +72,15 @@ def run(args: argparse.Namespace) -> int:
         )
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
-    if args.bench in ("memory", "step"):
-        auto = "bf16" * (args.bench == "memory")  # that of a card
-        recipes = [recipe_of(name, args.set, device, auto=auto) for name in args.recipe]
-    if args.bench == "memory":
+    if args.bench == "memory":  # in the precision of a card
+        recipes = [recipe_of(name, args.set, device, auto="bf16") for name in args.recipe]
         print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))
     elif args.bench == "step":
-        for recipe in recipes:
+        for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "loader":
         print_loader(args, device)
     return 0
 
 
-def main(arguments: list[str], name: str = "vitinit bench") -> int:
-    return run_program(name, lambda: run(parse_arguments(arguments)))
+main = main_of("vitinit bench", parse_arguments, run)

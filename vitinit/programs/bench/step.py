@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 from statistics import median
 
 import numpy as np
@@ -84,22 +83,23 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     state, forward = set_up(recipe, device)
     model = state.model
     assert isinstance(model, (Classifier, MaskedAutoencoder))  # the recipe's
-    labelled, rates = synthetic_batch(recipe, batch, device), model.drop_path_rates
+    labelled = synthetic_batch(recipe, batch, device)
+    rates = model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     task = task_of(recipe)
     teacher, compiles = recipe.distill.teacher, recipe.engine.compile
     if teacher:
         classes = [*map(str, range(recipe.data.num_classes))]
         task = learn_from_teacher(recipe, classes, device)
-    part = labelled
+    images, targets = labelled
     if isinstance(model, MaskedAutoencoder):
-        part = labelled[0], first_patches(model, labelled[0])
+        targets = first_patches(model, images)
 
-    def engine(loss: Callable[..., Tensor] = task.loss, images: int = batch) -> None:
-        some = part[0][:images], part[1][:images]
+    def engine(loss: Callable[..., Tensor] = task.loss, size: int = batch) -> None:
+        part = images[:size], targets[:size]
         train_on(
             state,
-            [given_step(number, [some]) for number in range(count)],
+            [given_step(number, [part]) for number in range(count)],
             forward=forward,
             drop_path=drop_path,
             amp=amp,
@@ -112,23 +112,10 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         forget_peak(device)
         engine()
     peak = peak_gib(device)  # before there is a second model
-    other = model
-    whose = "the same model"
-    if isinstance(model, MaskedAutoencoder):
-        other, whose = build(recipe).to(device), "its encoder, learning classes"
-    with suppress(ValueError):  # torchvision has no such model
-        name, arguments, _ = counterpart(
-            "torchvision",
-            MODELS[recipe.model.name][0],
-            image_size=recipe.data.image_size,
-            **recipe.model.options,
-        )
-        kind = name.rpartition(".")[2]
-        other = getattr(torchvision.models, kind)(
-            **arguments, num_classes=recipe.data.num_classes
-        ).to(device)
-        whose = f"torchvision's {kind}"
-    callee = forward if other is model else compiled(other) if compiles else other
+    other, whose = bare_model(recipe, model, device)
+    callee = compiled(other) if compiles else other
+    if other is model:
+        callee = forward
     multiply, product_flops = product(device, amp)
     few = max(1, batch // 8)  # images, whose step takes as many launches
     loops = {
@@ -137,23 +124,21 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         "product": multiply,
     }
     if not compiles:  # would compile again, for another size
-        loops["few"] = lambda: engine(images=few)
+        loops["few"] = lambda: engine(size=few)
     if teacher:
         loops["alone"] = lambda: engine(loss=cross_entropy)
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
     flops = batch * training_flops(model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
-    # A step of n images takes a + b·n; its share a / second, which no image adds to, is launches.
-    launches = (
-        (batch * median(seconds["few"]) / count - few * second) / (batch - few) / second
-        if batch > few and "few" in seconds
-        else 0.0
-    )
-    way = "compiled" if compiles else "eager"
+    launches = 0.0
+    if batch > few and "few" in seconds:
+        # A step of n images takes a + b·n; its share a / second, which no image adds to, is launches.
+        by_few = batch * median(seconds["few"]) / count - few * second
+        launches = by_few / (batch - few) / second
     return {
         "recipe": recipe.name,
-        "way": f"amp {amp}, {way}",
+        "way": f"amp {amp}, {'compiled' if compiles else 'eager'}",
         "batch": batch,
         "images/s": batch / second,
         "ms": 1e3 * second,
@@ -169,6 +154,24 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             times_as_fast(seconds["alone"], seconds["engine"]) if teacher else None
         ),
     }
+
+
+def bare_model(recipe: Recipe, model: nn.Module, device: torch.device) -> tuple[nn.Module, str]:
+    """The model that a bare loop trains, torchvision's if it has one like it, and whose it is."""
+    try:
+        name, arguments, _ = counterpart(
+            "torchvision",
+            MODELS[recipe.model.name][0],
+            image_size=recipe.data.image_size,
+            **recipe.model.options,
+        )
+    except ValueError:  # torchvision has no such model
+        if isinstance(model, MaskedAutoencoder):
+            return build(recipe).to(device), "its encoder, learning classes"
+        return model, "the same model"
+    kind = name.rpartition(".")[2]
+    theirs = getattr(torchvision.models, kind)(**arguments, num_classes=recipe.data.num_classes)
+    return theirs.to(device), f"torchvision's {kind}"
 
 
 def synthetic_batch(recipe: Recipe, batch: int, device: torch.device) -> Part:
@@ -230,9 +233,9 @@ def saved_bytes(model: Classifier | MaskedAutoencoder, images: Tensor, amp: str)
             saved[storage(tensor)] = tensor
         return tensor
 
-    drop_path = (
-        (torch.ones(len(model.drop_path_rates), len(images)),) if any(model.drop_path_rates) else ()
-    )
+    drop_path = []
+    if any(model.drop_path_rates):
+        drop_path.append(torch.ones(len(model.drop_path_rates), len(images)))
     with (
         torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
         autocast(images.device, amp),
@@ -263,20 +266,13 @@ def memory_row(recipe: Recipe, card_gib: float) -> Row:
         )
     image = (four - two) // 2  # a part that does not grow with B cancels
     matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
-    state = sum(
-        (MUON_BYTES if name in matrices else STATE_BYTES) * p.numel()
-        for name, p in model.named_parameters()
-    )
+    state = 0
+    for name, parameter in model.named_parameters():
+        state += (MUON_BYTES if name in matrices else STATE_BYTES) * parameter.numel()
     available = SHARE * card_gib * GIB - state - (two - 2 * image)
     batch = recipe.optim.global_batch
-    fits = max(
-        (
-            size
-            for size in range(2, batch + 1, 2)
-            if batch % size == 0 and size * image <= available
-        ),
-        default=0,
-    )
+    sizes = [size for size in range(2, batch + 1, 2) if batch % size == 0]
+    fits = max((size for size in sizes if size * image <= available), default=0)
     return {
         "recipe": recipe.name,
         "amp": recipe.engine.amp,

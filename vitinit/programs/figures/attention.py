@@ -36,6 +36,7 @@ from ..shared.plot import (
     pixels,
     pyplot,
     save,
+    subplots,
 )
 from .subjects import VITS, Subject, Vit, fitting, indices, photographs
 
@@ -45,6 +46,7 @@ KINDS = {
     "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
     "softmax": ("attention on P alone", "query token", "key token", False),
 }
+OFFSETS = ("mean attention", "patches down", "patches right", False)  # the same of `kernels`
 RADIUS = 3  # largest offset of a kernel, in patches
 SHOWN = 0.995  # share of Q Kᵀ's entries within the colour scale
 PARTS = {"centre": "centre heads", "others": "other heads"}  # of a Mass
@@ -81,15 +83,13 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     attention = model.blocks[block].attn
     if kind == "qk":
         return attention.q_weight.mT @ attention.k_weight  # (h, D, d) @ (h, d, D)
-    prefix, patches = model.num_prefix_tokens, math.prod(model.grid)
-    positions = (
-        norm.weight.new_zeros(1, prefix + patches, len(norm.weight))
-        if model.pos_embed is None
-        else model.pos_embed
-    )
+    prefix = model.num_prefix_tokens
+    positions = model.pos_embed
+    if positions is None:
+        positions = norm.weight.new_zeros(1, prefix + math.prod(model.grid), len(norm.weight))
     x = norm(positions)  # (1, prefix + N, D)
     if model.rotary or isinstance(attention.q_norm, torch.nn.LayerNorm):
-        query, key = (part[0] for part in attention.queries_keys_values(x)[:2])
+        (query,), (key,), _ = attention.queries_keys_values(x)
     else:
         query, key = x @ attention.q_weight.mT, x @ attention.k_weight.mT
     query, key = query[:, prefix:], key[:, prefix:]  # (h, N, d)
@@ -105,38 +105,22 @@ def draw_maps(
     heads: Sequence[int] | None,
 ) -> None:
     """Draw a row per kind, model and block; a kind has one colour scale. heads: None for all."""
-    rows: dict[str, list[Row]] = {kind: [] for kind in kinds}
+    rows = []
     for subject in fitting(subjects, "maps"):
         model = cast(Vit, subject.model)
         for block in indices("block", blocks, len(model.blocks)):
             for kind in kinds:
-                unit, down, across, diverging = KINDS[kind]
                 maps = position_maps(model, block, kind)
                 maps = maps[indices("head", heads, len(maps))]
                 # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
                 # other entries would be pale.
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
-                rows[kind].append(
-                    Row(
-                        f"{subject.state}\nblock {block}",
-                        maps,
-                        unit,
-                        down,
-                        across,
-                        diverging,
-                        peak=peak,
-                    )
-                )
-    draw_grid(
-        out,
-        [row for kind in kinds for row in rows[kind]],
-        heads,
-        subject.heading(
-            "each head on positions alone"
-            if subject.model.rotary
-            else "each head on the position embedding P"
-        ),
-    )
+                label = f"{subject.state}\nblock {block}"
+                rows.append(Row(label, maps, *KINDS[kind], peak=peak))
+    units = [KINDS[kind][0] for kind in kinds]
+    rows.sort(key=lambda row: units.index(row.unit))
+    what = "positions alone" if subject.model.rotary else "the position embedding P"
+    draw_grid(out, rows, heads, subject.heading(f"each head on {what}"))
 
 
 def draw_kernels(
@@ -159,20 +143,10 @@ def draw_kernels(
         for block, weights in mixing_matrices(subject.model, images, blocks=numbers).items():
             weights = weights[:, indices("head", heads, weights.shape[1])]  # (B, h, N, N)
             kernel = mean_kernel(weights, subject.model.grid, RADIUS).mean(0)
-            rows.append(
-                Row(
-                    f"{subject.state}\nblock {block}",
-                    kernel,
-                    "mean attention",
-                    "patches down",
-                    "patches right",
-                    diverging=False,
-                    centred=True,
-                )
-            )
-    draw_grid(
-        out, rows, heads, subject.heading(f"what each head attends to, mean over {count} images")
-    )
+            label = f"{subject.state}\nblock {block}"
+            rows.append(Row(label, kernel, *OFFSETS, centred=True))
+    heading = subject.heading(f"what each head attends to, mean over {count} images")
+    draw_grid(out, rows, heads, heading)
 
 
 def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
@@ -195,27 +169,18 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
         subject = subject._replace(state=subject.state.removeprefix(f"{recipe}, "))
         mass = mass_of(subject, folder, count)
         for part in PARTS:
-            print(
-                f"{recipe}, {subject.state}: {part}",
-                *(f"{value:.3f}" for value in getattr(mass, part)),
-            )
+            shares = [f"{value:.3f}" for value in getattr(mass, part)]
+            print(f"{recipe}, {subject.state}: {part}", *shares)
         by_recipe[recipe].append((subject, mass))
 
-    figure, axes = pyplot().subplots(
-        2,
-        len(by_recipe),
-        squeeze=False,
-        sharey=True,
-        layout="constrained",
-        figsize=(max(6.4, 2.2 * len(by_recipe) + 0.8), 5.6),
-    )
+    width = max(6.4, 2.2 * len(by_recipe) + 0.8)
+    figure, axes = subplots(2, len(by_recipe), width, 5.6, sharey=True)
     legend = {}
     for column, (name, masses) in zip(axes.T, by_recipe.items()):
         looks = looks_of([subject.recipe.init.name for subject, _ in masses])
         for axis, (part, words) in zip(column, PARTS.items()):
-            (legend["uniform attention"],) = axis.plot(
-                masses[0][1].uniform, color="0.8", linewidth=6
-            )
+            uniform = masses[0][1].uniform
+            (legend["uniform attention"],) = axis.plot(uniform, color="0.8", linewidth=6)
             for (subject, mass), (colour, line) in zip(masses, looks):
                 values = torch.tensor(getattr(mass, part))
                 known = ~values.isnan()
@@ -273,50 +238,35 @@ def draw_attention(
         grids = block_grids(subject.model)
         blocks = indices("block", blocks, len(grids))
         image = evaluation_view(decode_image(str(photograph)), subject.recipe)  # (3, H, W)
-        matrices = mixing_matrices(
-            subject.model, as_input(image[None], subject.recipe), blocks=blocks
-        )
+        inputs = as_input(image[None], subject.recipe)
+        matrices = mixing_matrices(subject.model, inputs, blocks=blocks)
         for block in blocks:
             weights, grid = matrices[block][0], grids[block]  # (h, N, N)
             weights = weights[indices("head", heads, len(weights))]
+            label = f"{subject.state}\nblock {block}"
             for query in queries or [(grid[0] // 2, grid[1] // 2)]:
-                rows.append(
-                    (
-                        f"{subject.state}\nblock {block}",
-                        image,
-                        grid,
-                        query,
-                        heat_maps(weights, grid, query),
-                    )
-                )
+                rows.append((label, image, query, heat_maps(weights, grid, query)))
 
     plt = pyplot()
-    scale = plt.matplotlib.colors.PowerNorm(0.5, 0.0, max(maps.max().item() for *_, maps in rows))
-    figure, axes = plt.subplots(
-        len(rows),
-        len(heads) + 1,
-        squeeze=False,
-        layout="constrained",
-        figsize=(1.5 * (len(heads) + 1) + 1.0, 1.55 * len(rows) + 0.5),
-    )
-    for line, (label, image, grid, query, maps) in zip(axes, rows):
+    largest = max(maps.max().item() for *_, maps in rows)
+    scale = plt.matplotlib.colors.PowerNorm(0.5, 0.0, largest)
+    columns = len(heads) + 1
+    figure, axes = subplots(len(rows), columns, 1.5 * columns + 1.0, 1.55 * len(rows) + 0.5)
+    for (photo, *others), (label, image, query, maps) in zip(axes, rows):
         height, width = image.shape[1:]
-        down, across = height / grid[0], width / grid[1]  # a patch in pixels
-        line[0].imshow(pixels(image), extent=(0, width, height, 0))
-        line[0].set_ylabel(label, fontsize=9)
-        for axis, heat in zip(line[1:], maps):
+        down, across = height / maps.shape[1], width / maps.shape[2]  # a patch in pixels
+        photo.imshow(pixels(image), extent=(0, width, height, 0))
+        photo.set_ylabel(label, fontsize=9)
+        for axis, heat in zip(others, maps):
             layer = draw_heat(axis, image, heat, scale)
-        for axis in line:
+        corner = (query[1] * across, query[0] * down)
+        for axis in (photo, *others):
             axis.set(xticks=[], yticks=[])
-            corner = (query[1] * across, query[0] * down)
-            for colour, thickness in (("black", 2.0), ("white", 0.9)):  # visible on any background
-                axis.add_patch(
-                    plt.Rectangle(
-                        corner, across, down, fill=False, edgecolor=colour, linewidth=thickness
-                    )
-                )
+            for colour, linewidth in (("black", 2.0), ("white", 0.9)):  # visible on any background
+                look = {"fill": False, "edgecolor": colour, "linewidth": linewidth}
+                axis.add_patch(plt.Rectangle(corner, across, down, **look))
     bar = figure.colorbar(layer, ax=list(axes.flat), label="attention", shrink=0.9, pad=0.01)
     bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
-    save(figure, out, subject.heading("what the framed patch attends to"), few_colours="dithered")
+    save(figure, out, subject.heading("what the framed patch attends to"), photographs=True)

@@ -13,7 +13,7 @@ from ...data.loader import TrainViews
 from ...data.rand_augment import Operation, for_device, rand_augment
 from ...data.sources import LooseImages
 from ...recipe.files import RECIPES, load_recipe
-from ..shared.plot import pixels, pyplot, save
+from ..shared.plot import pixels, save, subplots
 
 
 def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
@@ -27,7 +27,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     described = torch.from_numpy(for_device(drawn, (224, 224)))
     copies = image.expand(len(operations), -1, -1, -1)
     images = rand_augment(copies, described, settings.fill)
-    figure, axes = pyplot().subplots(4, 4, figsize=(6.4, 7.0), layout="constrained")
+    figure, axes = subplots(4, 4, 6.4, 7.0)
     for axis, tile, operation, argument in zip(axes.flat, images, Operation, arguments):
         title = operation.name if operation else "original"
         if argument:
@@ -36,7 +36,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
         axis.set_title(title, fontsize=9)
         axis.set_axis_off()
     heading = f"RandAugment's operations at magnitude {magnitude:g}"
-    save(figure, out, heading, few_colours="dithered")
+    save(figure, out, heading, photographs=True)
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
@@ -48,7 +48,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     count = 6
     mean, std = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_STD))
     deit = load_recipe(RECIPES / "deit_base.toml")
-    figure, axes = pyplot().subplots(2, count, figsize=(1.4 * count, 3.4), layout="constrained")
+    figure, axes = subplots(2, count, 1.4 * count, 3.4)
     kinds = {
         "mixup": replace(deit.mix, cutmix_alpha=0.0),
         "cutmix": replace(deit.mix, mixup_alpha=0.0),
@@ -77,4 +77,4 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)
     heading = "Two augmented batches: each image with its partner, targets in these shares"
-    save(figure, out, heading, few_colours="dithered")
+    save(figure, out, heading, photographs=True)

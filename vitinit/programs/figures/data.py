@@ -13,7 +13,7 @@ from ...data.images import DataError, resize_and_centre_crop
 from ...data.lists import LISTS
 from ...data.sources import ImageFiles, Source
 from ...watch.survey import Survey, survey
-from ..shared.plot import BLUE, as_drawn, pixels, pyplot, save
+from ..shared.plot import BLUE, as_drawn, pixels, save, subplots
 
 EXAMPLES, SIDE = 8, 64  # images per class, spread evenly over it, and their pixels
 LONGEST = 30  # characters of a class's name
@@ -49,14 +49,12 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     if len(order) > MOST_CLASSES:
         rows = np.delete(order, range(MOST_CLASSES // 2, len(order) - MOST_CLASSES // 2))
         hidden = f"; {len(order) - len(rows)} classes in between"
-    figure, (images, bars) = pyplot().subplots(
-        1, 2, figsize=(9.0, 0.5 * len(rows) + 1.0), width_ratios=(3, 2), layout="constrained"
-    )
+    figure, [(images, bars)] = subplots(1, 2, 9.0, 0.5 * len(rows) + 1.0, width_ratios=(3, 2))
     picture = np.full((len(rows), EXAMPLES, SIDE, SIDE, 3), 255, np.uint8)
     for line, label in zip(picture, rows):
         for place, index in zip(line, of_class(source, label)):
             place[:] = example(source, index)
-    images.imshow(rearrange(picture, "class n h w rgb -> (class h) (n w) rgb"))
+    images.imshow(rearrange(picture, "row n h w rgb -> (row h) (n w) rgb"))
     middles = SIDE * (np.arange(len(rows)) + 0.5)
     names = [as_drawn(one_line(source.classes[label], LONGEST)) for label in rows]
     images.set(xticks=[], yticks=middles, yticklabels=names)
@@ -68,7 +66,7 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     bars.spines[["top", "right"]].set_visible(False)
     files = "".join(line.partition(":")[2] for line in report.lines[1:])
     heading = f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}"
-    save(figure, out, heading, few_colours="dithered")
+    save(figure, out, heading, photographs=True)
 
 
 def of_class(source: Source, label: int) -> np.ndarray:

@@ -61,14 +61,12 @@ def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, d
     far = (sizes * torch.cdist(cells, cells)).sum((1, 2)) / sizes.sum((1, 2))
     # Sharpness: a query's largest weight minus the 1/N of uniform attention; the mean over queries.
     peaks = sizes.amax(2) / (sizes.sum(2) if signed else 1.0)  # (h, N)
-    numbers = {
-        "largest": largest,
-        "kernels": kernels.flatten(1),
-        "distance": far,
-        "sharpness": peaks.mean(1) - 1 / len(cells),
+    return levels.round().to(torch.uint8).numpy(), {
+        "largest": rounded(largest),
+        "kernels": rounded(kernels.flatten(1)),
+        "distance": rounded(far),
+        "sharpness": rounded(peaks.mean(1) - 1 / len(cells)),
     }
-    view = {name: rounded(values.tolist()) for name, values in numbers.items()}
-    return levels.round().to(torch.uint8).numpy(), view
 
 
 @torch.no_grad()
@@ -91,7 +89,7 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
         blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
         levels += [part for part, _ in blocks]
         # A model without classes has no logits, and so no probabilities.
-        probabilities = model(image).softmax(1)[0].tolist() if model.num_classes else []
+        probabilities = model(image).softmax(1)[0] if model.num_classes else []
         views_of = [view for _, view in blocks]
         images.append({"blocks": views_of, "probabilities": rounded(probabilities)})
     masses = None
@@ -159,9 +157,9 @@ def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:
     """The highest of LEVELS whose text of all weights has at most MOST letters, and that text."""
     count = sum(part.size for part in levels)
     if count <= LARGEST:
-        joined = np.concatenate([part.ravel() for part in levels])
         for steps in LEVELS:
-            text = packed(np.rint(joined * (steps / LEVELS[0])).astype(np.uint8).tobytes())
+            coarse = [np.rint(part * (steps / LEVELS[0])).astype(np.uint8) for part in levels]
+            text = packed(b"".join(part.tobytes() for part in coarse))
             if len(text) <= MOST:
                 return steps, text
     raise FigureError(

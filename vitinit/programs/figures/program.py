@@ -21,13 +21,13 @@ tell these colours apart.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from ...init import INITS
-from ..shared.command_line import Output, Parser, add_set, integer, one_of, real, run_program
+from ..shared.command_line import Output, Parser, add_set, integer, main_of, one_of, real
 from ..shared.curves import draw_across, draw_curves, draw_steps
 from ..shared.groups import finished_runs, group_runs
 from ..shared.plot import FigureError, pyplot
@@ -44,6 +44,8 @@ from .subjects import Subject, fresh, of_runs
 # for each offset of a 3×3 kernel.
 VARIANT = ["model.options.embed_dim=288", "model.options.num_heads=9"]
 VARIANT_INITS = ["default", "mimetic", "impulse"]
+SEED = integer(0, 2**63)
+WEIGHTS = ("model", "ema")
 MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")  # arguments about models
 
 
@@ -80,7 +82,7 @@ def models(figure: Parser) -> None:
         type=one_of(INITS),
         help=f"for --recipe: one or more inits in place of the recipe's: {', '.join(INITS)}",
     )
-    figure.add_argument("--seed", type=integer(0, 2**63), help="for --recipe: run.seed")
+    figure.add_argument("--seed", type=SEED, help="for --recipe: run.seed")
     add_set(figure, "for --recipe: override any key")
     figure.add_argument(
         "--epochs",
@@ -90,7 +92,7 @@ def models(figure: Parser) -> None:
         help="for --run: epochs whose checkpoints the run kept, or `all` of these "
         "with the last; default: last.pt",
     )
-    figure.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
+    figure.add_argument("--weights", choices=WEIGHTS, help="for --run, default model")
 
 
 def images(figure: Parser) -> None:
@@ -111,6 +113,32 @@ def blocks_and_heads(figure: Parser) -> None:
     )
 
 
+def kinds(figure: Parser) -> None:
+    figure.add_argument(
+        "--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS), help=", ".join(KINDS)
+    )
+
+
+def photograph(figure: Parser) -> None:
+    figure.add_argument("photograph", type=Path)
+
+
+def photographs(figure: Parser) -> None:
+    figure.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
+
+
+def queries(figure: Parser) -> None:
+    figure.set_defaults(heads=[0, 1, 2])
+    figure.add_argument(
+        "--queries",
+        nargs="+",
+        type=pair,
+        default=[],
+        metavar="ROW,COLUMN",
+        help="query patches, counted from 0; default: the one in the middle",
+    )
+
+
 def runs(figure: Parser) -> None:
     figure.add_argument(
         "runs",
@@ -121,78 +149,8 @@ def runs(figure: Parser) -> None:
     )
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """`draw` is the figure's function; all but MODELS and `out` are named as its parameters."""
-    parser = Parser(prog="vitinit figures", description=__doc__)
-    figures = parser.add_subparsers(metavar="FIGURE", required=True)
-
-    def figure(
-        name: str, draw: Callable[..., None], text: str, *parts: Callable[[Parser], None]
-    ) -> Parser:
-        added = figures.add_parser(name, help=text, description=text)
-        suffix = ".html" if draw in (write_explorer, write_report) else ".png"
-        added.add_argument(
-            "--out",
-            type=Output(suffix),
-            required=True,
-            metavar=f"FILE{suffix}",
-            help="file to write",
-        )
-        added.set_defaults(draw=draw)
-        for part in parts:
-            part(added)
-        return added
-
-    figure(
-        "kernels",
-        draw_kernels,
-        "mean attention by offset: the kernels that heads start as",
-        models,
-        images,
-        blocks_and_heads,
-    )
-    maps = figure(
-        "maps",
-        draw_maps,
-        "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs",
-        models,
-        blocks_and_heads,
-    )
-    maps.add_argument(
-        "--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS), help=", ".join(KINDS)
-    )
-    attention = figure(
-        "attention",
-        draw_attention,
-        "what tokens of a photograph attend to",
-        models,
-        blocks_and_heads,
-    )
-    attention.add_argument("photograph", type=Path)
-    attention.set_defaults(heads=[0, 1, 2])
-    attention.add_argument(
-        "--queries",
-        nargs="+",
-        type=pair,
-        default=[],
-        metavar="ROW,COLUMN",
-        help="query patches, counted from 0; default: the one in the middle",
-    )
-    explore = figure(
-        "explore",
-        write_explorer,
-        "an HTML page of the attention of every head of every block",
-        models,
-    )
-    explore.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
-    figure("mass", draw_mass, "share of attention on the heads' targets, by depth", models, images)
-    curves = figure(
-        "curves",
-        draw_runs,
-        "validation top-1 of finished runs by epoch, or quantities by step",
-        runs,
-    )
-    instead = curves.add_mutually_exclusive_group()
+def other_curves(figure: Parser) -> None:
+    instead = figure.add_mutually_exclusive_group()
     instead.add_argument(
         "--steps",
         action="store_true",
@@ -203,48 +161,46 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         metavar="SECTION.KEY",
         help='last top-1 by a key, such as schedule.epochs, or "training images"',
     )
-    report = figure(
-        "report",
-        write_report,
-        "an HTML page about runs: curves, mistakes, recipe, comparison",
-        runs,
-    )
-    report.add_argument("--data-dir", help="folder of the data set, if not the recipe's")
-    report.add_argument(
+
+
+def judged_on(figure: Parser) -> None:
+    figure.add_argument("--data-dir", help="folder of the data set, if not the recipe's")
+    figure.add_argument(
         "--images",
         type=integer(0),
         default=10_000,
         metavar="N",
         help="validation images to judge a run on, at most (10000)",
     )
-    report.add_argument("--weights", choices=["model", "ema"], default="model")
-    operations = figure(
-        "operations", draw_operations, "a photograph under each of RandAugment's operations"
-    )
-    operations.add_argument("photograph", type=Path)
-    operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
-    batch = figure("batch", draw_batch, "batches after the whole augmentation")
-    batch.add_argument(
+    figure.add_argument("--weights", choices=WEIGHTS, default="model")
+
+
+def magnitude(figure: Parser) -> None:
+    figure.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
+
+
+def seeded_images(figure: Parser) -> None:
+    figure.add_argument(
         "--data-dir", type=Path, dest="folder", required=True, help="a folder with images in it"
     )
-    batch.add_argument("--seed", type=integer(0, 2**63), default=0)
-    data = figure("data", draw_data, "what a folder of classes is like: examples, counts, copies")
-    data.add_argument("--data-dir", required=True, help="a folder as `photos` trains on, or lists")
-    data.add_argument(
+    figure.add_argument("--seed", type=SEED, default=0)
+
+
+def data_set(figure: Parser) -> None:
+    figure.add_argument(
+        "--data-dir", required=True, help="a folder as `photos` trains on, or lists"
+    )
+    figure.add_argument(
         "--image-size",
         type=integer(1),
         default=128,
         metavar="PIXELS",
         help="of the model that is to be trained (128)",
     )
-    reconstruct = figure(
-        "reconstruct",
-        draw_reconstruct,
-        "photographs, what a masked autoencoder sees of them, and what it makes of it",
-    )
-    reconstruct.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
-    reconstruct.add_argument("--run", type=Path, required=True, help="a run of own_images, say")
-    return parser.parse_args(arguments)
+
+
+def autoencoder(figure: Parser) -> None:
+    figure.add_argument("--run", type=Path, required=True, help="a run of own_images, say")
 
 
 def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -> None:
@@ -257,40 +213,103 @@ def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -
     return draw_across(out, groups, across) if across else draw_curves(out, groups)
 
 
-def subjects(
-    *,
-    recipe: list[str] | None,
-    run: list[Path] | None,
-    init: list[str] | None,
-    seed: int | None,
-    set: list[str],
-    epochs: list[int] | Literal["all"],
-    weights: str | None,
-) -> Iterator[Subject]:
+# Name: the function that draws it, what it shows, and what adds its arguments.
+FIGURES = {
+    "kernels": (
+        draw_kernels,
+        "mean attention by offset: the kernels that heads start as",
+        [models, images, blocks_and_heads],
+    ),
+    "maps": (
+        draw_maps,
+        "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs",
+        [models, blocks_and_heads, kinds],
+    ),
+    "attention": (
+        draw_attention,
+        "what tokens of a photograph attend to",
+        [models, blocks_and_heads, photograph, queries],
+    ),
+    "explore": (
+        write_explorer,
+        "an HTML page of the attention of every head of every block",
+        [models, photographs],
+    ),
+    "mass": (draw_mass, "share of attention on the heads' targets, by depth", [models, images]),
+    "curves": (
+        draw_runs,
+        "validation top-1 of finished runs by epoch, or quantities by step",
+        [runs, other_curves],
+    ),
+    "report": (
+        write_report,
+        "an HTML page about runs: curves, mistakes, recipe, comparison",
+        [runs, judged_on],
+    ),
+    "operations": (
+        draw_operations,
+        "a photograph under each of RandAugment's operations",
+        [photograph, magnitude],
+    ),
+    "batch": (draw_batch, "batches after the whole augmentation", [seeded_images]),
+    "data": (draw_data, "what a folder of classes is like: examples, counts, copies", [data_set]),
+    "reconstruct": (
+        draw_reconstruct,
+        "photographs, what a masked autoencoder sees of them, and what it makes of it",
+        [photographs, autoencoder],
+    ),
+}
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """`draw` is the figure's function; all others but MODELS are named as its parameters."""
+    parser = Parser(prog="vitinit figures", description=__doc__)
+    commands = parser.add_subparsers(metavar="FIGURE", required=True)
+    for name, (draw, text, parts) in FIGURES.items():
+        figure = commands.add_parser(name, help=text, description=text)
+        suffix = ".html" if draw in (write_explorer, write_report) else ".png"
+        figure.add_argument(
+            "--out",
+            type=Output(suffix),
+            required=True,
+            metavar=f"FILE{suffix}",
+            help="file to write",
+        )
+        figure.set_defaults(draw=draw)
+        for part in parts:
+            part(figure)
+    return parser.parse_args(arguments)
+
+
+def subjects(args: argparse.Namespace) -> Iterator[Subject]:
     """The models named, one by one; FigureError for options of --recipe with --run or reverse."""
-    unused = (
-        {"--init": init, "--seed": seed is not None, "--set": set}
-        if run
-        else {"--epochs": epochs, "--weights": weights}
-    )
+    if args.run:
+        place = "--recipe"
+        unused = {"--init": args.init, "--seed": args.seed is not None, "--set": args.set}
+    else:
+        place = "--run"
+        unused = {"--epochs": args.epochs, "--weights": args.weights}
     for option, given in unused.items():
         if given:
-            raise FigureError(f"{option} goes with {'--recipe' if run else '--run'}")
-    if run:
-        return of_runs(run, epochs, weights or "model")
-    if recipe:
-        return fresh(recipe, init or [None], seed=seed, sets=set)
-    return fresh(["quickstart"], init or VARIANT_INITS, seed=seed, sets=VARIANT + set)
+            raise FigureError(f"{option} goes with {place}")
+    if args.run:
+        return of_runs(args.run, args.epochs, args.weights or "model")
+    if args.recipe:
+        return fresh(args.recipe, args.init or [None], seed=args.seed, sets=args.set)
+    sets = VARIANT + args.set
+    return fresh(["quickstart"], args.init or VARIANT_INITS, seed=args.seed, sets=sets)
 
 
-def main(arguments: list[str], name: str = "vitinit figures") -> int:
-    def program() -> None:
-        args = vars(parse_arguments(arguments))
-        pyplot()  # fails at once if matplotlib is missing
-        draw, out = args.pop("draw"), args.pop("out")
-        if "recipe" in args:
-            args["subjects"] = subjects(**{key: args.pop(key) for key in MODELS})
-        draw(out, **args)
-        print(f"wrote {out}")
+def figures(args: argparse.Namespace) -> None:
+    pyplot()  # fails at once if matplotlib is missing
+    options = vars(args).copy()
+    draw = options.pop("draw")
+    if "recipe" in options:
+        for name in MODELS:
+            del options[name]
+        options["subjects"] = subjects(args)
+    draw(**options)
+    print(f"wrote {args.out}")
 
-    return run_program(name, program)
+
+main = main_of("vitinit figures", parse_arguments, figures)

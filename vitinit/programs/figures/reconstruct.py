@@ -15,7 +15,7 @@ from ...models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, 
 from ...recipe.sections import DataSection
 from ...runs.data import evaluation_view, masks_of
 from ...runs.load import open_saved
-from ..shared.plot import FigureError, pixels, pyplot, save
+from ..shared.plot import FigureError, pixels, save, subplots
 
 COLUMNS = ("photograph", "what the encoder sees", "reconstruction")
 GREY = 0.5  # of hidden patches
@@ -29,49 +29,41 @@ def pasted(
     in [0, 1]. Where targets are normalised, a patch gets the mean and deviation that it has in the
     image, which the model does not know.
     """
-    images, inputs = views / 255, normalise(views, data.mean, data.std)
-    patches = patches_of(images, model.patch).clone()
+    inputs = normalise(views, data.mean, data.std)
     hidden, predicted = model.reconstruct(inputs, visible)
-    rows = torch.arange(len(images))[:, None]  # (B, 1)
     if model.normalise_targets:
         mean, deviation = mean_and_deviation(take(patches_of(inputs, model.patch), hidden))
         predicted = predicted * deviation + mean
     mean, std = map(torch.tensor, (data.mean, data.std))  # back to [0, 1]
     colours = predicted.unflatten(2, (-1, 3)) * std + mean  # (B, hidden, p·q, 3)
-    both = []
-    for content in (torch.tensor(GREY), colours.flatten(2).clamp(0, 1)):
-        patches[rows, hidden] = content
-        both.append(
-            rearrange(
-                patches,
-                "b (h w) (p q c) -> b c (h p) (w q)",
-                h=model.grid[0],
-                p=model.patch[0],
-                q=model.patch[1],
-            )
-        )
-    return both[0], both[1]
+    patches = patches_of(views / 255, model.patch)
+    rows = torch.arange(len(views))[:, None]  # (B, 1)
+
+    def image(content: Tensor) -> Tensor:
+        tiles = patches.index_put((rows, hidden), content)
+        return rearrange(tiles, "b (h w) (p q c) -> b c (h p) (w q)", **sizes)
+
+    sizes = {"h": model.grid[0], "p": model.patch[0], "q": model.patch[1]}
+    return image(torch.tensor(GREY)), image(colours.flatten(2).clamp(0, 1))
 
 
 def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> None:
     """Draw each photograph, its visible patches, and the reconstruction, a row per photograph."""
     saved = open_saved(run)
-    if (masks := masks_of(saved.recipe)) is None:
+    masks = masks_of(saved.recipe)
+    if masks is None:
         raise FigureError(
             f"{saved.name}: learned classes, and not to reconstruct images, as "
             "recipe own_images does"
         )
     model = saved.autoencoder().eval()
-    views = torch.stack(
-        [evaluation_view(decode_image(str(path)), saved.recipe) for path in photographs]
-    )  # (B, 3, H, W) uint8
-    visible = torch.from_numpy(
-        masks.draw(keyed_generator(0, Stream.EVAL_MASK, index) for index in range(len(views)))
-    )
+    images = [decode_image(str(path)) for path in photographs]
+    # (B, 3, H, W) uint8
+    views = torch.stack([evaluation_view(image, saved.recipe) for image in images])
+    rngs = (keyed_generator(0, Stream.EVAL_MASK, index) for index in range(len(views)))
+    visible = torch.from_numpy(masks.draw(rngs))
     seen, reconstructed = pasted(model, saved.recipe.data, views, visible)
-    figure, axes = pyplot().subplots(
-        len(views), 3, figsize=(6.0, 2.0 * len(views) + 0.3), squeeze=False, layout="constrained"
-    )
+    figure, axes = subplots(len(views), 3, 6.0, 2.0 * len(views) + 0.3)
     for row, tiles in zip(axes, zip(views / 255, seen, reconstructed)):
         for axis, tile in zip(row, tiles):
             axis.imshow(pixels(tile), interpolation="nearest")
@@ -79,9 +71,5 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
     for axis, words in zip(axes[0], COLUMNS):
         axis.set_title(words, fontsize=9)
     share = 1 - masks.visible / masks.patches
-    save(
-        figure,
-        out,
-        f"{saved.recipe.name}: {share:.0%} of the patches are hidden",
-        few_colours="dithered",
-    )
+    heading = f"{saved.recipe.name}: {share:.0%} of the patches are hidden"
+    save(figure, out, heading, photographs=True)

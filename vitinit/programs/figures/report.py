@@ -124,11 +124,11 @@ def panel(title: str, across: str, bands: Iterable[Band]) -> dict[str, Any]:
             "colour": colour,
             "dash": DASHES[line] if isinstance(line, str) else " ".join(map(str, line[1])),
             "x": places.tolist(),
-            "mean": rounded(values.mean(0).tolist()),
+            "mean": rounded(values.mean(0)),
         }
         if len(values) > 1:
-            view["low"] = rounded(values.amin(0).tolist())
-            view["high"] = rounded(values.amax(0).tolist())
+            view["low"] = rounded(values.amin(0))
+            view["high"] = rounded(values.amax(0))
         lines.append({"low": None, "high": None} | view)
     return {"title": title, "across": across, "lines": lines, "log": False}
 
@@ -162,12 +162,12 @@ def run_view(run: RunRecord, group: Group) -> dict[str, Any]:
 
 def changes_of(run: RunRecord) -> list[list[str]]:
     """Each key in which a run differs from the recipe of that name, with the values of both."""
-    tables = load_recipe(run.source).keys, MEANT | run.keys
+    source, used = load_recipe(run.source).keys, MEANT | run.keys
     changes = []
-    for key in dict.fromkeys([*tables[0], *run.keys]):
-        values = [table.get(key) for table in tables]
-        if values[0] != values[1]:
-            changes.append([key, *("–" if value is None else to_toml(value) for value in values)])
+    for key in source | run.keys:
+        if source.get(key) != used.get(key):
+            values = [to_toml(keys[key]) if key in keys else "–" for keys in (source, used)]
+            changes.append([key, *values])
     return changes
 
 
@@ -249,7 +249,7 @@ def judge(
                 "source": as_png(batches.views[index][0], SIDE),
                 "truth": int(labels[index]),
                 "guess": int(guesses[index]),
-                "share": rounded(shares[index].item()),
+                "share": rounded(shares[index]),
                 "file": file or f"image {place}",
                 "link": file and address(file, folder),
             }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...base.files import CheckpointError
 from ...data.datasets import open_split
-from ...data.sources import LooseImages, folder_of
+from ...data.sources import LooseImages, Source, folder_of
 from ...init import reads_images, stated_family
 from ...models.layers import Classifier
 from ...models.simple_vit import SimpleViT
@@ -60,9 +60,8 @@ def fresh(
                     "--epochs 0"
                 )
             source = None
-            reads = reads_images(
-                recipe.init.name, stated_family(recipe.model.name, recipe.model.options)
-            )
+            family = stated_family(recipe.model.name, recipe.model.options)
+            reads = reads_images(recipe.init.name, family)
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data, recipe.run.seed)
@@ -76,10 +75,10 @@ def fresh(
             recipe = without_data(recipe)
             model = build(recipe)
             initialise(model, recipe, source)
-            state = f"{recipe.name}, " * (len(recipes) > 1) + recipe.init.name
-            yield Subject(
-                recipe, state, model.eval(), source.classes if source else (), len(recipes) == 1
-            )
+            alone = len(recipes) == 1
+            state = recipe.init.name if alone else f"{recipe.name}, {recipe.init.name}"
+            classes = source.classes if source else ()
+            yield Subject(recipe, state, model.eval(), classes, alone)
 
 
 def of_runs(
@@ -94,31 +93,26 @@ def of_runs(
     """
     for run in runs:
         kept = sorted(run.glob("epoch_*.pt"))
-        paths = (
-            [*kept, run]
-            if epochs == "all"
-            else [RunFolder(run).kept(epoch) for epoch in epochs] or [run]
-        )
-        if lost := [described(path) for path in paths if path not in (*kept, run)]:
-            numbers = ", ".join(described(path).removeprefix("epoch ") for path in kept)
-            raise CheckpointError(
-                f"{run}: keeps no {lost[0]}; it has "
-                + (numbers or "none, which checkpoint.keep_epochs would have kept")
-            )
+        if epochs == "all":
+            paths = [*kept, run]
+        else:
+            paths = [RunFolder(run).kept(epoch) for epoch in epochs] or [run]
+        for path in paths:
+            if path not in (*kept, run):
+                numbers = ", ".join(described(path).removeprefix("epoch ") for path in kept)
+                found = numbers or "none, which checkpoint.keep_epochs would have kept"
+                raise CheckpointError(f"{run}: keeps no {described(path)}; it has {found}")
         steps = set()
         for saved in map(open_saved, paths):
             step = saved.state.get("step")
             if epochs == "all" and step in steps:
                 continue  # last.pt, of an epoch that was kept
             steps.add(step)
-            name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
-            yield Subject(
-                saved.recipe,
-                f"{name}, {described(saved.path)}",
-                saved.model(weights).eval(),
-                saved.classes or (),
-                len(runs) == 1,
-            )
+            alone = len(runs) == 1
+            name = saved.recipe.init.name if alone else saved.path.parent.name
+            state = f"{name}, {described(saved.path)}"
+            model = saved.model(weights).eval()
+            yield Subject(saved.recipe, state, model, saved.classes or (), alone)
 
 
 def described(path: Path) -> str:
@@ -143,11 +137,12 @@ def fitting(
 
 def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count: int) -> list[int]:
     """The blocks or heads that are asked for, or all `count`; FigureError for one not there."""
-    numbers = list(range(count)) if wanted is None else list(wanted)
-    if absent := [number for number in numbers if not 0 <= number < count]:
-        raise FigureError(
-            f"{what} {absent[0]} is asked for, but the model has {what}s 0…{count - 1}"
-        )
+    numbers = [*(range(count) if wanted is None else wanted)]
+    for number in numbers:
+        if number not in range(count):
+            raise FigureError(
+                f"{what} {number} is asked for, but the model has {what}s 0…{count - 1}"
+            )
     return numbers
 
 
@@ -158,21 +153,19 @@ def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
     recipe of the data set `shapes`, whose validation images are drawn. Raises FigureError if there
     are fewer than `count`.
     """
-    if folder is None and recipe.data.name != "shapes":
+    source: Source
+    if folder is not None:
+        source = LooseImages(folder, count)
+    elif recipe.data.name == "shapes":
+        source = open_split("shapes", "", "val", recipe.data.num_classes)
+    else:
         raise FigureError(
             f"recipe {recipe.name} has no images of its own: --data-dir names a "
             "folder with photographs"
         )
-    source = (
-        open_split("shapes", "", "val", recipe.data.num_classes)
-        if folder is None
-        else LooseImages(folder, count)
-    )
     if len(source) < count:
         raise FigureError(
             f"{folder or 'shapes'}: holds {len(source)} images, and {count} are asked for"
         )
-    return as_input(
-        torch.stack([evaluation_view(source.image(index), recipe) for index in range(count)]),
-        recipe,
-    )
+    views = [evaluation_view(source.image(index), recipe) for index in range(count)]
+    return as_input(torch.stack(views), recipe)

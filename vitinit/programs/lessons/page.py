@@ -15,6 +15,7 @@ Fences of other languages are prose.
 
 import base64
 import io
+import math
 import re
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
@@ -80,7 +81,8 @@ class Page:
         """About how many minutes it takes to read without the answers, rounded up."""
         text = ANSWER.sub("", self.text())
         lines = sum(match["source"].count("\n") for match in CODE.finditer(text))
-        return -(-(len(CODE.sub("", text).split()) + LINE * lines) // WORDS_PER_MINUTE)
+        words = len(CODE.sub("", text).split()) + LINE * lines
+        return math.ceil(words / WORDS_PER_MINUTE)
 
     def text(self) -> str:
         """The page as Markdown; the inverse of `read_page`."""
@@ -93,21 +95,14 @@ class Page:
 
 def read_page(path: Path) -> Page:
     text = path.read_text(encoding="utf-8")
-    matches = list(CODE.finditer(text))
-    ends = [0, *(match.end() for match in matches)]
-    starts = [*(match.start() for match in matches), len(text)]
-    prose = tuple(text[end:start] for end, start in zip(ends, starts))
-    codes = tuple(
-        Code(
-            source=match["source"],
-            trains=match["trains"] is not None,
-            line=text.count("\n", 0, match.start("source")) + 1,
-            output=match["output"] or "",
-            pictures=tuple(picture["name"] for picture in PICTURE.finditer(after)),
-        )
-        for match, after in zip(matches, prose[1:])
-    )
-    return Page(path, prose, codes)
+    prose = tuple(CODE.split(text)[::4])  # between two of them are the three groups of CODE
+    codes = []
+    for match, after in zip(CODE.finditer(text), prose[1:]):
+        line = text.count("\n", 0, match.start("source")) + 1
+        pictures = tuple(PICTURE.findall(after))
+        trains, output = match["trains"] is not None, match["output"] or ""
+        codes.append(Code(match["source"], trains, line, output, pictures))
+    return Page(path, prose, tuple(codes))
 
 
 def run_page(page: Page, folder: Path, *, train: bool) -> Iterator[tuple[Code, str]]:
@@ -148,12 +143,8 @@ def check_page(page: Page, folder: Path, *, train: bool = False) -> Iterator[tup
 
 def updated_page(page: Page, folder: Path) -> Page:
     """The page with what its blocks print now, after all training; pictures go to `folder`."""
-    return replace(
-        page,
-        codes=tuple(
-            replace(code, output=printed) for code, printed in run_page(page, folder, train=True)
-        ),
-    )
+    codes = [replace(code, output=printed) for code, printed in run_page(page, folder, train=True)]
+    return replace(page, codes=tuple(codes))
 
 
 def difference(expected: str, printed: str) -> str | None:
@@ -175,8 +166,11 @@ def difference(expected: str, printed: str) -> str | None:
 def _agree(wanted: str, line: str) -> bool:
     if NUMBER.sub("#", wanted).split() != NUMBER.sub("#", line).split():
         return False
-    pairs = zip(NUMBER.findall(wanted.replace("−", "-")), NUMBER.findall(line.replace("−", "-")))
-    return all(abs(float(a) - float(b)) <= _unit(a) * (1 + 1e-9) for a, b in pairs)
+    for shown, printed in zip(NUMBER.findall(wanted), NUMBER.findall(line)):
+        shown, printed = shown.replace("−", "-"), printed.replace("−", "-")
+        if abs(float(shown) - float(printed)) > _unit(shown) * (1 + 1e-9):
+            return False
+    return True
 
 
 def _unit(number: str) -> float:
@@ -197,7 +191,8 @@ def notebook(page: Page) -> dict[str, Any]:
     hidden = False
     for prose, code in zip_longest(page.prose, page.codes):
         for place, part in enumerate(FOLD.split(LINK.sub(r"\1", PICTURE.sub("", prose)))):
-            hidden = not hidden if place else hidden  # a fold's mark begins or ends an answer
+            if place:  # a fold's mark begins or ends an answer
+                hidden = not hidden
             if text := part.strip():
                 text = FOLDED.format(text) if hidden else text
                 cells.append({"cell_type": "markdown", "metadata": {}, "source": text})
@@ -206,14 +201,9 @@ def notebook(page: Page) -> dict[str, Any]:
             if code.output:
                 outputs.append({"output_type": "stream", "name": "stdout", "text": code.output})
             for picture in code.pictures:
-                content = (page.path.parent / IMAGES / picture).read_bytes()
-                outputs.append(
-                    {
-                        "output_type": "display_data",
-                        "metadata": {},
-                        "data": {"image/png": base64.b64encode(content).decode("ascii")},
-                    }
-                )
+                content = base64.b64encode((page.path.parent / IMAGES / picture).read_bytes())
+                data = {"image/png": content.decode("ascii")}
+                outputs.append({"output_type": "display_data", "metadata": {}, "data": data})
             cells.append(
                 {
                     "cell_type": "code",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...base.files import deliver, read_bytes
 from ...base.messages import OneLineError
-from ..shared.command_line import Output, Parser, integer, run_program
+from ..shared.command_line import Output, Parser, integer, main_of
 from . import IMAGES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
 
@@ -52,47 +52,46 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def run_lesson(page: Page, *, train: bool) -> None:
     """Run a lesson's code and print what it prints, block by block."""
-    start, compared = time.perf_counter(), 0
+    start = time.perf_counter()
+    compared = 0
     with tempfile.TemporaryDirectory() as folder:
         for code, printed in check_page(page, Path(folder), train=train):
-            note = " trains: not compared with the page" + ", two steps" * (not train)
-            print(f"line {code.line}{note if code.trains else ''}", flush=True)
-            print(
-                "".join(f"    {line}\n" for line in (printed.splitlines() + list(code.pictures))),
-                end="",
-                flush=True,
+            line = f"line {code.line}"
+            if code.trains:
+                line += " trains: not compared with the page"
+                if not train:
+                    line += ", two steps"
+            else:
+                compared += 1
+            results = printed.splitlines() + list(code.pictures)
+            print(line, *results, sep="\n    ", flush=True)
+    seconds = time.perf_counter() - start
+    print(f"{compared} blocks of code print what the page shows, in {seconds:.0f} s")
+
+
+def lessons(options: argparse.Namespace) -> None:
+    paths = lesson_paths()
+    if options.lesson is None:
+        for number, path in paths.items():
+            page = read_page(path)
+            print(f"{number}  {page.title}: {page.minutes} minutes, {path}")
+        return
+    if options.lesson not in paths:
+        raise OneLineError(f"there is no lesson {options.lesson}; expected 1 to {max(paths)}")
+    page = read_page(paths[options.lesson])
+    if options.notebook:
+        text = json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n"
+        if read_bytes(options.notebook, default=text.encode()) != text.encode():
+            raise OneLineError(
+                f"{options.notebook}: is there already, perhaps with answers; "
+                "move it away, or choose another name"
             )
-            compared += not code.trains
-    print(
-        f"{compared} blocks of code print what the page shows, "
-        f"in {time.perf_counter() - start:.0f} s"
-    )
+        deliver(text, options.notebook)
+    elif options.update:
+        page = updated_page(page, page.path.parent / IMAGES)
+        deliver(page.text(), page.path)
+    else:
+        run_lesson(page, train=options.train)
 
 
-def main(arguments: list[str], name: str = "vitinit lessons") -> int:
-    def program() -> None:
-        options = parse_arguments(arguments)
-        paths = lesson_paths()
-        if options.lesson is None:
-            for number, path in paths.items():
-                page = read_page(path)
-                print(f"{number}  {page.title}: {page.minutes} minutes, {path}")
-            return
-        if options.lesson not in paths:
-            raise OneLineError(f"there is no lesson {options.lesson}; expected 1 to {max(paths)}")
-        page = read_page(paths[options.lesson])
-        if options.notebook:
-            text = json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n"
-            if read_bytes(options.notebook, default=text.encode()) != text.encode():
-                raise OneLineError(
-                    f"{options.notebook}: is there already, perhaps with answers; "
-                    "move it away, or choose another name"
-                )
-            deliver(text, options.notebook)
-        elif options.update:
-            page = updated_page(page, page.path.parent / IMAGES)
-            deliver(page.text(), page.path)
-        else:
-            run_lesson(page, train=options.train)
-
-    return run_program(name, program)
+main = main_of("vitinit lessons", parse_arguments, lessons)

@@ -29,37 +29,27 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        hint = (
-            "; any key of a recipe goes by --set section.key=value"
-            if "unrecognized" in message and "--set" in self.format_usage()
-            else ""
-        )
-        raise RecipeError(message + hint)
+        if "unrecognized" in message and "--set" in self.format_usage():
+            message += "; any key of a recipe goes by --set section.key=value"
+        raise RecipeError(message)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         """ArgumentParser's; an error, too, if an `Output` would replace what it may not."""
         parsed, rest = super().parse_known_args(*arguments, **options)
-        given = vars(parsed)
-        outputs = {
-            action.dest: action.type
-            for action in self._actions
-            if isinstance(action.type, Output) and given.get(action.dest)
-        }
-        inputs = [
-            path
-            for action in self._actions
-            if action.dest not in outputs and not action.choices
-            for path in paths_in(given.get(action.dest))
-        ]
-        for name, output in outputs.items():
-            if (path := given[name]) == STDOUT and output.prints:
-                continue
+        outputs: list[tuple[str, Path, Output]] = []
+        inputs: list[str] = []
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            if not isinstance(action.type, Output):
+                inputs += paths_in(value) if not action.choices else ()
+            elif value and not (action.type.prints and value == STDOUT):
+                outputs.append((action.dest, value, action.type))
+        for name, path, output in outputs:
+            others = [place for place in inputs if not (output.grows and Path(place) == path)]
             try:
                 if output.suffixes:
                     require_replaceable(path, *output.suffixes)
-                require_no_input(
-                    path, [place for place in inputs if not (output.grows and Path(place) == path)]
-                )
+                require_no_input(path, others)
             except FileError as error:
                 self.error(f"argument --{name}: {error}")
         return parsed, rest
@@ -237,6 +227,19 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
         return 2
     finally:
         drop_unwritten()
+
+
+def main_of(
+    name: str,
+    parse: Callable[[list[str]], argparse.Namespace],
+    do: Callable[[argparse.Namespace], int | None],
+) -> Callable[..., int]:
+    """The function `main` of a program: the words of its command line → its exit status."""
+
+    def main(arguments: list[str], name: str = name) -> int:
+        return run_program(name, lambda: do(parse(arguments)))
+
+    return main
 
 
 def drop_unwritten() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...base.messages import counted
 from ...runs.folder import RunFolder
 from .groups import Group, experiment
-from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save
+from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save, subplots
 from .records import RunRecord
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     if metric is None:
         raise FigureError(f"{groups[0].label}: no epoch on record to draw")
     heading = "Loss" if metric.endswith("loss") else "Top-1"
-    figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, [[axis]] = subplots(1, 1, 6.4, 3.8)
     draw_bands(axis, by_epoch(groups, metric))
     axis.locator_params(axis="x", integer=True, min_n_ticks=1)  # 1 alone for one epoch
     axis.set(xlabel="epoch", ylabel=EPOCHS[metric])
@@ -120,7 +120,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     """Draw the quantities of `by_step`, which may raise FigureError, as `draw_curves` top-1."""
     bands, merged = by_step(groups)
-    figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(7.6, 3.2), layout="constrained")
+    figure, [axes] = subplots(1, len(QUANTITIES), 7.6, 3.2)
     for axis, (key, words) in zip(axes, QUANTITIES.items()):
         draw_bands(axis, bands[key])
         axis.set_xlabel("step")
@@ -160,7 +160,7 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     there are several, a bar reaches from the lowest to the highest.
     """
     lines = lines_across(groups, key)
-    figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, [[axis]] = subplots(1, 1, 6.4, 3.8)
     firsts = [next(iter(line.values())) for line in lines]
     hidden = (key, *SUBSET) if key == IMAGES else (key,)
     for line, first, (colour, dashes) in zip(lines, firsts, looks(firsts)):

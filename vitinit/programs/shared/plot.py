@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import groupby, product
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -74,17 +74,23 @@ def pyplot() -> ModuleType:
     return plt
 
 
+def subplots(
+    rows: int, columns: int, width: float, height: float, **options: Any
+) -> tuple[matplotlib.figure.Figure, np.ndarray]:
+    """A figure of some inches with panels: their axes are in rows, also if there is one."""
+    size = (width, height)
+    return pyplot().subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", **options
+    )
+
+
 def save(
-    figure: matplotlib.figure.Figure,
-    out: Path,
-    heading: str,
-    *,
-    few_colours: Literal["flat", "dithered"] = "flat",
+    figure: matplotlib.figure.Figure, out: Path, heading: str, *, photographs: bool = False
 ) -> None:
     """Write a figure with its heading as a PNG file and close it, or pyplot would keep it.
 
-    few_colours: it is reduced to FEW colours, which is a fourth of the bytes: "flat" for lines and
-    areas, "dithered" for photographs. Raises FigureError if it is too large for matplotlib, and
+    It is reduced to FEW colours, which is a fourth of the bytes; if it consists of photographs they
+    are dithered, and lines and areas are flat. Raises FigureError if it is too large for matplotlib, and
     FileError if the file cannot be written; one that was there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
@@ -92,20 +98,19 @@ def save(
     try:
         for text in figure.findobj(pyplot().Text):
             text.set_text(as_drawn(text.get_text()))
-        figure.savefig(drawn, dpi=PHOTO_DPI if few_colours == "dithered" else DPI, format="png")
+        figure.savefig(drawn, dpi=PHOTO_DPI if photographs else DPI, format="png")
     except ValueError as error:  # a side longer than 65,535 pixels, values beyond all axes
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
         pyplot().close(figure)
     picture = Image.open(drawn).convert("RGB")
-    if few_colours == "flat":
-        few = picture.quantize(FEW, dither=Image.Dither.NONE)
-    else:  # this method's palette keeps rare colours
+    if photographs:  # this method's palette keeps rare colours
         palette = picture.quantize(FEW, method=Image.Quantize.FASTOCTREE)
         few = picture.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
-    few.save(drawn := io.BytesIO(), format="png", optimize=True)
+    else:
+        few = picture.quantize(FEW, dither=Image.Dither.NONE)
     with written_atomically(out) as file:
-        file.write(drawn.getvalue())
+        few.save(file, format="png", optimize=True)
 
 
 def as_drawn(text: str) -> str:
@@ -182,13 +187,8 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
     """Draw maps by head (None: all); neighbouring rows of one unit share a scale and colour bar."""
     titles = [f"head {head}" for head in heads or range(max(len(row.maps) for row in rows))]
     side = min(1.3, max(0.72, 6.5 / len(titles)))  # inches of a map
-    figure, axes = pyplot().subplots(
-        len(rows),
-        len(titles),
-        squeeze=False,
-        layout="constrained",
-        figsize=(side * len(titles) + 1.7, (side + 0.1) * len(rows) + 0.9),
-    )
+    width, height = side * len(titles) + 1.7, (side + 0.1) * len(rows) + 0.9
+    figure, axes = subplots(len(rows), len(titles), width, height)
     for _, lines in groupby(zip(axes, rows), key=lambda line: line[1].unit):
         draw_rows(figure, list(lines), side)
     for axis, title in zip(axes[0], titles):
@@ -245,9 +245,11 @@ def packed(levels: bytes) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with four digits, in lists of any depth; None for those that JSON does not know."""
+    """Numbers with four digits, in tensors and lists of any depth; None for those that JSON does not know."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
     if isinstance(value, (list, tuple)):
-        return [rounded(part) for part in value]
+        return [*map(rounded, value)]
     return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 

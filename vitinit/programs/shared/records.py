@@ -87,14 +87,9 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> RunRecord:
     keys = parse_keys(files["recipe.toml"], path / "recipe.toml")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
-    return RunRecord(
-        path,
-        recipe_of(starts[0] if starts else {}),
-        keys,
-        [dict.fromkeys(METRICS) | row for row in rows],
-        starts,
-        files,
-    )
+    source = recipe_of(starts[0] if starts else {})
+    rows = [dict.fromkeys(METRICS) | row for row in rows]
+    return RunRecord(path, source, keys, rows, starts, files)
 
 
 def recipe_of(start: Mapping[str, Any]) -> str:
@@ -109,9 +104,8 @@ def recipe_of(start: Mapping[str, Any]) -> str:
 
 def read_run(path: Path) -> RunRecord:
     """Read the run in the folder `path`, finished or not. Raises as `parse_run` does."""
-    return parse_run(
-        path, {name: read_bytes(path / name) for name in FILES if (path / name).is_file()}
-    )
+    files = {name: read_bytes(path / name) for name in FILES if (path / name).is_file()}
+    return parse_run(path, files)
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
@@ -125,26 +119,17 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     left out with a warning. Raises CheckpointError if nothing else is there, for a pattern that
     fits no run, and as `read_run` and `read_archive` do.
     """
-    runs, others, read_once = [], [], cache(read_archive)
+    runs, others = [], []
+    read_once = cache(read_archive)
     for path in map(by_name, paths):
-        archive = next(
-            (
-                place
-                for place in (path, path.parent)
-                if place.name.endswith(SUFFIX) and place.is_file()
-            ),
-            None,
-        )
-        if archive is not None:
-            held = read_once(archive)
-            selected = [
-                run for run in held if archive == path or fnmatchcase(run.path.name, path.name)
-            ]
+        archive, pattern = (path, "*") if is_archive(path) else (path.parent, path.name)
+        if is_archive(archive):
+            held = {run.path.name: run for run in read_once(archive)}
+            selected = [run for name, run in held.items() if fnmatchcase(name, pattern)]
             if not selected:
                 raise CheckpointError(
                     f"{path}: none of the {counted(len(held), 'run')} in the "
-                    "archive has such a name; it holds "
-                    f"{shortened([run.path.name for run in held])}"
+                    f"archive has such a name; it holds {shortened([*held])}"
                 )
             runs += selected
         elif (path / "recipe.toml").exists() or not path.exists():
@@ -156,6 +141,10 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     if others:
         warn(f"left out, no run: {shortened(others)}")
     return runs
+
+
+def is_archive(path: Path) -> bool:
+    return path.name.endswith(SUFFIX) and path.is_file()
 
 
 def read_archive(path: Path) -> list[RunRecord]:
@@ -202,7 +191,8 @@ def write_archive(runs: Sequence[RunRecord], out: Path) -> None:
     ):
         for name, run in sorted(named.items()):
             for title, content in sorted(run.files.items()):
-                content = without_paths(content) if title == "run.json" else content
+                if title == "run.json":
+                    content = without_paths(content)
                 member = tarfile.TarInfo(f"{name}/{title}")  # mode 0644; time and owner are 0
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
@@ -214,9 +204,8 @@ def without_paths(run_json: bytes) -> bytes:
     for start in starts:
         if isinstance(start.get("data"), dict):
             start["data"].pop("root", None)
-        start |= {
-            key: without_folders(start[key]) for key in ("command", "arguments") if key in start
-        }
+        for key in start.keys() & {"command", "arguments"}:
+            start[key] = without_folders(start[key])
     return (json.dumps(starts, indent=2) + "\n").encode()
 
 
@@ -230,5 +219,5 @@ def without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(without_folders, value)]
     # In a string of TOML's, perhaps; and as Windows writes paths.
-    match = re.fullmatch(r"([^/\\]*=)?([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", str(value))
-    return f"{match[1] or ''}{PureWindowsPath(match[3]).name}" if match else value
+    match = re.fullmatch(r"([^/\\]*=|)([\"']?)((?:[A-Za-z]:)?[/\\].+)\2", str(value))
+    return match[1] + PureWindowsPath(match[3]).name if match else value
