@@ -37,7 +37,7 @@ PLACES = ("data.name", "data.root", "data.workers", "data.on_device_gib")
 
 def compare(args: argparse.Namespace) -> int:
     out = args.out
-    if args.replay is not None:
+    if args.replay:
         from .shared.replay import replay  # here, as a comparison trains nothing
 
         text, holds = replay(
@@ -51,11 +51,11 @@ def compare(args: argparse.Namespace) -> int:
         )
         print(f"\n{text}", end="")
         return int(not holds)
-    if out is not None and out.exists():
+    if out and out.exists():
         require_replaceable(out / "comparison.md", ".md")
         require_replaceable(out / "curves.png", ".png")
     runs = read_runs(args.runs)
-    if args.pack is not None:
+    if args.pack:
         finished, unfinished = finished_runs(runs)
         write_archive(finished, args.pack)
         size = args.pack.stat().st_size
@@ -64,7 +64,7 @@ def compare(args: argparse.Namespace) -> int:
         return 0
     groups, text = compare_runs(runs)
     print(text, end="", flush=True)
-    if out is not None:
+    if out:
         out.mkdir(parents=True, exist_ok=True)
         write_text_atomically(text, out / "comparison.md")
         draw_curves(out / "curves.png", groups)
@@ -113,7 +113,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.out and args.pack:
         parser.error("argument --pack: not allowed with argument --out")
-    if args.replay is None and (args.data_dir or args.epochs or args.set or args.trust_teacher):
+    if not args.replay and (args.data_dir or args.epochs or args.set or args.trust_teacher):
         parser.error("--data-dir, --set, --epochs and --trust-teacher are for --replay NAME")
     for text in args.set:
         if text.partition("=")[0] not in PLACES:

@@ -28,7 +28,7 @@ import io
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ from ..runs.checkpoint import read_checkpoint_file
 from ..runs.data import as_input
 from ..runs.folder import RunFolder, save_atomically
 from ..runs.trained import VIEW_KEYS, Trained, load
-from .shared.command_line import Output, Parser, add_run, run_arguments, run_program
+from .shared.command_line import Output, Parser, add_run, main_of, run_arguments
 from .shared.records import without_folders, without_paths
 
 NEAR = 1e-4  # largest difference of logits, relative to the largest logit
@@ -66,10 +66,10 @@ def metadata(trained: Trained) -> dict[str, Any]:
     recipe = trained.recipe.with_data(image_size=trained.image_size)
     return {
         "made_by": f"vitinit {__version__}",
-        "classes": list(trained.classes),
-        "image_size": list(trained.image_size),
-        "mean": list(recipe.data.mean),
-        "std": list(recipe.data.std),
+        "classes": trained.classes,
+        "image_size": trained.image_size,
+        "mean": recipe.data.mean,
+        "std": recipe.data.std,
         "crop_pct": recipe.eval.crop_pct,
         "interpolation": recipe.eval.interpolation,
         "model": recipe.model.name,
@@ -102,79 +102,69 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     notes = metadata(trained) | {"timm": None}
     names: Names = {}  # ours
     arguments: dict[str, Any] = {}
-    with suppress(RecipeError) if library is None else nullcontext():
+    try:
         name, arguments, names = taken_by(library or "timm", trained)
-        notes[library or "timm"] = {
-            "class": name,
-            "arguments": arguments | {"num_classes": len(trained.classes)},
-        }
-    tensors = with_biases(trained.model.state_dict(), arguments)
+        arguments_of_all = arguments | {"num_classes": len(trained.classes)}
+        notes[library or "timm"] = {"class": name, "arguments": arguments_of_all}
+    except RecipeError:
+        if library:
+            raise
+    tensors = with_biases(trained.model, arguments)
     if library == "torchvision":  # its Swin's files hold these, which are fixed
-        tensors |= {
-            name: index.flatten()
-            for name, index in trained.model.named_buffers()
-            if name.endswith("relative_position_index")
-        }
+        for name, index in trained.model.named_buffers():
+            if name.endswith("relative_position_index"):
+                tensors[name] = index.flatten()
     return write_weights(trained, foreign_names(tensors, names), notes, out)
 
 
 def export_folder(trained: Trained, out: Path, library: str) -> str:
     """Write a folder `out` that timm or transformers loads; return what was checked."""
     full_name, arguments, names = taken_by(library.replace("timm", "timm.create_model"), trained)
-    name, notes = full_name.rpartition(".")[2], metadata(trained)
+    name = full_name.rpartition(".")[2]
+    notes = metadata(trained)
+    files = {}
     if library == "transformers":
-        prefix, classes = f"{arguments['model_type']}.", trained.classes
-        files = {
-            "config.json": arguments
-            | {
-                "architectures": [name],
-                "id2label": dict(enumerate(classes)),
-                "label2id": {label: index for index, label in enumerate(classes)},
-            },
-            "preprocessor_config.json": preprocessor_config(trained.recipe, trained.image_size),
+        prefix = f"{arguments['model_type']}."
+        files["config.json"] = arguments | {
+            "architectures": [name],
+            "id2label": dict(enumerate(trained.classes)),
+            "label2id": {label: index for index, label in enumerate(trained.classes)},
         }
+        files["preprocessor_config.json"] = preprocessor_config(trained.recipe, trained.image_size)
     else:
-        prefix, files = (
-            "",
-            {
-                "config.json": {
-                    "architecture": name,
-                    "num_classes": len(trained.classes),
-                    "label_names": trained.classes,
-                    "model_args": arguments,
-                    "pretrained_cfg": {
-                        "input_size": [3, *trained.image_size],
-                        "fixed_input_size": "img_size" in arguments,
-                        "classifier": [
-                            layer
-                            for layer, module in trained.model.named_modules()
-                            if layer.startswith("head") and isinstance(module, nn.Linear)
-                        ],
-                        **{key: notes[key] for key in ("mean", "std", "crop_pct", "interpolation")},
-                    },
-                }
+        prefix = ""
+        heads = []
+        for layer, module in trained.model.named_modules():
+            if layer.startswith("head") and isinstance(module, nn.Linear):
+                heads.append(layer)
+        views = {key: notes[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+        files["config.json"] = {
+            "architecture": name,
+            "num_classes": len(trained.classes),
+            "label_names": trained.classes,
+            "model_args": arguments,
+            "pretrained_cfg": {
+                "input_size": [3, *trained.image_size],
+                "fixed_input_size": "img_size" in arguments,
+                "classifier": heads,
+                **views,
             },
-        )
+        }
     with new_folder(out):
         for file, table in files.items():
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
-        tensors = with_biases(trained.model.state_dict(), arguments)
-        return write_weights(
-            trained,
-            foreign_names(tensors, names, prefix),
-            {"format": "pt"} | notes,
-            out / "model.safetensors",
-        )
+        tensors = foreign_names(with_biases(trained.model, arguments), names, prefix)
+        return write_weights(trained, tensors, {"format": "pt"} | notes, out / "model.safetensors")
 
 
-def with_biases(tensors: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
+def with_biases(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The weights, with zeros as biases of Q, K and V where only the library's model has them."""
-    zeros = {
-        name.replace("weight", "bias"): value.new_zeros(len(value))
-        for name, value in tensors.items()
-        if name.endswith("qkv.weight")
-    }
-    return zeros | tensors if arguments.get("qkv_bias") else tensors
+    tensors = model.state_dict()
+    if arguments.get("qkv_bias"):
+        for name, value in model.state_dict().items():
+            if name.endswith("qkv.weight"):
+                tensors.setdefault(name.replace("weight", "bias"), value.new_zeros(len(value)))
+    return tensors
 
 
 def write_weights(
@@ -190,18 +180,16 @@ def write_weights(
         raise CheckpointError(
             f"{out}: writing it needs the extra 'safetensors': pip install 'vitinit[safetensors]'"
         ) from None
-    content = save(
-        {name: value.contiguous() for name, value in tensors.items()},
-        metadata={
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in notes.items()
-        },
-    )
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in notes.items()
+    }
+    content = save({name: value.contiguous() for name, value in tensors.items()}, texts)
     read = native_tensors(load(content), trained.recipe.model.options)
     weights = trained.model.state_dict()
-    if read.keys() != weights.keys() or not all(
+    same = read.keys() == weights.keys() and all(
         torch.equal(read[name], value) for name, value in weights.items()
-    ):
+    )
+    if not same:
         raise CheckpointError(f"{out}: would hold other weights than the model's")
     with written_atomically(out) as file:
         file.write(content)
@@ -226,21 +214,22 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     inside: whether the program normalises its input itself. Raises CheckpointError, and leaves no
     file, if its logits differ from the model's by more than `NEAR`.
     """
-    data, views = trained.recipe.data, noise(trained)
-    model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
-    images = views if inside else as_input(views, trained.recipe)
+    data = trained.recipe.data
+    model, images = trained.model, noise(trained)
+    if inside:
+        model = Normalised(model, data.mean, data.std)
+    else:
+        images = as_input(images, trained.recipe)
     example = images[:2].clone()  # which the program keeps
-    program = torch.export.export(
-        model, (example,), strict=False, dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
-    )
+    shapes = {"images": {0: torch.export.Dim("batch")}}
+    program = torch.export.export(model, (example,), strict=False, dynamic_shapes=shapes)
     for node in [*program.graph.nodes]:
         node.meta.pop("stack_trace", None)  # it has the path of the code
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             program.graph.erase_node(node)  # it would refuse the dtypes of autocast
     archive = io.BytesIO()
-    torch.export.save(
-        program, archive, extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)}
-    )
+    notes = {"vitinit.json": json.dumps(metadata(trained), indent=2)}
+    torch.export.save(program, archive, extra_files=notes)
     archive.seek(0)
     run = torch.export.load(archive).module()
     checked = require_same_logits(run, model, images, NEAR, f"{out}: the exported program's")
@@ -259,37 +248,28 @@ def export_run(trained: Trained, out: Path) -> str:
     stored = read_checkpoint_file(trained.path, mmap=True)
     source = RunFolder(trained.path.parent)
     of_run = "recipe" in stored
-    recipe = for_others(
-        from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
-    )
-    state: dict[str, Any] = {
-        name: stored[name] for name in ("grid", "step", "progress") if name in stored
-    }
-    invented = tuple(map(str, range(len(trained.classes)))) == trained.classes
-    state |= {
-        "model": {
-            name: value.half() if value.is_floating_point() else value
-            for name, value in trained.model.state_dict().items()
-        },
-        "ema": None,
-        "classes": stored.get("classes") if invented else list(trained.classes),
-        "recipe": recipe.as_dict(),
-    }
+    recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
+    recipe = for_others(recipe)
+    classes: list[str] | None = list(trained.classes)
+    if classes == [*map(str, range(len(trained.classes)))]:  # invented
+        classes = stored.get("classes")
+    weights = {}
+    for name, value in trained.model.state_dict().items():
+        weights[name] = value.half() if value.is_floating_point() else value
+    state = {"model": weights, "ema": None, "classes": classes, "recipe": recipe.as_dict()}
+    state |= {name: stored[name] for name in stored.keys() & {"grid", "step", "progress"}}
     with new_folder(out):
         folder = RunFolder(out)
         if of_run and source.starts():  # a damaged run.json is an error of one line
             write_text_atomically(without_paths(read_bytes(source.info)).decode(), folder.info)
-        if of_run and source.metrics.path.exists():
-            write_text_atomically(read_bytes(source.metrics.path).decode(), folder.metrics.path)
+        metrics = source.metrics.path
+        if of_run and metrics.exists():
+            write_text_atomically(read_bytes(metrics).decode(), folder.metrics.path)
         write_text_atomically(recipe.as_toml(), folder.recipe)
         save_atomically(state, folder.last)
-        return require_same_logits(
-            load(out).model,
-            trained.model,
-            as_input(noise(trained), trained.recipe),
-            NEAR_IN_HALF,
-            f"{out}: with weights in half precision,",
-        )
+        images = as_input(noise(trained), trained.recipe)
+        whose = f"{out}: with weights in half precision,"
+        return require_same_logits(load(out).model, trained.model, images, NEAR_IN_HALF, whose)
 
 
 @contextmanager
@@ -308,7 +288,8 @@ def require_same_logits(
 ) -> str:
     """How far two models' logits are apart, in words; an error if over `near` of the largest."""
     logits = model(images)
-    far, largest = (export(images) - logits).abs().max().item(), logits.abs().max().item()
+    far = (export(images) - logits).abs().max().item()
+    largest = logits.abs().max().item()
     if not far <= near * max(largest, 1.0):
         raise CheckpointError(
             f"{whose} logits are up to {far:.1e} from the model's, which are up "
@@ -322,12 +303,8 @@ def require_same_logits(
 
 def noise(trained: Trained) -> Tensor:
     """Images on which an export is compared with the model: (7, 3, H, W) uint8."""
-    return torch.randint(
-        256,
-        (7, 3, *trained.image_size),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(0),
-    )
+    rng = torch.Generator().manual_seed(0)
+    return torch.randint(256, (7, 3, *trained.image_size), dtype=torch.uint8, generator=rng)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -352,29 +329,26 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="the program takes uint8 images and normalises them (--to torch)",
     )
     args = parser.parse_args(arguments)
-    for flag, given, fits in (
-        ("--normalise", args.normalise, ("torch",)),
-        ("--names", args.names, ("safetensors",)),
-        ("--image-size", args.image_size, ("safetensors", "torch")),
-    ):
-        if given and args.to not in fits:
-            parser.error(f"{flag} does not go with --to {args.to}")
-    args.folder = (
-        args.to == "run"
-        or args.names == "transformers"
-        or (
-            args.to != "torch" and args.names != "torchvision" and args.out.suffix != ".safetensors"
-        )
-    )
-    if args.folder and (args.out.exists() or not args.out.parent.is_dir()):
-        parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
+    if args.normalise and args.to != "torch":
+        parser.error(f"--normalise does not go with --to {args.to}")
+    if args.names and args.to != "safetensors":
+        parser.error(f"--names does not go with --to {args.to}")
+    if args.image_size and args.to == "run":
+        parser.error("--image-size does not go with --to run")
+    args.folder = args.to == "run"
+    if args.to == "safetensors":
+        file = args.names == "torchvision" or args.out.suffix == ".safetensors"
+        args.folder = args.names == "transformers" or not file
     if not args.folder:
         require_replaceable(args.out, ".pt2" if args.to == "torch" else ".safetensors")
+    elif args.out.exists() or not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
     return args
 
 
 def export(args: argparse.Namespace) -> None:
-    trained, out = load(**run_arguments(args)), args.out
+    trained = load(**run_arguments(args))
+    out = args.out
     trained.require_classifier()
     if args.to == "run":
         checked = export_run(trained, out)
@@ -384,7 +358,8 @@ def export(args: argparse.Namespace) -> None:
         checked = export_folder(trained, out, args.names or "timm")
     else:
         checked = export_weights(trained, out, args.names)
-    (height, width), kind = trained.image_size, "uint8" if args.normalise else "normalised"
+    height, width = trained.image_size
+    kind = "uint8" if args.normalise else "normalised"
     written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
     print(
         f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
@@ -392,5 +367,4 @@ def export(args: argparse.Namespace) -> None:
     )
 
 
-def main(arguments: list[str], name: str = "vitinit export") -> int:
-    return run_program(name, lambda: export(parse_arguments(arguments)))
+main = main_of("vitinit export", parse_arguments, export)

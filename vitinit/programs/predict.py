@@ -35,8 +35,8 @@ from ..data.sources import LooseImages
 from ..mixing import block_grids, mixing_matrices
 from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
 from ..train.device import this_device
-from .shared.command_line import Output, Parser, add_run, integer, run_arguments, run_program
-from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save
+from .shared.command_line import Output, Parser, add_run, integer, main_of, run_arguments
+from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save, subplots
 
 SHEET = 60  # most images on a contact sheet, evenly chosen if there are more
 UNKNOWN = "0.35"  # a grey, where the true class is not known
@@ -108,11 +108,10 @@ def classify(
             chunk = paths[start : start + BATCH]
             views = list(pool.map(view_of, chunk))  # decoding does not hold Python's lock
             readable = [view for view, _ in views if view is not None]
-            ranked = iter(
-                trained.ranked(trained.probabilities(trained.inputs(torch.stack(readable))), top)
-                if readable
-                else ()
-            )
+            ranked: Iterator = iter(())
+            if readable:
+                shares = trained.probabilities(trained.inputs(torch.stack(readable)))
+                ranked = iter(trained.ranked(shares, top))
             for path, (view, problem) in zip(chunk, views):
                 folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
                 truth = folder if folder in trained.classes else None
@@ -122,16 +121,16 @@ def classify(
 def share_right(guesses: Sequence[Guess]) -> str:
     """How many guesses were right, and how many files could not be read; "" for neither."""
     judged = [guess.right for guess in guesses if guess.right is not None]
-    broken = sum(bool(guess.problem) for guess in guesses)
-    parts = (
-        [
-            f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
-            f"({100 * sum(judged) / len(judged):.2f} %)"
-        ]
-        if judged
-        else []
-    )
-    parts += [f"{broken:,} of {len(guesses):,} could not be read"] if broken else []
+    broken = len([guess for guess in guesses if guess.problem])
+    parts = []
+    if judged:
+        right = sum(judged)
+        parts.append(
+            f"{right:,} of {len(judged):,} images are classified as their folder says "
+            f"({100 * right / len(judged):.2f} %)"
+        )
+    if broken:
+        parts.append(f"{broken:,} of {len(guesses):,} could not be read")
     return "; ".join(parts)
 
 
@@ -150,8 +149,9 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
     The query is the class token if the model pools by it; else the mean over all patch tokens as
     queries is taken. view: (3, H, W) uint8.
     """
-    model, grids = trained.model, block_grids(trained.model)
-    last, grid = len(grids) - 1, grids[-1]
+    model = trained.model
+    *others, grid = block_grids(model)
+    last = len(others)
     patches = math.prod(grid)
     weights = mixing_matrices(model, trained.inputs(view[None]), blocks=[last])[last][0]
     queries = slice(1) if model.family == "vit" and model.pool == "class" else slice(-patches, None)
@@ -172,21 +172,18 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     heats = [tile.heat * tile.heat.numel() for tile in tiles if tile.heat is not None]
     every = torch.cat([heat.flatten() for heat in heats] or [torch.zeros(1)])
     top = max(STRONG, every.quantile(0.99).item())  # one bright patch does not darken all others
-    columns, stacked = min(COLUMNS, len(tiles)), 2 if heats else 1  # images of a tile
+    columns = min(COLUMNS, len(tiles))
     rows = math.ceil(len(tiles) / columns)
+    stacked = 2 if heats else 1  # images of a tile
     beside = 1.2 if heats else 0.5  # inches: the heading, and a colour bar
-    figure, axes = plt.subplots(
-        stacked * rows,
-        columns,
-        squeeze=False,
-        layout="constrained",
-        figsize=(SIDE * columns + 0.3, (stacked * SIDE + 0.47) * rows + beside),
-    )
+    height = (stacked * SIDE + 0.47) * rows + beside
+    figure, axes = subplots(stacked * rows, columns, SIDE * columns + 0.3, height)
     for axis in axes.flat:
         axis.set_axis_off()
     for number, tile in enumerate(tiles):
         row, column = divmod(number, columns)
-        upper, lower = axes[stacked * row, column], axes[stacked * (row + 1) - 1, column]
+        images = axes[stacked * row : stacked * (row + 1), column]
+        upper, lower = images[0], images[-1]
         upper.imshow(pixels(tile.view))
         if heats:
             layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
@@ -195,9 +192,10 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
         if truth not in (None, name):
             words += f"\nis {in_brief(truth, LONGEST)}"
         colour = {None: UNKNOWN, True: BLUE, False: VERMILION}[tile.guess.right]
-        below = dict(transform=lower.transAxes, ha="center", va="top")
+        below = {"transform": lower.transAxes, "ha": "center", "va": "top"}
         file = "/".join(Path(tile.guess.path).absolute().parts[-2:])  # with its folder
-        file = file if len(file) <= LONGEST else "…" + file[1 - LONGEST :]
+        if len(file) > LONGEST:
+            file = "…" + file[1 - LONGEST :]
         lower.text(0.5, -0.03, file, fontsize=6, color=UNKNOWN, **below)
         lower.text(0.5, -0.13, words, fontsize=7, color=colour, **below)
     if heats:
@@ -220,41 +218,32 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
     tiles = []
-    with ProgressBar(
-        "predict",
-        len(paths),
-        items=classify(trained, paths, top=args.top),
-        shown=sys.stderr.isatty(),
-    ) as bar:
+    items = classify(trained, paths, top=args.top)
+    with ProgressBar("predict", len(paths), items=items, shown=sys.stderr.isatty()) as bar:
         for guess, view in bar:
             if view is None:
                 say(f"vitinit predict: {guess.problem}", sys.stderr)
             else:
-                words = (f"{name} {100 * share:.1f} %" for name, share in guess.ranked)
+                words = [f"{name} {100 * share:.1f} %" for name, share in guess.ranked]
                 bar.write(one_line("  ".join([guess.path, *words]), longest=2**20))
-                if args.sheet is not None and len(guesses) in on_sheet:
+                if args.sheet and len(guesses) in on_sheet:
                     heat = attended(trained, view) if args.attention else None
                     tiles.append(Tile(guess, view, heat))
             guesses.append(guess)
-    if last_line := share_right(guesses):
+    last_line = share_right(guesses)
+    if last_line:
         print(last_line, flush=True)
     deliver("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
-    if args.csv is not None:
+    if args.csv:
+        likeliest = [(guess.path, *guess.ranked[0]) for guess in guesses if guess.ranked]
         with written_atomically(args.csv) as file:
-            file.write(
-                as_list(
-                    ((guess.path, *guess.ranked[0]) for guess in guesses if guess.ranked),
-                    args.csv.parent,
-                )
-            )
+            file.write(as_list(likeliest, args.csv.parent))
         print(f"wrote {args.csv}")
-    if args.sheet is not None:
-        draw_sheet(
-            args.sheet,
-            tiles,
-            heading=f"{trained.path.parent.name}, {len(tiles)} of "
-            f"{len(paths):,} images{last_line and ': '}{last_line}",
-        )
+    if args.sheet:
+        heading = f"{trained.path.parent.name}, {len(tiles)} of {len(paths):,} images"
+        if last_line:
+            heading += f": {last_line}"
+        draw_sheet(args.sheet, tiles, heading=heading)
         print(f"wrote {args.sheet}")
     return int(any(guess.problem for guess in guesses))
 
@@ -286,25 +275,24 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--attention", action="store_true", help="add to the sheet what the model attends to"
     )
     args = parser.parse_args(arguments)
-    if args.attention and args.sheet is None:
+    if args.attention and not args.sheet:
         parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
     return args
 
 
-def main(arguments: list[str], name: str = "vitinit predict") -> int:
-    def program() -> int:
-        args = parse_arguments(arguments)
-        if args.sheet is not None:
-            pyplot()  # which may be missing: before all images
-        trained = load(**run_arguments(args), device=this_device())
-        trained.require_classifier()
-        if args.attention:
-            require_attention(trained)
-        paths = images_of(args.images)
-        for out in filter(None, (args.sheet, args.json, args.csv)):
-            require_no_input(out, paths)  # links may lead to it
-        if caution := dark_in_16_bits(paths[:BATCH]):
-            say(f"vitinit predict: warning {caution}", sys.stderr)
-        return predict(trained, paths, args)
+def run(args: argparse.Namespace) -> int:
+    if args.sheet:
+        pyplot()  # which may be missing: before all images
+    trained = load(**run_arguments(args), device=this_device())
+    trained.require_classifier()
+    if args.attention:
+        require_attention(trained)
+    paths = images_of(args.images)
+    for out in filter(None, (args.sheet, args.json, args.csv)):
+        require_no_input(out, paths)  # links may lead to it
+    if caution := dark_in_16_bits(paths[:BATCH]):
+        say(f"vitinit predict: warning {caution}", sys.stderr)
+    return predict(trained, paths, args)
 
-    return run_program(name, program)
+
+main = main_of("vitinit predict", parse_arguments, run)

@@ -165,9 +165,9 @@ def plan_run(
     folder = args.out_dir / "-".join(filter(None, parts))
     arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder)]
     arguments += ["--resume", "auto"]
-    if init is not None:
+    if init:
         arguments += ["--init", init]
-    if args.data_dir is not None:
+    if args.data_dir:
         arguments += ["--data-dir", args.data_dir]
     for text in sets:
         arguments += ["--set", text]
@@ -191,9 +191,9 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
     """Divide the machine among the jobs; return the environment variables of each. Every process
     has one GPU; only jobs of a single process may share one.
     """
-    if threads is None and jobs > 1:
+    if not threads and jobs > 1:
         threads = max(1, cores() // (jobs * nproc))
-    share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    share = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     if jobs == 1 or not torch.cuda.is_available():
         return [share] * jobs
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -213,7 +213,7 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None) 
     command = [sys.executable]
     if nproc > 1:
         command += f"-m torch.distributed.run --standalone --nproc_per_node={nproc}".split()
-    if log is not None:
+    if log:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)  # perhaps a link
     with open(log, "wb") if log else nullcontext() as output:

@@ -94,7 +94,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     are over is no failure. Returns 1 if a check or a command failed, else 0. Raises OneLineError if
     `out` exists.
     """
-    if out is not None and (out.exists() or out.suffix != ".md"):
+    if out and (out.exists() or out.suffix != ".md"):
         raise OneLineError(f"{out} exists already or is no .md; choose another --out")
     deadline = time.monotonic() + 60 * minutes
     a_fifth = 60 * minutes / 5
@@ -110,7 +110,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     data = ["--data-dir", str(photographs.resolve())] if photographs else []
     with ExitStack() as stack:
         streams = [sys.stdout]
-        if out is not None:
+        if out:
             out.parent.mkdir(parents=True, exist_ok=True)
             streams.append(stack.enter_context(open(out, "x", encoding="utf-8")))
 

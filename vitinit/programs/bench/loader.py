@@ -46,10 +46,10 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
     source: a folder of photographs, of which PHOTOGRAPHS are taken; None: 50 are drawn. All are in
     the disk's cache, so that the disk is not measured. Raises DataError if there are none.
     """
-    if source is None:
-        paths = draw_photographs(root / "drawn", 50)
-    else:
+    if source:
         paths = [*map(Path, LooseImages(source, PHOTOGRAPHS).paths)]
+    else:
+        paths = draw_photographs(root / "drawn", 50)
     for split, number in (("train", count), ("val", 2)):
         for label in ("one", "two"):
             (root / split / label).mkdir(parents=True)
@@ -107,16 +107,14 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     source = LooseImages(root / "train", BATCH)
     steps = steps_of(recipe, device)
 
-    def decode() -> None:
-        for index in range(0, BATCH, recipe.augment.repeats):
-            source.image(index)
+    once = range(0, BATCH, recipe.augment.repeats)
 
     def use_pillow() -> None:
         for path in source.paths:
             pipeline(Image.open(path, formats=FORMATS).convert("RGB"))
 
     parts = {
-        "decoding alone, each image once": decode,
+        "decoding alone, each image once": lambda: [*map(source.image, once)],
         "+ crop, flip, draws: the loader": lambda: next(steps),
         "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
         "torchvision's pipeline on Pillow": use_pillow,

@@ -19,7 +19,6 @@ from ...recipe.files import building
 from ...recipe.sections import Recipe
 from ...runs.model import build, compiled, task_of, trained_model, without_data
 from ...runs.teacher import learn_from_teacher
-from ...tasks.labels import cross_entropy
 from ...tasks.reconstruction import reconstruction
 from ...train.device import forget_peak, matrix_rate, peak_gib
 from ...train.loop import AMP_DTYPES, autocast
@@ -51,8 +50,8 @@ def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
 
     The step is train.py's. It is compared with a bare loop (forward, cross-entropy, backward, fused
     AdamW) over torchvision's model if it has this one, else over the same model (over the encoder
-    alone, as a classifier, if it is to reconstruct images), with large matrix products in the
-    recipe's precision, and with itself without a teacher, if there is one.
+    alone, as a classifier, if it is to reconstruct images), and with large matrix products in the
+    recipe's precision.
     batch: images per step, halved for as long as they do not fit.
     """
     recipe = without_data(recipe)
@@ -87,15 +86,15 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     rates = model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     task = task_of(recipe)
-    teacher, compiles = recipe.distill.teacher, recipe.engine.compile
-    if teacher:
+    compiles = recipe.engine.compile
+    if recipe.distill.teacher:
         classes = [*map(str, range(recipe.data.num_classes))]
         task = learn_from_teacher(recipe, classes, device)
     images, targets = labelled
     if isinstance(model, MaskedAutoencoder):
         targets = first_patches(model, images)
 
-    def engine(loss: Callable[..., Tensor] = task.loss, size: int = batch) -> None:
+    def engine(size: int = batch) -> None:
         part = images[:size], targets[:size]
         train_on(
             state,
@@ -104,7 +103,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             drop_path=drop_path,
             amp=amp,
             clip_norm=recipe.optim.clip_norm,
-            loss=loss,
+            loss=task.loss,
         )
 
     engine()
@@ -124,9 +123,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         "product": multiply,
     }
     if not compiles:  # would compile again, for another size
-        loops["few"] = lambda: engine(size=few)
-    if teacher:
-        loops["alone"] = lambda: engine(loss=cross_entropy)
+        loops["few"] = lambda: engine(few)
+
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
     flops = batch * training_flops(model, batch, recipe.data.image_size) / second
@@ -150,9 +148,6 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         "% not for images": 100 * launches if "few" in seconds else None,
         "bound by": bound_of(launches=launches, products=flops / best),
         "% of the card's rate": 100 * flops / 1e12 / card if card else None,
-        "× the time without teacher": (
-            times_as_fast(seconds["alone"], seconds["engine"]) if teacher else None
-        ),
     }
 
 

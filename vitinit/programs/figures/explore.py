@@ -10,10 +10,10 @@ is its template (see `write_page`); it is filled with
 Of a Mixer, which has no heads, it shows the mean over channels, whose weights have both signs.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ...models import ConvMixer, MlpMixer
 from ...runs.data import as_input, evaluation_view
 from ...watch.mass import has_targets, mass_on_images
 from ..shared.plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded
-from .page import write_page
+from .page import Meta, write_page
 from .subjects import Subject
 
 RADIUS = 3  # of the mean attention by offset, in patches
@@ -37,14 +37,14 @@ MOST = 4_700_000  # letters of them in a page, which is then of at most 5 MB
 LEVELS = (254, 62, 14)  # the highest level of a weight: even, so that 0 has a level
 
 
-def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, dict[str, Any]]:
+def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, Meta]:
     """One block on one image: the levels of its weights, and what the page shows beside them.
 
     weights: (h, P + N, P + N), with the P prefix tokens first. The levels, (h, P + N, N), rise from
     0 to LEVELS[0] with the square root of a weight, so that small ones keep more of their digits.
     They begin at 0, or for signed weights at minus the largest of the head.
     """
-    keys = weights[:, :, -grid[0] * grid[1] :]
+    keys = weights[:, :, -math.prod(grid) :]
     largest = keys.abs().amax(dim=(1, 2)).clamp(min=1e-12)  # (h,)
     shares = keys / largest[:, None, None]
     roots = shares.abs().sqrt() * shares.sign()
@@ -70,7 +70,7 @@ def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, d
 
 
 @torch.no_grad()
-def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[str, Any]]:
+def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], Meta]:
     """A model's levels and `meta` on views (n, 3, H, W) uint8; FigureError for a ConvMixer."""
     model, recipe = subject.model, subject.recipe
     if isinstance(model, ConvMixer):
@@ -86,17 +86,19 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
     summarise = partial(torch.mean, dim=1, keepdim=True) if signed else None
     for image in inputs.split(1):
         matrices = mixing_matrices(model, image, summarise=summarise)
-        blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
-        levels += [part for part, _ in blocks]
+        blocks = []
+        for block, grid in enumerate(grids):
+            part, view = block_view(matrices[block][0], grid, signed)
+            levels.append(part)
+            blocks.append(view)
         # A model without classes has no logits, and so no probabilities.
         probabilities = model(image).softmax(1)[0] if model.num_classes else []
-        views_of = [view for _, view in blocks]
-        images.append({"blocks": views_of, "probabilities": rounded(probabilities)})
+        images.append({"blocks": blocks, "probabilities": rounded(probabilities)})
     masses = None
     init = recipe.init
     if has_targets(model, init.name, init.options):
         mass = mass_on_images(model, init.name, init.options, inputs)
-        masses = [rounded(kinds) for kinds in zip(mass.centre, mass.others, mass.uniform)]
+        masses = rounded([*zip(mass.centre, mass.others, mass.uniform)])
     tokens = {"class": "cls_token", "distillation": "dist_token"}
     prefix = [f"{kind} token" for kind, token in tokens.items() if hasattr(model, token)]
     prefix += [f"register {number}" for number in range(model.num_prefix_tokens - len(prefix))]
@@ -109,7 +111,7 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
         "grids": grids,
         "prefix": prefix,
         "images": images,
-        "classes": list(classes),
+        "classes": classes,
     }
 
 

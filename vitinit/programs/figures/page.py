@@ -1,7 +1,5 @@
 """Pages of HTML that need neither a network nor a server."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -11,29 +9,26 @@ from ... import __version__
 from ...base.files import written_atomically
 
 HERE = Path(__file__).parent
+Meta = dict[str, Any]  # an object of JSON
 
 
-def write_page(out: Path, template: str, meta: dict[str, Any], weights: str = "") -> None:
+def write_page(out: Path, template: str, meta: Meta, weights: str = "") -> None:
     """Write an HTML page that needs neither a network nor a server, and print its size.
 
     The template names in double braces what it is filled with: the look of all pages (page.css),
     `meta`, which is JSON, and `weights`, as `packed` returns them. Nothing in `meta` can end the
     script that it stands in, or is taken for a part of the template.
     """
-    text = json.dumps(
-        meta | {"made": f"vitinit {__version__}"},
-        separators=(",", ":"),
-        allow_nan=False,
-        ensure_ascii=False,
-    )
+    meta = meta | {"made": f"vitinit {__version__}"}
+    text = json.dumps(meta, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     parts = {
         "style": (HERE / "page.css").read_text(encoding="utf-8"),
         "weights": weights,
         "meta": text.replace("<", "\\u003c"),
     }
-    page = re.sub(
-        r"\{\{(\w+)\}\}", lambda name: parts[name[1]], (HERE / template).read_text(encoding="utf-8")
-    ).encode("utf-8", "replace")
+    empty = (HERE / template).read_text(encoding="utf-8")
+    filled = re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], empty)
+    page = filled.encode("utf-8", "replace")
     with written_atomically(out) as file:
         file.write(page)
     print(f"{len(page) / 1e6:.1f} MB, a page that needs no network")

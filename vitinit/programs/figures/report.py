@@ -3,9 +3,8 @@
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -23,11 +22,11 @@ from ...train.device import this_device
 from ...train.loop import autocast
 from ...train.metrics import balanced_accuracy
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step
-from ..shared.groups import Group, group_runs
+from ..shared.groups import Group, Groups, group_runs
 from ..shared.plot import FigureError, as_png, rounded
 from ..shared.records import RunRecord, read_runs
 from ..shared.results import class_scores, compare_runs, origin, paired, t_interval
-from .page import write_page
+from .page import Meta, write_page
 
 MISTAKES = 24  # shown
 SIDE = 96  # pixels of a mistake's longer side, at most
@@ -60,11 +59,20 @@ def write_report(
     comparison = None
     if len(records) > max(1, len(unfinished)):
         compared, text = compare_runs(records)
-        comparison = {
-            "text": text,
-            "base": compared[0].in_words(),
-            "intervals": [interval_view(*pair) for pair in paired(compared) if pair[2]],
-        }
+        intervals = []
+        for group, name, by_seed in paired(compared):
+            values = list(by_seed.values())
+            interval = t_interval(values) if len(values) > 1 else None
+            if values:
+                intervals.append(
+                    {
+                        "label": group.in_words(),
+                        "weights": name,
+                        "by_seed": rounded(values),
+                        "interval": rounded(interval),
+                    }
+                )
+        comparison = {"text": text, "base": compared[0].in_words(), "intervals": intervals}
     views = []
     for group in groups:
         for run in group.runs.values():
@@ -87,17 +95,7 @@ def write_report(
     write_page(out, "report.html", meta)
 
 
-def interval_view(group: Group, weights: str, by_seed: Mapping[int, float]) -> dict[str, Any]:
-    values = list(by_seed.values())
-    return {
-        "label": group.in_words(),
-        "weights": weights,
-        "by_seed": rounded(values),
-        "interval": rounded(t_interval(values)) if len(values) > 1 else None,
-    }
-
-
-def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
+def panels(groups: Groups) -> tuple[list[Meta], list[str]]:
     """The panels of curves, and a line about those by step where there are none, or only means."""
     titles, notes = dict(EPOCHS), []  # of panels by epoch
     try:
@@ -115,11 +113,11 @@ def panels(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], list[str]]:
     return [curves for curves in drawn if curves["lines"]], notes
 
 
-def panel(title: str, across: str, bands: Iterable[Band]) -> dict[str, Any]:
+def panel(title: str, across: str, bands: Iterable[Band]) -> Meta:
     """A panel of `meta`: for each group the mean over seeds, and the range of two or more."""
     lines = []
     for label, colour, line, places, values in bands:
-        view: dict[str, Any] = {
+        view = {
             "label": label,
             "colour": colour,
             "dash": DASHES[line] if isinstance(line, str) else " ".join(map(str, line[1])),
@@ -129,17 +127,12 @@ def panel(title: str, across: str, bands: Iterable[Band]) -> dict[str, Any]:
         if len(values) > 1:
             view["low"] = rounded(values.amin(0))
             view["high"] = rounded(values.amax(0))
-        lines.append({"low": None, "high": None} | view)
+        lines.append(view)
     return {"title": title, "across": across, "lines": lines, "log": False}
 
 
-def run_view(run: RunRecord, group: Group) -> dict[str, Any]:
+def run_view(run: RunRecord, group: Group) -> Meta:
     """A run of `meta`, except for how its model is judged."""
-    changes: list[list[str]] | str
-    try:
-        changes = changes_of(run)
-    except OneLineError as error:
-        changes = str(error)
     starts = []
     for start in run.starts:
         words = start.get("command") or ["in Python:", to_toml(start.get("arguments", {}))]
@@ -152,7 +145,7 @@ def run_view(run: RunRecord, group: Group) -> dict[str, Any]:
         "facts": facts(run),
         "recipe": run.recipe,
         "toml": run.files["recipe.toml"].decode(),
-        "changes": changes,
+        "changes": changes_of(run),
         "finished": run.finished,
         "starts": starts,
         "judged": None,
@@ -160,9 +153,15 @@ def run_view(run: RunRecord, group: Group) -> dict[str, Any]:
     }
 
 
-def changes_of(run: RunRecord) -> list[list[str]]:
-    """Each key in which a run differs from the recipe of that name, with the values of both."""
-    source, used = load_recipe(run.source).keys, MEANT | run.keys
+def changes_of(run: RunRecord) -> list[list[str]] | str:
+    """Each key in which a run differs from the recipe of that name, with the values of both; or, in
+    words, why that is not known.
+    """
+    try:
+        source = load_recipe(run.source).keys
+    except OneLineError as error:
+        return str(error)
+    used = MEANT | run.keys
     changes = []
     for key in source | run.keys:
         if source.get(key) != used.get(key):
@@ -198,7 +197,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
 @torch.no_grad()
 def judge(
     path: Path, data_dir: str | None, images: int, weights: str, folder: Path = Path()
-) -> dict[str, Any]:
+) -> Meta:
     """How a run's model does on its validation images: who is taken for whom, and the mistakes,
     whose links lead from `folder` to their files.
 
@@ -210,7 +209,7 @@ def judge(
     saved = open_saved(path)
     if not saved.recipe.task.kind.learns_classes:
         raise CheckpointError(f"{path}: learned no classes")
-    recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
+    recipe = saved.recipe.with_data(root=data_dir) if data_dir else saved.recipe
     data_set = own_set(recipe.data)
     source = data_set.open()
     require_same_images(data_set, source, path)
@@ -222,18 +221,17 @@ def judge(
     model = saved.model(weights).eval().to(device)
     every = math.ceil(len(source) / images)  # so many-th image is judged
     batches = evaluation_batches(recipe, source, saved.size, device, world_size=every)
-    bar = ProgressBar(
-        f"validate {saved.name}", len(batches), items=batches, scale=batches.batch_size
-    )
     judged = []
-    with bar:
+    with ProgressBar(
+        f"validate {saved.name}", len(batches), items=batches, scale=batches.batch_size
+    ) as bar:
         for inputs, of_images in bar:
             with autocast(device, recipe.engine.amp):
                 logits = model(inputs)  # (B, K)
             likeliest = logits.float().softmax(1).max(1)
             judged.append([part.cpu() for part in (*likeliest, of_images)])
     shares, guesses, labels = map(torch.cat, zip(*judged))  # (n,) each
-    pairs, counts = (labels * number + guesses).unique(return_counts=True)
+    pairs, counts = torch.stack([labels, guesses], 1).unique(dim=0, return_counts=True)
     right = labels[guesses == labels]
     hits, totals, taken = (
         part.bincount(minlength=number).tolist() for part in (right, labels, guesses)
@@ -263,9 +261,7 @@ def judge(
         "parameters": sum(p.numel() for p in model.parameters()),
         "scores": rounded(class_scores(hits, totals, taken)),
         "balanced_accuracy": rounded(balanced_accuracy(hits, totals)),
-        "pairs": [
-            [*divmod(pair, number), count] for pair, count in zip(pairs.tolist(), counts.tolist())
-        ],
+        "pairs": torch.column_stack([pairs, counts]).tolist(),
         "mistakes": mistakes,
     }
 

@@ -154,7 +154,7 @@ def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
     are fewer than `count`.
     """
     source: Source
-    if folder is not None:
+    if folder:
         source = LooseImages(folder, count)
     elif recipe.data.name == "shapes":
         source = open_split("shapes", "", "val", recipe.data.num_classes)

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -175,9 +176,9 @@ def _agree(wanted: str, line: str) -> bool:
 
 def _unit(number: str) -> float:
     """One unit of the last digit of a number, of "2.5e-3" 1e-4; 0 for an integer."""
-    mantissa, _, exponent = number.lower().partition("e")
-    digits = len(mantissa.partition(".")[2])  # of "1.", as torch prints whole numbers, none
-    return 10.0 ** (int(exponent or 0) - digits) if exponent or digits else 0.0
+    if re.fullmatch(r"[-+]?\d+\.?", number):  # such as "1.", as torch prints whole numbers
+        return 0.0
+    return 10.0 ** int(Decimal(number).as_tuple().exponent)
 
 
 def notebook(page: Page) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...base.messages import counted
 from ...runs.folder import RunFolder
-from .groups import Group, experiment
+from .groups import Group, Groups, experiment, text_of
 from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save, subplots
 from .records import RunRecord
 
@@ -44,7 +44,7 @@ class Band(NamedTuple):
     values: Tensor  # (seeds, points) float64; NaN where one was not measured
 
 
-def by_epoch(groups: Sequence[Group], metric: str) -> Iterator[Band]:
+def by_epoch(groups: Groups, metric: str) -> Iterator[Band]:
     """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
     for group, look in zip(groups, looks(groups)):
         curve = band(
@@ -59,7 +59,7 @@ def by_epoch(groups: Sequence[Group], metric: str) -> Iterator[Band]:
             yield curve
 
 
-def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
+def by_step(groups: Groups) -> tuple[dict[str, list[Band]], int]:
     """The QUANTITIES of steps.jsonl by step, and how many recorded steps are one point.
 
     Only steps that all seeds of a group have reached have a point. Where these are more than
@@ -98,11 +98,11 @@ def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float | None]]
     return Band(label, *look, torch.tensor(shared), torch.from_numpy(np.array(rows, np.float64)))
 
 
-def looks(groups: Sequence[Group]) -> list[Look]:
+def looks(groups: Groups) -> list[Look]:
     return looks_of([group.first.keys["init.name"] for group in groups])
 
 
-def draw_curves(out: Path, groups: Sequence[Group]) -> None:
+def draw_curves(out: Path, groups: Groups) -> None:
     """Draw the first of EPOCHS that was measured by epoch, a line per group: mean over seeds, in a
     band, their range. Raises FigureError if there is no epoch on record.
     """
@@ -117,7 +117,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     finish(figure, out, groups, f"{heading} by epoch")
 
 
-def draw_steps(out: Path, groups: Sequence[Group]) -> None:
+def draw_steps(out: Path, groups: Groups) -> None:
     """Draw the quantities of `by_step`, which may raise FigureError, as `draw_curves` top-1."""
     bands, merged = by_step(groups)
     figure, [axes] = subplots(1, len(QUANTITIES), 7.6, 3.2)
@@ -152,7 +152,7 @@ def draw_bands(axis: matplotlib.axes.Axes, bands: Iterable[Band]) -> None:
             )
 
 
-def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
+def draw_across(out: Path, groups: Groups, key: str) -> None:
     """Draw the last top-1 by the value of a numerical key of the recipe, on a logarithmic axis.
 
     key: or IMAGES, the number of training images on record, which SUBSET's keys and the set decide.
@@ -188,7 +188,7 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     finish(figure, out, drawn, f"Top-1 by {words}", spread="bar")
 
 
-def lines_across(groups: Sequence[Group], key: str) -> list[dict[float, Group]]:
+def lines_across(groups: Groups, key: str) -> list[dict[float, Group]]:
     """The lines of `draw_across`: groups that differ in the key alone, by its value, ascending.
 
     Raises FigureError if no line has two points, or if a point has two groups.
@@ -206,7 +206,7 @@ def lines_across(groups: Sequence[Group], key: str) -> list[dict[float, Group]]:
                 f"{key} is {value!r} in {group.label}; expected a key of the recipe "
                 "with a number above 0"
             )
-        line = lines[repr(sorted(settings.items()))]
+        line = lines[text_of(settings)]
         if line.setdefault(value, group) is not group:
             raise FigureError(
                 f"{line[value].label} and {group.label} are alike but for the code; "
@@ -231,7 +231,7 @@ def training_images(run: RunRecord) -> int:
 def finish(
     figure: matplotlib.figure.Figure,
     out: Path,
-    groups: Sequence[Group],
+    groups: Groups,
     heading: str,
     *,
     spread: str = "band",

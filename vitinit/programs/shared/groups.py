@@ -62,6 +62,9 @@ class Group:
         return {seed: by_epoch[-1] for seed, by_epoch in measured.items() if by_epoch}
 
 
+Groups = Sequence[Group]
+
+
 def experiment(run: RunRecord) -> dict[str, Any]:
     """The keys, with their values, that distinguish one experiment from another."""
     free = {*FREE_KEYS}

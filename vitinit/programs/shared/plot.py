@@ -22,6 +22,7 @@ from ...base.messages import OneLineError, in_brief
 
 if TYPE_CHECKING:
     import matplotlib
+    from matplotlib.figure import Figure
 
 Line = str | tuple[int, tuple[int, ...]]
 Look = tuple[str, Line]  # a colour and a line, as matplotlib takes them
@@ -76,7 +77,7 @@ def pyplot() -> ModuleType:
 
 def subplots(
     rows: int, columns: int, width: float, height: float, **options: Any
-) -> tuple[matplotlib.figure.Figure, np.ndarray]:
+) -> tuple[Figure, np.ndarray]:
     """A figure of some inches with panels: their axes are in rows, also if there is one."""
     size = (width, height)
     return pyplot().subplots(
@@ -84,9 +85,7 @@ def subplots(
     )
 
 
-def save(
-    figure: matplotlib.figure.Figure, out: Path, heading: str, *, photographs: bool = False
-) -> None:
+def save(figure: Figure, out: Path, heading: str, *, photographs: bool = False) -> None:
     """Write a figure with its heading as a PNG file and close it, or pyplot would keep it.
 
     It is reduced to FEW colours, which is a fourth of the bytes; if it consists of photographs they
@@ -133,7 +132,7 @@ def looks_of(inits: Sequence[str]) -> list[Look]:
     return looks
 
 
-def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
+def add_legend(figure: Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
     letters = int(figure.get_figwidth() / LETTER)  # in one row
     labels = [textwrap.fill(label, letters - 12) for label in handles]
@@ -196,9 +195,7 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
     save(figure, out, heading)
 
 
-def draw_rows(
-    figure: matplotlib.figure.Figure, lines: Sequence[tuple[np.ndarray, Row]], side: float
-) -> None:
+def draw_rows(figure: Figure, lines: Sequence[tuple[np.ndarray, Row]], side: float) -> None:
     """Draw rows of one unit, each on a line of axes, whose maps are `side` inches large."""
     low_axes, last = lines[-1]
     largest = max(row.maps.abs().max().item() for _, row in lines)

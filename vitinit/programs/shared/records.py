@@ -22,7 +22,6 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -120,11 +119,11 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     fits no run, and as `read_run` and `read_archive` do.
     """
     runs, others = [], []
-    read_once = cache(read_archive)
+
     for path in map(by_name, paths):
         archive, pattern = (path, "*") if is_archive(path) else (path.parent, path.name)
         if is_archive(archive):
-            held = {run.path.name: run for run in read_once(archive)}
+            held = {run.path.name: run for run in read_archive(archive)}
             selected = [run for name, run in held.items() if fnmatchcase(name, pattern)]
             if not selected:
                 raise CheckpointError(

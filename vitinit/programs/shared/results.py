@@ -16,7 +16,7 @@ from ...base.files import STDOUT, deliver
 from ...base.messages import one_line
 from ...runs.data import EvaluatedSet
 from ...train.metrics import Evaluation, balanced_accuracy
-from .groups import Group, finished_runs, group_runs
+from .groups import Group, Groups, finished_runs, group_runs
 from .records import RunRecord
 
 CONFIDENCE = 0.95
@@ -84,7 +84,7 @@ class Finding(NamedTuple):
             "recipe": self.recipe,
             "data": self.data_set.name,
             "data_dir": self.data_set.root,
-            "image_size": list(self.image_size),
+            "image_size": self.image_size,
             "classes": len(self.classes),
             "model_classes": self.model_classes,
         }
@@ -199,7 +199,7 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(differences), half / math.sqrt(len(differences))
 
 
-def paired(groups: Sequence[Group]) -> Iterator[tuple[Group, str, dict[int, float]]]:
+def paired(groups: Groups) -> Iterator[tuple[Group, str, dict[int, float]]]:
     """Yield for each other group and "model" or "EMA": by seed, its last top-1 minus the first one's."""
     first, *others = groups
     for other in others:
@@ -231,7 +231,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
     return groups, "\n\n".join(filter(None, parts)) + "\n"
 
 
-def by_group(groups: Sequence[Group]) -> str:
+def by_group(groups: Groups) -> str:
     """One row per group: mean ± std over seeds of the last and best epoch, and of the seconds; and
     of the last loss, if a group has not learned classes.
     """
@@ -267,7 +267,7 @@ def mean_and_std(values: Sequence[float], places: int = 2) -> str:
     return f"{mean} ± {statistics.stdev(values):.{places}f}"
 
 
-def by_seed(groups: Sequence[Group]) -> str:
+def by_seed(groups: Groups) -> str:
     """A table of the last epoch's top-1 of every run."""
     seeds = sorted({seed for group in groups for seed in group.runs})
     rows = []
@@ -280,7 +280,7 @@ def by_seed(groups: Sequence[Group]) -> str:
     return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows) if rows else ""
 
 
-def differences(groups: Sequence[Group]) -> str:
+def differences(groups: Groups) -> str:
     """A table of the other groups minus the first one, with intervals over the seeds of both."""
     base = groups[0].label
     rows, unpaired = [], []
@@ -303,7 +303,7 @@ def differences(groups: Sequence[Group]) -> str:
     return "\n\n".join(parts)
 
 
-def origin(groups: Sequence[Group]) -> str:
+def origin(groups: Groups) -> str:
     """With which code, on which device and, if they differ, on which validation images (a digest)
     the runs were made; the counts, where runs differ.
     """
