@@ -20,7 +20,7 @@ one should lie within what another seed would have, by the seeds on record. The 
 it does not. --data-dir and --set data.KEY=VALUE say where its images are here.
 """
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 
 from ..base.files import require_replaceable, write_text_atomically
@@ -35,7 +35,7 @@ from .shared.results import compare_runs
 PLACES = ("data.name", "data.root", "data.workers", "data.on_device_gib")
 
 
-def compare(args: argparse.Namespace) -> int:
+def compare(args: Namespace) -> int:
     out = args.out
     if args.replay:
         from .shared.replay import replay  # here, as a comparison trains nothing
@@ -72,7 +72,7 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit compare", description=__doc__)
     parser.add_argument(
         "runs",

@@ -23,10 +23,10 @@ Each is compared with the model before the command ends: safetensors to the bit,
 by their logits on images of noise, two of which a program keeps as an example.
 """
 
-import argparse
 import io
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,8 +104,10 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     arguments: dict[str, Any] = {}
     try:
         name, arguments, names = taken_by(library or "timm", trained)
-        arguments_of_all = arguments | {"num_classes": len(trained.classes)}
-        notes[library or "timm"] = {"class": name, "arguments": arguments_of_all}
+        notes[library or "timm"] = {
+            "class": name,
+            "arguments": arguments | {"num_classes": len(trained.classes)},
+        }
     except RecipeError:
         if library:
             raise
@@ -201,7 +203,7 @@ class Normalised(nn.Module):
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        self.model, self.mean, self.std = model, tuple(mean), tuple(std)
+        self.model, self.mean, self.std = model, mean, std
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(normalise(images, self.mean, self.std))
@@ -228,8 +230,8 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             program.graph.erase_node(node)  # it would refuse the dtypes of autocast
     archive = io.BytesIO()
-    notes = {"vitinit.json": json.dumps(metadata(trained), indent=2)}
-    torch.export.save(program, archive, extra_files=notes)
+    notes = json.dumps(metadata(trained), indent=2)
+    torch.export.save(program, archive, extra_files={"vitinit.json": notes})
     archive.seek(0)
     run = torch.export.load(archive).module()
     checked = require_same_logits(run, model, images, NEAR, f"{out}: the exported program's")
@@ -307,7 +309,7 @@ def noise(trained: Trained) -> Tensor:
     return torch.randint(256, (7, 3, *trained.image_size), dtype=torch.uint8, generator=rng)
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit export", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
@@ -346,7 +348,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def export(args: argparse.Namespace) -> None:
+def export(args: Namespace) -> None:
     trained = load(**run_arguments(args))
     out = args.out
     trained.require_classifier()

@@ -14,11 +14,11 @@ FILE.png draws a contact sheet of the images with their predictions, marked as r
 --attention adds a map of what the model attends to. --sheet needs the extra `figures`.
 """
 
-import argparse
 import json
 import math
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,14 +108,14 @@ def classify(
             chunk = paths[start : start + BATCH]
             views = list(pool.map(view_of, chunk))  # decoding does not hold Python's lock
             readable = [view for view, _ in views if view is not None]
-            ranked: Iterator = iter(())
+            ranked = []
             if readable:
                 shares = trained.probabilities(trained.inputs(torch.stack(readable)))
-                ranked = iter(trained.ranked(shares, top))
+                ranked = [*trained.ranked(shares, top)]
             for path, (view, problem) in zip(chunk, views):
-                folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
+                folder = Path(os.path.abspath(path)).parent.name
                 truth = folder if folder in trained.classes else None
-                yield Guess(path, truth, [] if view is None else next(ranked), problem), view
+                yield Guess(path, truth, [] if problem else ranked.pop(0), problem), view
 
 
 def share_right(guesses: Sequence[Guess]) -> str:
@@ -150,11 +150,13 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
     queries is taken. view: (3, H, W) uint8.
     """
     model = trained.model
-    *others, grid = block_grids(model)
-    last = len(others)
+    grid = block_grids(model)[-1]
     patches = math.prod(grid)
-    weights = mixing_matrices(model, trained.inputs(view[None]), blocks=[last])[last][0]
-    queries = slice(1) if model.family == "vit" and model.pool == "class" else slice(-patches, None)
+    matrices = mixing_matrices(model, trained.inputs(view[None]), blocks=[-1])
+    (weights,) = next(iter(matrices.values()))  # (h, N, N)
+    queries = slice(-patches, None)
+    if model.family == "vit" and model.pool == "class":
+        queries = slice(1)
     return weights[:, queries, -patches:].mean((0, 1)).view(grid).cpu()
 
 
@@ -187,7 +189,8 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
         upper.imshow(pixels(tile.view))
         if heats:
             layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
-        (name, share), truth = tile.guess.ranked[0], tile.guess.truth
+        name, share = tile.guess.ranked[0]
+        truth = tile.guess.truth
         words = f"{in_brief(name, LONGEST)} {100 * share:.0f} %"
         if truth not in (None, name):
             words += f"\nis {in_brief(truth, LONGEST)}"
@@ -213,7 +216,7 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     save(figure, out, heading)
 
 
-def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) -> int:
+def predict(trained: Trained, paths: Sequence[str], args: Namespace) -> int:
     """Print the predictions, write the requested files, and return the exit status."""
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
@@ -248,7 +251,7 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     return int(any(guess.problem for guess in guesses))
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit predict", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
@@ -280,7 +283,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     if args.sheet:
         pyplot()  # which may be missing: before all images
     trained = load(**run_arguments(args), device=this_device())

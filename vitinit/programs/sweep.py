@@ -17,13 +17,13 @@ side does not: use the same --threads for runs that are to be compared.
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """
 
-import argparse
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -73,7 +73,7 @@ def parse_seeds(text: str) -> list[int]:
         ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), flags=re.ASCII)
         first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
         if first > last:
-            raise argparse.ArgumentTypeError(f"'{part}' is no seed; expected such as 0-4 or 0,2,5")
+            raise ArgumentTypeError(f"'{part}' is no seed; expected such as 0-4 or 0,2,5")
         seeds += range(first, last + 1)
     return seeds
 
@@ -82,11 +82,11 @@ def parse_part(text: str) -> slice:
     """Parse the argument of --only: "K/N" → the slice of every N-th run from the K-th on."""
     part = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, flags=re.ASCII)
     if not part or not 1 <= int(part[1]) <= int(part[2]):
-        raise argparse.ArgumentTypeError(f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
+        raise ArgumentTypeError(f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
     return slice(int(part[1]) - 1, None, int(part[2]))
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> Namespace:
     """Parse the command line; --seeds becomes a list of integers, and --only a slice."""
     parser = Parser(prog="vitinit sweep", description=__doc__)
     parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .toml file")
@@ -131,7 +131,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
+def plan_runs(args: Namespace) -> list[PlannedRun]:
     """Plan all runs: the first seed for all inits and variants, then the next seed."""
     inits = args.init.split(",") if args.init else [None]
     runs = []
@@ -154,7 +154,7 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
 
 
 def plan_run(
-    args: argparse.Namespace, init: str | None, seed: int, variant: str, sets: Sequence[str]
+    args: Namespace, init: str | None, seed: int, variant: str, sets: Sequence[str]
 ) -> PlannedRun:
     """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
     init: None for the recipe's own. variant: a name, or "".
@@ -204,8 +204,7 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
             f"GPUs, and {len(gpus)} are visible"
         )
     turns = cycle(gpus)
-    places = [",".join(islice(turns, nproc)) for _ in range(jobs)]
-    return [share | {"CUDA_VISIBLE_DEVICES": place} for place in places]
+    return [share | {"CUDA_VISIBLE_DEVICES": ",".join(islice(turns, nproc))} for _ in range(jobs)]
 
 
 def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None) -> subprocess.Popen:
@@ -311,7 +310,7 @@ def finish(job: Job, failures: dict[Path, str], *, stopped: bool) -> None:
         failures[job.run.folder] = last_line(log, "vitinit train: ") or ended
 
 
-def sweep(args: argparse.Namespace) -> int:
+def sweep(args: Namespace) -> int:
     """Print the plan, do its runs, compare them; return the exit status."""
     shares = share_machine(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)[args.only]

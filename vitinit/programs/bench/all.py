@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torchvision
@@ -96,76 +97,82 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     """
     if out and (out.exists() or out.suffix != ".md"):
         raise OneLineError(f"{out} exists already or is no .md; choose another --out")
-    deadline = time.monotonic() + 60 * minutes
-    a_fifth = 60 * minutes / 5
-    failed = []
-    # The checks would else take the CPU where a GPU is lost.
-    environment = os.environ | {
-        "VITINIT_DEVICE": device,
-        "PYTHONUNBUFFERED": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     data = ["--data-dir", str(photographs.resolve())] if photographs else []
     with ExitStack() as stack:
         streams = [sys.stdout]
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
             streams.append(stack.enter_context(open(out, "x", encoding="utf-8")))
-
-        def tell(text: str) -> None:
-            for stream in map(LossyStream, streams):  # a closed terminal, a full disk
-                print(text, end="", file=stream, flush=True)
-
-        def part(words: Sequence[str], seconds: float, looked_for: str = "") -> str:
-            """Run Python within some seconds, all that one that hangs has; what it printed."""
-            title = "Is it right?" if "pytest" in words else f"`python {' '.join(words)}`"
-            tell(f"\n## {title}\n\n")
-            if looked_for:
-                tell(f"Looked for on an H100: {looked_for}.\n\n")
-            seconds = min(seconds, deadline - time.monotonic())
-            if seconds <= 0:
-                tell("Not begun: the time is over.\n")
-                return ""
-            fence = "" if list(words[:3]) == BENCH else "```\n"  # which prints Markdown
-            tell(fence)
-            status, printed = run_within(words, seconds, environment, tell)
-            tell(fence)
-            if status is None:
-                tell(f"\n**Ended** after {seconds:.0f} s, all that it has.\n")
-                failed.append(time.monotonic() < deadline)
-            elif status:
-                tell(f"\n**Failed**: exit status {status}.\n")
-                failed.append(True)
-            return printed
-
-        tell("# What vitinit does on this machine\n")
-        part([*BENCH, "machine", "--device", device], a_fifth)
+        report = Report(streams, device, 60 * minutes)
+        report.tell("# What vitinit does on this machine\n")
+        report.part([*BENCH, "machine", "--device", device], 60 * minutes / 5)
         if (REPOSITORY / CHECKS[-1]).is_dir():
-            check(part, 60 * minutes / 2)
+            report.check(60 * minutes / 2)
         else:
-            tell("\nNothing is checked: the checks are in the repository alone.\n")
+            report.tell("\nNothing is checked: the checks are in the repository alone.\n")
         place = ["--out-dir", stack.enter_context(tempfile.TemporaryDirectory()) + "/run"]
         for words, looked_for in speeds(device, data):
-            part(words + place if words is TRAINING else words, a_fifth, looked_for)
-    return int(any(failed))
+            if words is TRAINING:
+                words = words + place
+            report.part(words, 60 * minutes / 5, looked_for)
+    return int(report.failed)
 
 
-def check(part: Callable[[Sequence[str], float], str], seconds: float) -> None:
-    """Run all checks by `part` within some seconds. One that hangs or crashes, or meets an error of
-    CUDA's, ends its process; those that it has not begun follow in another.
-    """
-    end = time.monotonic() + seconds
-    begun: list[str] = []
-    count = 1  # of checks, until pytest says it
-    while len(begun) < count:
-        others = [f"--deselect={name}" for name in begun]
-        printed = part([*CHECKS, *others], end - time.monotonic())
-        names = re.findall(r"^(\S+\.py::\w+(?:\[.*?\])?) ", printed, re.MULTILINE)
-        collected = re.search(r"collected (\d+)", printed)
-        count = int(collected[1]) if collected and names else 0
-        begun += names
+class Report:
+    """What Python programs on the device print, one after the other, until the time is over."""
+
+    def __init__(self, streams: Sequence[TextIO], device: str, seconds: float) -> None:
+        self.streams, self.deadline = streams, time.monotonic() + seconds
+        self.failed = False
+        # The checks would else take the CPU where a GPU is lost.
+        self.environment = os.environ | {
+            "VITINIT_DEVICE": device,
+            "PYTHONUNBUFFERED": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
+        if device == "cpu":
+            self.environment["CUDA_VISIBLE_DEVICES"] = ""
+
+    def tell(self, text: str) -> None:
+        for stream in map(LossyStream, self.streams):  # a closed terminal, a full disk
+            print(text, end="", file=stream, flush=True)
+
+    def part(self, words: Sequence[str], seconds: float, looked_for: str = "") -> str:
+        """Run Python within some seconds, all that one that hangs has; return what it printed."""
+        title = "Is it right?" if "pytest" in words else f"`python {' '.join(words)}`"
+        self.tell(f"\n## {title}\n\n")
+        if looked_for:
+            self.tell(f"Looked for on an H100: {looked_for}.\n\n")
+        seconds = min(seconds, self.deadline - time.monotonic())
+        if seconds <= 0:
+            self.tell("Not begun: the time is over.\n")
+            return ""
+        fence = "" if list(words[:3]) == BENCH else "```\n"  # which prints Markdown
+        self.tell(fence)
+        status, printed = run_within(words, seconds, self.environment, self.tell)
+        self.tell(fence)
+        if status is None:
+            self.tell(f"\n**Ended** after {seconds:.0f} s, all that it has.\n")
+            self.failed |= time.monotonic() < self.deadline
+        elif status:
+            self.tell(f"\n**Failed**: exit status {status}.\n")
+            self.failed = True
+        return printed
+
+    def check(self, seconds: float) -> None:
+        """Run all checks within some seconds. One that hangs or crashes, or meets an error of
+        CUDA's, ends its process; those that it has not begun follow in another.
+        """
+        end = time.monotonic() + seconds
+        begun: list[str] = []
+        count = 1  # of checks, until pytest says it
+        while len(begun) < count:
+            others = [f"--deselect={name}" for name in begun]
+            printed = self.part([*CHECKS, *others], end - time.monotonic())
+            names = re.findall(r"^(\S+\.py::\w+(?:\[.*?\])?) ", printed, re.MULTILINE)
+            collected = re.search(r"collected (\d+)", printed)
+            count = int(collected[1]) if collected and names else 0
+            begun += names
 
 
 def run_within(

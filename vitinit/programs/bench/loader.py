@@ -93,10 +93,12 @@ def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
 def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
     """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
     recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
-    size = recipe.data.image_size
+
     pipeline = transforms.Compose(
         [  # DeiT's, without mixing and somewhat milder
-            transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
+            transforms.RandomResizedCrop(
+                recipe.data.image_size, interpolation=InterpolationMode.BICUBIC
+            ),
             transforms.RandomHorizontalFlip(),
             transforms.RandAugment(2, 9),
             transforms.ToTensor(),
@@ -188,8 +190,8 @@ def fed_in_words(row: Row, device: torch.device) -> str:
     images, fed = row["batch"], row["batch"] / row["fed, images/s"]  # seconds of a step
     unfed = images / row["synthetic, images/s"]
     waiting = 1 - unfed / fed
-    paces = [Pace(fed, unfed, waiting, waiting)]
-    line = waits_for(paces, device, images=images, workers=row["workers"])
+    pace = Pace(fed, unfed, waiting, waiting)
+    line = waits_for([pace], device, images=images, workers=row["workers"])
     return f"bound by its input, {line}" if line else "bound by the step, see bench step"
 
 
@@ -202,5 +204,4 @@ def print_loader(args: argparse.Namespace, device: torch.device) -> None:
         print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
         recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
         rows = fed_rows(recipe, device, args.workers)
-        bound = fed_in_words(rows[-1], device)
-        print(f"\n{row_table(rows)}\n\n{args.recipe}: {bound}")
+        print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")

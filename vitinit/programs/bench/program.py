@@ -6,7 +6,7 @@ vitinit bench loader --recipe deit_base --data-dir /data/imagenet/val --workers 
 vitinit bench memory --recipe deit_base swin_tiny --card-gib 24
 """
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from ...train.device import cores
 from ..shared.command_line import Output, Parser, add_set, integer, main_of, one_of, real
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit bench", description=__doc__)
     commands = parser.add_subparsers(dest="bench", required=True)
     everything = commands.add_parser("all", help="checks and speeds, in one report")
@@ -59,7 +59,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     # What measures imports torchvision and the compiler: here, so that --help need not.
     from .all import bench_all, machine
     from .loader import print_loader

@@ -88,8 +88,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     task = task_of(recipe)
     compiles = recipe.engine.compile
     if recipe.distill.teacher:
-        classes = [*map(str, range(recipe.data.num_classes))]
-        task = learn_from_teacher(recipe, classes, device)
+        task = learn_from_teacher(recipe, [*map(str, range(recipe.data.num_classes))], device)
     images, targets = labelled
     if isinstance(model, MaskedAutoencoder):
         targets = first_patches(model, images)
@@ -112,9 +111,10 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         engine()
     peak = peak_gib(device)  # before there is a second model
     other, whose = bare_model(recipe, model, device)
-    callee = compiled(other) if compiles else other
     if other is model:
         callee = forward
+    else:
+        callee = compiled(other) if compiles else other
     multiply, product_flops = product(device, amp)
     few = max(1, batch // 8)  # images, whose step takes as many launches
     loops = {

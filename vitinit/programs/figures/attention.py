@@ -115,8 +115,7 @@ def draw_maps(
                 # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
                 # other entries would be pale.
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
-                label = f"{subject.state}\nblock {block}"
-                rows.append(Row(label, maps, *KINDS[kind], peak=peak))
+                rows.append(Row(f"{subject.state}\nblock {block}", maps, *KINDS[kind], peak=peak))
     units = [KINDS[kind][0] for kind in kinds]
     rows.sort(key=lambda row: units.index(row.unit))
     what = "positions alone" if subject.model.rotary else "the position embedding P"
@@ -145,8 +144,8 @@ def draw_kernels(
             kernel = mean_kernel(weights, subject.model.grid, RADIUS).mean(0)
             label = f"{subject.state}\nblock {block}"
             rows.append(Row(label, kernel, *OFFSETS, centred=True))
-    heading = subject.heading(f"what each head attends to, mean over {count} images")
-    draw_grid(out, rows, heads, heading)
+    heading = f"what each head attends to, mean over {count} images"
+    draw_grid(out, rows, heads, subject.heading(heading))
 
 
 def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
@@ -263,8 +262,9 @@ def draw_attention(
         for axis in (photo, *others):
             axis.set(xticks=[], yticks=[])
             for colour, linewidth in (("black", 2.0), ("white", 0.9)):  # visible on any background
-                look = {"fill": False, "edgecolor": colour, "linewidth": linewidth}
-                axis.add_patch(plt.Rectangle(corner, across, down, **look))
+                axis.add_patch(
+                    plt.Rectangle(corner, across, down, fill=False, ec=colour, lw=linewidth)
+                )
     bar = figure.colorbar(layer, ax=list(axes.flat), label="attention", shrink=0.9, pad=0.01)
     bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph", *(f"head {h}" for h in heads))):

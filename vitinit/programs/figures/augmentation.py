@@ -35,8 +35,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
         axis.imshow(pixels(tile))
         axis.set_title(title, fontsize=9)
         axis.set_axis_off()
-    heading = f"RandAugment's operations at magnitude {magnitude:g}"
-    save(figure, out, heading, photographs=True)
+    save(figure, out, f"RandAugment's operations at magnitude {magnitude:g}", photographs=True)
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
@@ -56,8 +55,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     for step, (row, (kind, mixing)) in enumerate(zip(axes, kinds.items())):
         keys = [SampleKey(0, (step * count + column) % len(source)) for column in range(count)]
         augmentation = Augmentation(seed, (224, 224), deit.augment, deit.rand_augment, mixing)
-        samples = Samples(step, keys, np.zeros(count, np.int64))
-        batch = TrainViews(source, augmentation)[samples]
+        batch = TrainViews(source, augmentation)[Samples(step, keys, np.zeros(count, np.int64))]
         to_device = TrainToDevice(
             batch.images.device,
             augmentation,

@@ -20,7 +20,7 @@ Maps use cividis, viridis, or a scale from blue through white at 0 to red. Colou
 tell these colours apart.
 """
 
-import argparse
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -50,16 +50,16 @@ MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")  # argume
 
 
 def numbers(text: str) -> list[int] | Literal["all"]:
-    with suppress(argparse.ArgumentTypeError):
+    with suppress(ArgumentTypeError):
         return "all" if text == "all" else list(map(integer(0), text.split(",")))
-    raise argparse.ArgumentTypeError(f"{text}: expected numbers such as 0,10,300, or all")
+    raise ArgumentTypeError(f"{text}: expected numbers such as 0,10,300, or all")
 
 
 def pair(text: str) -> tuple[int, int]:
-    with suppress(argparse.ArgumentTypeError, ValueError):
+    with suppress(ArgumentTypeError, ValueError):
         row, column = map(integer(0, 2**15), text.split(","))
         return row, column
-    raise argparse.ArgumentTypeError(f"{text}: expected two numbers such as 3,5")
+    raise ArgumentTypeError(f"{text}: expected two numbers such as 3,5")
 
 
 def models(figure: Parser) -> None:
@@ -261,7 +261,7 @@ FIGURES = {
 }
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> Namespace:
     """`draw` is the figure's function; all others but MODELS are named as its parameters."""
     parser = Parser(prog="vitinit figures", description=__doc__)
     commands = parser.add_subparsers(metavar="FIGURE", required=True)
@@ -281,7 +281,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def subjects(args: argparse.Namespace) -> Iterator[Subject]:
+def subjects(args: Namespace) -> Iterator[Subject]:
     """The models named, one by one; FigureError for options of --recipe with --run or reverse."""
     if args.run:
         place = "--recipe"
@@ -300,7 +300,7 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
     return fresh(["quickstart"], args.init or VARIANT_INITS, seed=args.seed, sets=sets)
 
 
-def figures(args: argparse.Namespace) -> None:
+def figures(args: Namespace) -> None:
     pyplot()  # fails at once if matplotlib is missing
     options = vars(args).copy()
     draw = options.pop("draw")

@@ -56,13 +56,13 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
             f"{saved.name}: learned classes, and not to reconstruct images, as "
             "recipe own_images does"
         )
-    model = saved.autoencoder().eval()
-    images = [decode_image(str(path)) for path in photographs]
+
+    images = map(decode_image, map(str, photographs))
     # (B, 3, H, W) uint8
     views = torch.stack([evaluation_view(image, saved.recipe) for image in images])
     rngs = (keyed_generator(0, Stream.EVAL_MASK, index) for index in range(len(views)))
     visible = torch.from_numpy(masks.draw(rngs))
-    seen, reconstructed = pasted(model, saved.recipe.data, views, visible)
+    seen, reconstructed = pasted(saved.autoencoder().eval(), saved.recipe.data, views, visible)
     figure, axes = subplots(len(views), 3, 6.0, 2.0 * len(views) + 0.3)
     for row, tiles in zip(axes, zip(views / 255, seen, reconstructed)):
         for axis, tile in zip(row, tiles):

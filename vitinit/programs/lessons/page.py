@@ -101,8 +101,8 @@ def read_page(path: Path) -> Page:
     for match, after in zip(CODE.finditer(text), prose[1:]):
         line = text.count("\n", 0, match.start("source")) + 1
         pictures = tuple(PICTURE.findall(after))
-        trains, output = match["trains"] is not None, match["output"] or ""
-        codes.append(Code(match["source"], trains, line, output, pictures))
+        trains = bool(match["trains"])
+        codes.append(Code(match["source"], trains, line, match["output"] or "", pictures))
     return Page(path, prose, tuple(codes))
 
 

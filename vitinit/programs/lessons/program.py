@@ -9,10 +9,10 @@ The lessons are pages to read, in vitinit/lessons. Their code needs matplotlib, 
 Without --train, blocks of code that train for minutes take two steps.
 """
 
-import argparse
 import json
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from ...base.files import deliver, read_bytes
@@ -22,7 +22,7 @@ from . import IMAGES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit lessons", description=__doc__)
     parser.add_argument(
         "lesson",
@@ -69,7 +69,7 @@ def run_lesson(page: Page, *, train: bool) -> None:
     print(f"{compared} blocks of code print what the page shows, in {seconds:.0f} s")
 
 
-def lessons(options: argparse.Namespace) -> None:
+def lessons(options: Namespace) -> None:
     paths = lesson_paths()
     if options.lesson is None:
         for number, path in paths.items():

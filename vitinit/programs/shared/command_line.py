@@ -1,11 +1,11 @@
 """What all programs share: the parser, types of arguments, one-line errors and exit statuses."""
 
-import argparse
 import json
 import os
 import signal
 import sys
 import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -20,13 +20,11 @@ from ...train.distributed import LostProcess
 from ...train.interruption import Interrupted, raising_signals
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(ArgumentParser):
     """An ArgumentParser whose errors, and those of its subparsers, are raised as RecipeError."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(
-            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
-        )
+        super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         if "unrecognized" in message and "--set" in self.format_usage():
@@ -40,10 +38,11 @@ class Parser(argparse.ArgumentParser):
         inputs: list[str] = []
         for action in self._actions:
             value = getattr(parsed, action.dest, None)
-            if not isinstance(action.type, Output):
-                inputs += paths_in(value) if not action.choices else ()
-            elif value and not (action.type.prints and value == STDOUT):
-                outputs.append((action.dest, value, action.type))
+            if isinstance(action.type, Output):
+                if value and not (action.type.prints and value == STDOUT):
+                    outputs.append((action.dest, value, action.type))
+            elif not action.choices:
+                inputs += paths_in(value)
         for name, path, output in outputs:
             others = [place for place in inputs if not (output.grows and Path(place) == path)]
             try:
@@ -72,7 +71,7 @@ def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
         with suppress(ValueError, TypeError):  # not a number, or NaN or infinity
             if (number := convert(kind(text), kind)) in within:
                 return number
-        raise argparse.ArgumentTypeError(f"{text}: expected {accepted_values(kind)} {within}")
+        raise ArgumentTypeError(f"{text}: expected {accepted_values(kind)} {within}")
 
     return parse
 
@@ -90,7 +89,7 @@ def one_of(words: Collection[str]) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in words:
-            raise argparse.ArgumentTypeError(f"there is no '{text}'{nearest(text, words)}")
+            raise ArgumentTypeError(f"there is no '{text}'{nearest(text, words)}")
         return text
 
     return parse
@@ -115,7 +114,7 @@ def parse_sides(text: str) -> int | list[int]:
     try:
         sides = [int(side) for side in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
+        raise ArgumentTypeError(
             f"{text}: expected a number of pixels, such as 288, or "
             "height and width, such as 192,256"
         ) from None
@@ -129,7 +128,7 @@ def add_run(parser: Parser, changeable: Sequence[str]) -> None:
     add_options(parser, changeable)
 
 
-def run_arguments(args: argparse.Namespace) -> dict[str, Any]:
+def run_arguments(args: Namespace) -> dict[str, Any]:
     """What `vitinit.load` takes, of the arguments that `add_run` has added."""
     return {
         "path": args.run,
@@ -156,7 +155,7 @@ def add_options(parser: Parser, changeable: Sequence[str]) -> None:
     )
 
 
-def add_set(parser: argparse.ArgumentParser, words: str) -> None:
+def add_set(parser: ArgumentParser, words: str) -> None:
     """Add --set, which may be repeated. words: what it does, for --help."""
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=words
@@ -231,8 +230,8 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
 
 def main_of(
     name: str,
-    parse: Callable[[list[str]], argparse.Namespace],
-    do: Callable[[argparse.Namespace], int | None],
+    parse: Callable[[list[str]], Namespace],
+    do: Callable[[Namespace], int | None],
 ) -> Callable[..., int]:
     """The function `main` of a program: the words of its command line → its exit status."""
 

@@ -79,10 +79,8 @@ def subplots(
     rows: int, columns: int, width: float, height: float, **options: Any
 ) -> tuple[Figure, np.ndarray]:
     """A figure of some inches with panels: their axes are in rows, also if there is one."""
-    size = (width, height)
-    return pyplot().subplots(
-        rows, columns, figsize=size, squeeze=False, layout="constrained", **options
-    )
+    options |= {"figsize": (width, height), "squeeze": False, "layout": "constrained"}
+    return pyplot().subplots(rows, columns, **options)
 
 
 def save(figure: Figure, out: Path, heading: str, *, photographs: bool = False) -> None:

@@ -160,9 +160,8 @@ def result_table(findings: Iterable[Finding]) -> str:
     rows = []
     for finding in findings:
         for name, result in finding.results.items():
-            top1 = f"{result.top1:.3f}"
             top5 = "–" if result.top5 is None else f"{result.top5:.3f}"
-            numbers = [top1, top5, f"{result.loss:.4f}", f"{result.images:,}"]
+            numbers = [f"{result.top1:.3f}", top5, f"{result.loss:.4f}", f"{result.images:,}"]
             rows.append([finding.checkpoint, name, str(finding.data_set), *numbers])
     return table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"], rows)
 
@@ -204,10 +203,8 @@ def paired(groups: Groups) -> Iterator[tuple[Group, str, dict[int, float]]]:
     first, *others = groups
     for other in others:
         for name, metric in METRICS.items():
-            ours = first.last(metric)
-            theirs = other.last(metric)
-            both = {seed: value - ours[seed] for seed, value in theirs.items() if seed in ours}
-            yield other, name, both
+            ours, theirs = first.last(metric), other.last(metric)
+            yield other, name, {seed: theirs[seed] - ours[seed] for seed in theirs if seed in ours}
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
@@ -245,14 +242,14 @@ def by_group(groups: Groups) -> str:
         cells = [group.label, str(len(runs))]
         for metric in METRICS.values():
             curves = [run.measured(metric) for run in runs]
-            everywhere = all(curves)  # else it is not shown
-            cells.append(mean_and_std([curve[-1] for curve in curves if everywhere]))
-            cells.append(mean_and_std([max(curve) for curve in curves if everywhere]))
+            if not all(curves):  # some have none, so none are shown
+                curves = []
+            cells.append(mean_and_std([curve[-1] for curve in curves]))
+            cells.append(mean_and_std([*map(max, curves)]))
         if not all_classify:
             cells.append(mean_and_std([*group.last("val_loss").values()], places=4))
         seconds = [row["seconds"] for run in runs for row in run.rows]
-        timed = None not in seconds
-        totals = [sum(run.measured("seconds")) for run in runs if timed]
+        totals = [sum(run.measured("seconds")) for run in runs if None not in seconds]
         rows.append([*cells, mean_and_std(totals, places=0)])
     return table(head, rows)
 
