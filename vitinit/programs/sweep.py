@@ -135,8 +135,8 @@ def plan_runs(args: Namespace) -> list[PlannedRun]:
     """Plan all runs: the first seed for all inits and variants, then the next seed."""
     inits = args.init.split(",") if args.init else [None]
     runs = []
-    for seed, init, variant in product(args.seeds, inits, args.variant or [[""]]):
-        runs.append(plan_run(args, init, seed, variant[0], args.set + variant[1:]))
+    for seed, init, (name, *sets) in product(args.seeds, inits, args.variant or [[""]]):
+        runs.append(plan_run(args, init, seed, name, args.set + sets))
     folder, count = Counter(run.folder for run in runs).most_common(1)[0]
     if count > 1:
         raise RecipeError(
@@ -196,8 +196,8 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
     share = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     if jobs == 1 or not torch.cuda.is_available():
         return [share] * jobs
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or every).split(",")
     if nproc > 1 and jobs * nproc > len(gpus):
         raise RecipeError(
             f"--jobs {jobs} runs of --nproc {nproc} processes need {jobs * nproc} "

@@ -124,17 +124,15 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     seconds = interleave(parts, clock_of(device))
     _, _, whole, pillow = seconds.values()
     title = "on one core and the GPU" if device.type == "cuda" else "on one core"
-    rows = []
-    for part, times in seconds.items():
-        rows.append(
-            {
-                title: part,
-                "views/s": BATCH / median(times),
-                "× as fast as torchvision's": times_as_fast(times, pillow),
-                "% of the whole": 100 * median(times) / median(whole),
-            }
-        )
-    return rows
+    return [
+        {
+            title: part,
+            "views/s": BATCH / median(times),
+            "× as fast as torchvision's": times_as_fast(times, pillow),
+            "% of the whole": 100 * median(times) / median(whole),
+        }
+        for part, times in seconds.items()
+    ]
 
 
 def fed_steps(workers: int) -> tuple[int, int]:

@@ -165,25 +165,25 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     by_recipe = defaultdict(list)
     for subject in fitting(subjects, "mass"):
         recipe = subject.recipe.name
-        subject = subject._replace(state=subject.state.removeprefix(f"{recipe}, "))
+        state = subject.state.removeprefix(f"{recipe}, ")
         mass = mass_of(subject, folder, count)
         for part in PARTS:
             shares = [f"{value:.3f}" for value in getattr(mass, part)]
-            print(f"{recipe}, {subject.state}: {part}", *shares)
-        by_recipe[recipe].append((subject, mass))
+            print(f"{recipe}, {state}: {part}", *shares)
+        by_recipe[recipe].append((state, subject.recipe.init.name, mass))
 
     width = max(6.4, 2.2 * len(by_recipe) + 0.8)
     figure, axes = subplots(2, len(by_recipe), width, 5.6, sharey=True)
     legend = {}
     for column, (name, masses) in zip(axes.T, by_recipe.items()):
-        looks = looks_of([subject.recipe.init.name for subject, _ in masses])
+        looks = looks_of([init for _, init, _ in masses])
         for axis, (part, words) in zip(column, PARTS.items()):
-            uniform = masses[0][1].uniform
+            uniform = masses[0][2].uniform
             (legend["uniform attention"],) = axis.plot(uniform, color="0.8", linewidth=6)
-            for (subject, mass), (colour, line) in zip(masses, looks):
+            for (state, _, mass), (colour, line) in zip(masses, looks):
                 values = torch.tensor(getattr(mass, part))
                 known = ~values.isnan()
-                (legend[subject.state],) = axis.plot(
+                (legend[state],) = axis.plot(
                     known.nonzero()[:, 0],
                     values[known],
                     color=colour,

@@ -1,7 +1,6 @@
 """Pages of HTML that need neither a network nor a server."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,11 @@ def write_page(out: Path, template: str, meta: Meta, weights: str = "") -> None:
     """
     meta = meta | {"made": f"vitinit {__version__}"}
     text = json.dumps(meta, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    parts = {
-        "style": (HERE / "page.css").read_text(encoding="utf-8"),
-        "weights": weights,
-        "meta": text.replace("<", "\\u003c"),
-    }
-    empty = (HERE / template).read_text(encoding="utf-8")
-    filled = re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], empty)
-    page = filled.encode("utf-8", "replace")
+    page = (HERE / template).read_text(encoding="utf-8")
+    page = page.replace("{{style}}", (HERE / "page.css").read_text(encoding="utf-8"))
+    page = page.replace("{{weights}}", weights)
+    page = page.replace("{{meta}}", text.replace("<", "\\u003c"))  # the last, as it may have braces
+    content = page.encode("utf-8", "replace")
     with written_atomically(out) as file:
-        file.write(page)
-    print(f"{len(page) / 1e6:.1f} MB, a page that needs no network")
+        file.write(content)
+    print(f"{len(content) / 1e6:.1f} MB, a page that needs no network")

@@ -34,8 +34,8 @@ def pasted(
     if model.normalise_targets:
         mean, deviation = mean_and_deviation(take(patches_of(inputs, model.patch), hidden))
         predicted = predicted * deviation + mean
-    mean, std = map(torch.tensor, (data.mean, data.std))  # back to [0, 1]
-    colours = predicted.unflatten(2, (-1, 3)) * std + mean  # (B, hidden, p·q, 3)
+    # Back to [0, 1]: (B, hidden, p·q, 3).
+    colours = predicted.unflatten(2, (-1, 3)) * torch.tensor(data.std) + torch.tensor(data.mean)
     patches = patches_of(views / 255, model.patch)
     rows = torch.arange(len(views))[:, None]  # (B, 1)
 

@@ -34,7 +34,7 @@ class Parser(ArgumentParser):
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         """ArgumentParser's; an error, too, if an `Output` would replace what it may not."""
         parsed, rest = super().parse_known_args(*arguments, **options)
-        outputs: list[tuple[str, Path, Output]] = []
+        outputs = []
         inputs: list[str] = []
         for action in self._actions:
             value = getattr(parsed, action.dest, None)

@@ -59,11 +59,10 @@ def class_scores(
     def percent(part: int, whole: int) -> float | None:
         return 100.0 * part / whole if whole else None
 
-    scores = []
-    for right, total, taken in zip(hits, images, guesses):
-        f1 = percent(2 * right, total + taken)
-        scores.append(ClassScores(percent(right, taken), percent(right, total), f1))
-    return scores
+    return [
+        ClassScores(percent(right, taken), percent(right, total), percent(2 * right, total + taken))
+        for right, total, taken in zip(hits, images, guesses)
+    ]
 
 
 class Finding(NamedTuple):
@@ -136,15 +135,14 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
                 f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
                 f"classes of {finding.checkpoint}; the others are left out of ranking and loss"
             )
+    rows = [*rows_of(findings)]
     if len(findings) > 1:
-        print(result_table(findings))
+        head = ["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"]
+        print(table(head, rows))
     else:
-        for name, result in findings[0].results.items():
-            top5 = "" if result.top5 is None else f"  top-5 {result.top5:.3f} %"
-            print(
-                f"{name:5}  top-1 {result.top1:.3f} %{top5}  loss {result.loss:.4f}  "
-                f"over {result.images:,} images"
-            )
+        for _, name, _, top1, top5, loss, images in rows:
+            among5 = "" if top5 == "–" else f"  top-5 {top5} %"
+            print(f"{name:5}  top-1 {top1} %{among5}  loss {loss}  over {images} images")
     if per_class:
         for finding in findings:
             print(
@@ -155,15 +153,13 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
         deliver(text, json_file)
 
 
-def result_table(findings: Iterable[Finding]) -> str:
-    """A Markdown table with a row per finding and weights."""
-    rows = []
+def rows_of(findings: Iterable[Finding]) -> Iterator[list[str]]:
+    """Yield what a table shows of each finding and weights."""
     for finding in findings:
         for name, result in finding.results.items():
             top5 = "–" if result.top5 is None else f"{result.top5:.3f}"
             numbers = [f"{result.top1:.3f}", top5, f"{result.loss:.4f}", f"{result.images:,}"]
-            rows.append([finding.checkpoint, name, str(finding.data_set), *numbers])
-    return table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"], rows)
+            yield [finding.checkpoint, name, str(finding.data_set), *numbers]
 
 
 def share_within(angle: float, degrees: int) -> float:
