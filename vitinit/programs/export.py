@@ -30,7 +30,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +54,13 @@ from ..runs.data import as_input
 from ..runs.folder import RunFolder, save_atomically
 from ..runs.trained import VIEW_KEYS, Trained, load
 from .shared.command_line import Output, Parser, add_run, main_of, run_arguments
-from .shared.records import without_folders, without_paths
+from .shared.records import Json, without_folders, without_paths
 
 NEAR = 1e-4  # largest difference of logits, relative to the largest logit
 NEAR_IN_HALF = 0.02  # the same, with weights in half precision
 
 
-def metadata(trained: Trained) -> dict[str, Any]:
+def metadata(trained: Trained) -> Json:
     """Everything that is needed beside the weights to use the model, as plain values."""
     recipe = trained.recipe.with_data(image_size=trained.image_size)
     return {
@@ -82,7 +81,7 @@ def for_others(recipe: Recipe) -> Recipe:
     return from_dict(without_folders(recipe.as_dict()), recipe.name)
 
 
-def taken_by(library: str, trained: Trained) -> tuple[str, dict[str, Any], Names]:
+def taken_by(library: str, trained: Trained) -> tuple[str, Json, Names]:
     """`counterpart` of the model in a library; RecipeError if there is none."""
     recipe = trained.recipe
     with building(f"recipe {recipe.name}", "model"):
@@ -101,7 +100,7 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     """
     notes = metadata(trained) | {"timm": None}
     names: Names = {}  # ours
-    arguments: dict[str, Any] = {}
+    arguments: Json = {}
     try:
         name, arguments, names = taken_by(library or "timm", trained)
         notes[library or "timm"] = {
@@ -159,7 +158,7 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
         return write_weights(trained, tensors, {"format": "pt"} | notes, out / "model.safetensors")
 
 
-def with_biases(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
+def with_biases(model: nn.Module, arguments: Json) -> dict[str, Tensor]:
     """The weights, with zeros as biases of Q, K and V where only the library's model has them."""
     tensors = model.state_dict()
     if arguments.get("qkv_bias"):
@@ -169,9 +168,7 @@ def with_biases(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor
     return tensors
 
 
-def write_weights(
-    trained: Trained, tensors: dict[str, Tensor], notes: dict[str, Any], out: Path
-) -> str:
+def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: Json, out: Path) -> str:
     """Write a file of safetensors with these notes, as texts; return what was checked.
 
     Raises CheckpointError, and writes none, if it would hold other weights than the model's.

@@ -71,10 +71,9 @@ def print_step(recipe: Recipe, device: torch.device, batch: int) -> None:
     row = step_row(recipe, device, batch)
     bound = row["bound by"]
     # What helps was measured on a GPU, and eager. On a CPU compilation gained nothing.
-    helps = device.type == "cuda" and not recipe.engine.compile
-    advice = f": {BOUNDS[bound]}" if helps else ""
-    print(f"\n{row_table([row])}\n")
-    print(f"{recipe.name}: a step is bound by {bound}{advice}", flush=True)
+    if device.type == "cuda" and not recipe.engine.compile:
+        bound += f": {BOUNDS[bound]}"
+    print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {bound}", flush=True)
 
 
 def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:

@@ -137,15 +137,15 @@ def draw_kernels(
     """
     rows = []
     for subject in fitting(subjects, "kernels"):
+        model = subject.model
         images = photographs(folder, count, subject.recipe)
-        numbers = indices("block", blocks, len(block_grids(subject.model)))
-        for block, weights in mixing_matrices(subject.model, images, blocks=numbers).items():
+        numbers = indices("block", blocks, len(block_grids(model)))
+        for block, weights in mixing_matrices(model, images, blocks=numbers).items():
             weights = weights[:, indices("head", heads, weights.shape[1])]  # (B, h, N, N)
-            kernel = mean_kernel(weights, subject.model.grid, RADIUS).mean(0)
-            label = f"{subject.state}\nblock {block}"
-            rows.append(Row(label, kernel, *OFFSETS, centred=True))
-    heading = f"what each head attends to, mean over {count} images"
-    draw_grid(out, rows, heads, subject.heading(heading))
+            kernel = mean_kernel(weights, model.grid, RADIUS).mean(0)
+            rows.append(Row(f"{subject.state}\nblock {block}", kernel, *OFFSETS, centred=True))
+    heading = subject.heading(f"what each head attends to, mean over {count} images")
+    draw_grid(out, rows, heads, heading)
 
 
 def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
@@ -172,8 +172,8 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
             print(f"{recipe}, {state}: {part}", *shares)
         by_recipe[recipe].append((state, subject.recipe.init.name, mass))
 
-    width = max(6.4, 2.2 * len(by_recipe) + 0.8)
-    figure, axes = subplots(2, len(by_recipe), width, 5.6, sharey=True)
+    columns = len(by_recipe)
+    figure, axes = subplots(2, columns, max(6.4, 2.2 * columns + 0.8), 5.6, sharey=True)
     legend = {}
     for column, (name, masses) in zip(axes.T, by_recipe.items()):
         looks = looks_of([init for _, init, _ in masses])

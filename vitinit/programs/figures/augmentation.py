@@ -25,8 +25,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     arguments = settings.arguments(operations, magnitude * ones, ones)
     drawn = np.stack([operations, arguments, ones], 1)[:, None]
     described = torch.from_numpy(for_device(drawn, (224, 224)))
-    copies = image.expand(len(operations), -1, -1, -1)
-    images = rand_augment(copies, described, settings.fill)
+    images = rand_augment(image.expand(len(ones), -1, -1, -1), described, settings.fill)
     figure, axes = subplots(4, 4, 6.4, 7.0)
     for axis, tile, operation, argument in zip(axes.flat, images, Operation, arguments):
         title = operation.name if operation else "original"
@@ -69,9 +68,10 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         mixed = (images * std + mean).clamp(0, 1)
         share = unpack(batch.draws).mixed[0, 0].item()
         for column, (axis, tile) in enumerate(zip(row, mixed)):
-            title = f"{share:.2f} × {column + 1} + {1 - share:.2f} × {count - column}"
             axis.imshow(pixels(tile))
-            axis.set_title(title, fontsize=8)
+            axis.set_title(
+                f"{share:.2f} × {column + 1} + {1 - share:.2f} × {count - column}", fontsize=8
+            )
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)
     heading = "Two augmented batches: each image with its partner, targets in these shares"

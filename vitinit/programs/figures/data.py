@@ -24,7 +24,7 @@ def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
     """Draw examples of each class with its number of images, and how large images are; print what a
     run of `image_size` pixels would say at its start, and every group of files with the same bytes.
     """
-    listed = any((Path(data_dir) / file).is_file() for file in LISTS)
+    listed = any(Path(data_dir, file).is_file() for file in LISTS)
     name = "image_list" if listed else "image_folder"
     source = open_split(name, data_dir, "train", 0)
     try:

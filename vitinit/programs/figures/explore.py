@@ -27,7 +27,8 @@ from ...models import ConvMixer, MlpMixer
 from ...runs.data import as_input, evaluation_view
 from ...watch.mass import has_targets, mass_on_images
 from ..shared.plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded
-from .page import Meta, write_page
+from ..shared.records import Json
+from .page import write_page
 from .subjects import Subject
 
 RADIUS = 3  # of the mean attention by offset, in patches
@@ -37,7 +38,7 @@ MOST = 4_700_000  # letters of them in a page, which is then of at most 5 MB
 LEVELS = (254, 62, 14)  # the highest level of a weight: even, so that 0 has a level
 
 
-def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, Meta]:
+def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, Json]:
     """One block on one image: the levels of its weights, and what the page shows beside them.
 
     weights: (h, P + N, P + N), with the P prefix tokens first. The levels, (h, P + N, N), rise from
@@ -70,7 +71,7 @@ def block_view(weights: Tensor, grid: Grid, signed: bool) -> tuple[np.ndarray, M
 
 
 @torch.no_grad()
-def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], Meta]:
+def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], Json]:
     """A model's levels and `meta` on views (n, 3, H, W) uint8; FigureError for a ConvMixer."""
     model, recipe = subject.model, subject.recipe
     if isinstance(model, ConvMixer):

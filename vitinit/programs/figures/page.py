@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ... import __version__
 from ...base.files import written_atomically
+from ..shared.records import Json
 
 HERE = Path(__file__).parent
-Meta = dict[str, Any]  # an object of JSON
 
 
-def write_page(out: Path, template: str, meta: Meta, weights: str = "") -> None:
+def write_page(out: Path, template: str, meta: Json, weights: str = "") -> None:
     """Write an HTML page that needs neither a network nor a server, and print its size.
 
     The template names in double braces what it is filled with: the look of all pages (page.css),

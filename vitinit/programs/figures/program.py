@@ -296,8 +296,8 @@ def subjects(args: Namespace) -> Iterator[Subject]:
         return of_runs(args.run, args.epochs, args.weights or "model")
     if args.recipe:
         return fresh(args.recipe, args.init or [None], seed=args.seed, sets=args.set)
-    sets = VARIANT + args.set
-    return fresh(["quickstart"], args.init or VARIANT_INITS, seed=args.seed, sets=sets)
+    inits = args.init or VARIANT_INITS
+    return fresh(["quickstart"], inits, seed=args.seed, sets=VARIANT + args.set)
 
 
 def figures(args: Namespace) -> None:

@@ -24,9 +24,9 @@ from ...train.metrics import balanced_accuracy
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step
 from ..shared.groups import Group, Groups, group_runs
 from ..shared.plot import FigureError, as_png, rounded
-from ..shared.records import RunRecord, read_runs
+from ..shared.records import Json, RunRecord, read_runs
 from ..shared.results import class_scores, compare_runs, origin, paired, t_interval
-from .page import Meta, write_page
+from .page import write_page
 
 MISTAKES = 24  # shown
 SIDE = 96  # pixels of a mistake's longer side, at most
@@ -63,15 +63,9 @@ def write_report(
         for group, name, by_seed in paired(compared):
             values = list(by_seed.values())
             interval = t_interval(values) if len(values) > 1 else None
+            view = {"label": group.in_words(), "weights": name, "by_seed": rounded(values)}
             if values:
-                intervals.append(
-                    {
-                        "label": group.in_words(),
-                        "weights": name,
-                        "by_seed": rounded(values),
-                        "interval": rounded(interval),
-                    }
-                )
+                intervals.append(view | {"interval": rounded(interval)})
         comparison = {"text": text, "base": compared[0].in_words(), "intervals": intervals}
     views = []
     for group in groups:
@@ -95,7 +89,7 @@ def write_report(
     write_page(out, "report.html", meta)
 
 
-def panels(groups: Groups) -> tuple[list[Meta], list[str]]:
+def panels(groups: Groups) -> tuple[list[Json], list[str]]:
     """The panels of curves, and a line about those by step where there are none, or only means."""
     titles, notes = dict(EPOCHS), []  # of panels by epoch
     try:
@@ -113,7 +107,7 @@ def panels(groups: Groups) -> tuple[list[Meta], list[str]]:
     return [curves for curves in drawn if curves["lines"]], notes
 
 
-def panel(title: str, across: str, bands: Iterable[Band]) -> Meta:
+def panel(title: str, across: str, bands: Iterable[Band]) -> Json:
     """A panel of `meta`: for each group the mean over seeds, and the range of two or more."""
     lines = []
     for label, colour, line, places, values in bands:
@@ -131,7 +125,7 @@ def panel(title: str, across: str, bands: Iterable[Band]) -> Meta:
     return {"title": title, "across": across, "lines": lines, "log": False}
 
 
-def run_view(run: RunRecord, group: Group) -> Meta:
+def run_view(run: RunRecord, group: Group) -> Json:
     """A run of `meta`, except for how its model is judged."""
     starts = []
     for start in run.starts:
@@ -197,7 +191,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
 @torch.no_grad()
 def judge(
     path: Path, data_dir: str | None, images: int, weights: str, folder: Path = Path()
-) -> Meta:
+) -> Json:
     """How a run's model does on its validation images: who is taken for whom, and the mistakes,
     whose links lead from `folder` to their files.
 

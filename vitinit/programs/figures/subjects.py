@@ -77,8 +77,7 @@ def fresh(
             initialise(model, recipe, source)
             alone = len(recipes) == 1
             state = recipe.init.name if alone else f"{recipe.name}, {recipe.init.name}"
-            classes = source.classes if source else ()
-            yield Subject(recipe, state, model.eval(), classes, alone)
+            yield Subject(recipe, state, model.eval(), source.classes if source else (), alone)
 
 
 def of_runs(

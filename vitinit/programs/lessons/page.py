@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from ...base.messages import OneLineError, in_brief
 from ..shared.plot import pyplot
+from ..shared.records import Json
 from . import IMAGES
 
 CODE = re.compile(
@@ -101,8 +101,8 @@ def read_page(path: Path) -> Page:
     for match, after in zip(CODE.finditer(text), prose[1:]):
         line = text.count("\n", 0, match.start("source")) + 1
         pictures = tuple(PICTURE.findall(after))
-        trains = bool(match["trains"])
-        codes.append(Code(match["source"], trains, line, match["output"] or "", pictures))
+        trains, source, output = match.groups()
+        codes.append(Code(source, bool(trains), line, output or "", pictures))
     return Page(path, prose, tuple(codes))
 
 
@@ -181,14 +181,14 @@ def _unit(number: str) -> float:
     return 10.0 ** int(Decimal(number).as_tuple().exponent)
 
 
-def notebook(page: Page) -> dict[str, Any]:
+def notebook(page: Page) -> Json:
     """The notebook of a lesson (nbformat 4.5), ready for json.dump.
 
     A picture is shown as an output of the code that draws it, not in the prose. An answer is in
     cells of its own, which are collapsed: its prose by a fold of HTML, its code by the cell's
     metadata. Links to files become plain text.
     """
-    cells: list[dict[str, Any]] = []
+    cells: list[Json] = []
     hidden = False
     for prose, code in zip_longest(page.prose, page.codes):
         for place, part in enumerate(FOLD.split(LINK.sub(r"\1", PICTURE.sub("", prose)))):

@@ -9,7 +9,7 @@ from ...base.files import CheckpointError
 from ...base.values import to_toml
 from ...recipe.absent import MEANT
 from ...recipe.sections import MACHINE_KEYS
-from .records import RunRecord
+from .records import Json, RunRecord
 
 # The keys in which runs of one experiment may differ: seed, folder, evaluations and machine.
 FREE_KEYS = ("run.seed", "data.root", "eval.every_epochs", *MACHINE_KEYS)
@@ -65,7 +65,7 @@ class Group:
 Groups = Sequence[Group]
 
 
-def experiment(run: RunRecord) -> dict[str, Any]:
+def experiment(run: RunRecord) -> Json:
     """The keys, with their values, that distinguish one experiment from another."""
     free = {*FREE_KEYS}
     if run.keys["model.name"].startswith("convmixer_"):
@@ -118,7 +118,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     ]
 
 
-def text_of(settings: dict[str, Any]) -> str:
+def text_of(settings: Json) -> str:
     """An experiment as a text, which equal ones share."""
     for key, value in settings.items():
         if type(value) is int:
@@ -131,7 +131,7 @@ def group_of(run: RunRecord, firsts: Sequence[RunRecord], runs: Mapping[int, Run
     others of the recipe. firsts: a run of each group.
     """
     rivals = [experiment(other) for other in firsts if other.recipe == run.recipe]
-    settings, distinct = experiment(run), dict[str, Any]()
+    settings, distinct = experiment(run), Json()
     for key in dict.fromkeys(key for rival in rivals for key in rival):
         value = settings.get(key)
         values = [rival.get(key) for rival in rivals if comparable(key, rival, settings)]

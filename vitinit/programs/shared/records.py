@@ -33,6 +33,7 @@ from ...train.metrics import METRICS
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
+Json = dict[str, Any]  # an object of JSON, or a table of TOML
 LARGEST_ARCHIVE = 2**26  # most bytes, unpacked, of an archive; 1,000 runs have 20 million
 
 
@@ -42,9 +43,9 @@ class RunRecord:
 
     path: Path  # of the folder; in an archive, runs.tar.xz/<name>
     source: str  # its recipe, as it was asked for: a name or a path
-    keys: dict[str, Any]  # "section.key" → value, every option written out
-    rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
-    starts: list[dict[str, Any]]  # run.json: per start, what was asked for, commit, versions, …
+    keys: Json  # "section.key" → value, every option written out
+    rows: list[Json]  # metrics.jsonl: one row per finished epoch; missing keys are None
+    starts: list[Json]  # run.json: per start, what was asked for, commit, versions, …
     files: Mapping[str, bytes]  # the contents of those of FILES that there are
 
     @property
@@ -65,7 +66,7 @@ class RunRecord:
         return len(self.rows) == self.epochs
 
     @property
-    def began(self) -> dict[str, Any]:
+    def began(self) -> Json:
         """What run.json says of the first start; {} without run.json."""
         return self.starts[0] if self.starts else {}
 

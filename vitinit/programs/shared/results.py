@@ -10,14 +10,14 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...base.files import STDOUT, deliver
 from ...base.messages import one_line
 from ...runs.data import EvaluatedSet
 from ...train.metrics import Evaluation, balanced_accuracy
 from .groups import Group, Groups, finished_runs, group_runs
-from .records import RunRecord
+from .records import Json, RunRecord
 
 CONFIDENCE = 0.95
 BISECTIONS = 100  # each halves an interval of doubles, whose mantissa has 53 bits
@@ -76,7 +76,7 @@ class Finding(NamedTuple):
     classes: Sequence[str]  # names of the data set's classes
     results: Mapping[str, Evaluation]  # by weights: "model", and "ema" if there are any
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
         findings = {
             "checkpoint": self.checkpoint,
@@ -103,7 +103,7 @@ class Finding(NamedTuple):
         return table(["class", "images", *(f"{name} top-1" for name in self.results)], rows)
 
 
-def as_dict(result: Evaluation, classes: Sequence[str]) -> dict[str, Any]:
+def as_dict(result: Evaluation, classes: Sequence[str]) -> Json:
     """The JSON object of one evaluation."""
     hits, images = result.class_hits, result.class_images
     per_class = []
@@ -209,7 +209,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
     """
     finished, unfinished = finished_runs(runs)
     groups = group_runs(finished)
-    names = dict.fromkeys(run.recipe for group in groups for run in group.runs.values())
+    names = dict.fromkeys(run.recipe for run in finished)
     parts = [
         f"# {', '.join(names)}",
         "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best "
@@ -280,8 +280,8 @@ def differences(groups: Groups) -> str:
     for group, name, by_seed in paired(groups):
         if len(by_seed) > 1:
             mean, half = t_interval(list(by_seed.values()))
-            interval = f"{mean:+.2f} ± {half:.2f}"
             single = ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items())
+            interval = f"{mean:+.2f} ± {half:.2f}"
             rows.append([group.label, name, str(len(by_seed)), interval, single])
         elif name == "model":
             unpaired.append(f"`{group.label}`")
