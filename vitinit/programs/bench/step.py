@@ -130,7 +130,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     launches = 0.0
     if batch > few and "few" in seconds:
-        # A step of n images takes a + b·n; its share a / second, which no image adds to, is launches.
+        # A step of n images takes a + b·n. The share a / second, to which no image adds, is
+        # launches.
         by_few = batch * median(seconds["few"]) / count - few * second
         launches = by_few / (batch - few) / second
     return {

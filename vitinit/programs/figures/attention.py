@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.images import decode_image
 from ...mixing import among_patches, block_grids, mean_kernel, mixing_matrices
 from ...mixing.filters import Grid
 from ...models.attention import attention_weights
 from ...models.simple_vit import SimpleViT
 from ...models.swin import SwinTransformer
-from ...runs.data import as_input, evaluation_view
+from ...runs.data import as_input
 from ...watch.mass import Mass, has_targets, mass_on_images
 from ..shared.plot import (
     FigureError,
@@ -38,7 +37,7 @@ from ..shared.plot import (
     save,
     subplots,
 )
-from .subjects import VITS, Subject, Vit, fitting, indices, photographs
+from .subjects import VITS, Subject, Vit, fitting, indices, photographs, view_of
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
 KINDS = {
@@ -236,7 +235,7 @@ def draw_attention(
     for subject in fitting(subjects, "attention", (*VITS, SwinTransformer)):
         grids = block_grids(subject.model)
         blocks = indices("block", blocks, len(grids))
-        image = evaluation_view(decode_image(str(photograph)), subject.recipe)  # (3, H, W)
+        image = view_of(photograph, subject.recipe)
         inputs = as_input(image[None], subject.recipe)
         matrices = mixing_matrices(subject.model, inputs, blocks=blocks)
         for block in blocks:

@@ -12,14 +12,14 @@ from ...data.images import decode_image, resize_and_centre_crop
 from ...data.loader import TrainViews
 from ...data.rand_augment import Operation, for_device, rand_augment
 from ...data.sources import LooseImages
-from ...recipe.files import RECIPES, load_recipe
+from ...recipe.files import load_recipe
 from ..shared.plot import pixels, save, subplots
 
 
 def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     """Draw one photograph under each of RandAugment's operations, of positive sign and bicubic."""
     image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
-    settings = load_recipe(RECIPES / "deit_base.toml").rand_augment
+    settings = load_recipe("deit_base").rand_augment
     operations = np.array(Operation)  # the first, NONE, is the photograph
     ones = np.ones(operations.shape)
     arguments = settings.arguments(operations, magnitude * ones, ones)
@@ -45,7 +45,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     source = LooseImages(folder, 12)
     count = 6
     mean, std = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_STD))
-    deit = load_recipe(RECIPES / "deit_base.toml")
+    deit = load_recipe("deit_base")
     figure, axes = subplots(2, count, 1.4 * count, 3.4)
     kinds = {
         "mixup": replace(deit.mix, cutmix_alpha=0.0),

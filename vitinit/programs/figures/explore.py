@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from ...base.messages import one_line
-from ...data.images import decode_image
 from ...mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
 from ...mixing.filters import Grid
 from ...models import ConvMixer, MlpMixer
-from ...runs.data import as_input, evaluation_view
+from ...runs.data import as_input
 from ...watch.mass import has_targets, mass_on_images
 from ..shared.plot import DIVERGING, OVERLAY, FigureError, as_png, colours, packed, rounded
 from ..shared.records import Json
 from .page import write_page
-from .subjects import Subject
+from .subjects import Subject, view_of
 
 RADIUS = 3  # of the mean attention by offset, in patches
 TOP = 5  # classes shown
@@ -122,7 +121,7 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
     Raises FigureError for a ConvMixer, for models whose images differ in size, and where the
     weights would make the page larger than 5 MB even if they are told apart coarsely.
     """
-    images = [decode_image(str(path)) for path in photographs]
+
     levels, models, sizes = [], [], []
     for subject in subjects:
         height, width = subject.recipe.data.image_size
@@ -132,7 +131,7 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
                 f"{subject.state}: takes images of {sizes[-1]} pixels, and the model "
                 f"before it of {sizes[0]}; draw a page each"
             )
-        views = torch.stack([evaluation_view(image, subject.recipe) for image in images])
+        views = torch.stack([view_of(path, subject.recipe) for path in photographs])
         parts, view = model_view(subject, views)
         levels += parts
         models.append(view)

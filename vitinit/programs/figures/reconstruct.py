@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ...base.keys import Stream, keyed_generator
 from ...data.augment import normalise
-from ...data.images import decode_image
 from ...models.layers import patches_of
 from ...models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, take
 from ...recipe.sections import DataSection
-from ...runs.data import evaluation_view, masks_of
+from ...runs.data import masks_of
 from ...runs.load import open_saved
 from ..shared.plot import FigureError, pixels, save, subplots
+from .subjects import view_of
 
 COLUMNS = ("photograph", "what the encoder sees", "reconstruction")
 GREY = 0.5  # of hidden patches
@@ -57,9 +57,7 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
             "recipe own_images does"
         )
 
-    images = map(decode_image, map(str, photographs))
-    # (B, 3, H, W) uint8
-    views = torch.stack([evaluation_view(image, saved.recipe) for image in images])
+    views = torch.stack([view_of(path, saved.recipe) for path in photographs])  # (B, 3, H, W)
     rngs = (keyed_generator(0, Stream.EVAL_MASK, index) for index in range(len(views)))
     visible = torch.from_numpy(masks.draw(rngs))
     seen, reconstructed = pasted(saved.autoencoder().eval(), saved.recipe.data, views, visible)

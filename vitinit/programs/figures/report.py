@@ -71,12 +71,13 @@ def write_report(
     for group in groups:
         for run in group.runs.values():
             view = run_view(run, group)
-            try:
-                if not images:
-                    raise CheckpointError("left out, as --images 0 asks")
-                view["judged"] = judge(run.path, data_dir, images, weights, out.parent)
-            except OneLineError as error:
-                view["note"] = str(error)
+            if not images:
+                view["note"] = "left out, as --images 0 asks"
+            else:
+                try:
+                    view["judged"] = judge(run.path, data_dir, images, weights, out.parent)
+                except OneLineError as error:
+                    view["note"] = str(error)
             views.append(view)
     meta = {
         "recipes": list(dict.fromkeys(run.recipe for run in records)),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...base.files import CheckpointError
 from ...data.datasets import open_split
+from ...data.images import decode_image
 from ...data.sources import LooseImages, Source, folder_of
 from ...init import reads_images, stated_family
 from ...models.layers import Classifier
@@ -143,6 +144,11 @@ def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count:
                 f"{what} {number} is asked for, but the model has {what}s 0…{count - 1}"
             )
     return numbers
+
+
+def view_of(photograph: Path, recipe: Recipe) -> Tensor:
+    """A photograph as the recipe's evaluation takes it: (3, H, W) uint8."""
+    return evaluation_view(decode_image(str(photograph)), recipe)
 
 
 def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:

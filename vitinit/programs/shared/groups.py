@@ -119,7 +119,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def text_of(settings: Json) -> str:
-    """An experiment as a text, which equal ones share."""
+    """An experiment as a text that equal ones share; makes its integers floats."""
     for key, value in settings.items():
         if type(value) is int:
             settings[key] = float(value)  # 1 is 1.0

@@ -86,9 +86,10 @@ def subplots(
 def save(figure: Figure, out: Path, heading: str, *, photographs: bool = False) -> None:
     """Write a figure with its heading as a PNG file and close it, or pyplot would keep it.
 
-    It is reduced to FEW colours, which is a fourth of the bytes; if it consists of photographs they
-    are dithered, and lines and areas are flat. Raises FigureError if it is too large for matplotlib, and
-    FileError if the file cannot be written; one that was there then stays.
+    It is reduced to FEW colours, which is a fourth of the bytes. photographs: whether it consists
+    of these, whose colours are dithered, or of lines and areas, which are flat. Raises FigureError
+    if it is too large for matplotlib, and FileError if the file cannot be written; one that was
+    there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
     drawn = io.BytesIO()
@@ -240,7 +241,9 @@ def packed(levels: bytes) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with four digits, in tensors and lists of any depth; None for those that JSON does not know."""
+    """Numbers with four digits, in tensors and lists of any depth; None for those that JSON does
+    not know.
+    """
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):

@@ -195,7 +195,9 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def paired(groups: Groups) -> Iterator[tuple[Group, str, dict[int, float]]]:
-    """Yield for each other group and "model" or "EMA": by seed, its last top-1 minus the first one's."""
+    """Yield for each other group and "model" or "EMA", by seed, its last top-1 minus that of the
+    first group.
+    """
     first, *others = groups
     for other in others:
         for name, metric in METRICS.items():
