@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..base.files import require_replaceable, write_text_atomically
 from ..base.messages import counted
-from .shared.command_line import Output, Parser, add_trust, integer, main_of
+from .shared.command_line import Output, Parser, add_set, add_trust, integer, main_of
 from .shared.curves import draw_curves
 from .shared.groups import finished_runs
 from .shared.records import SUFFIX, read_runs, write_archive
@@ -96,13 +96,8 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     )
     to.add_argument("--replay", metavar="NAME", help="train this one of the runs again")
     parser.add_argument("--data-dir", help="with --replay: data.root, the folder of its data set")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="data.KEY=VALUE",
-        help="with --replay: how its images are stored, such as data.name=cifar10",
-    )
+    words = "with --replay: how its images are stored, such as data.name=cifar10"
+    add_set(parser, words, "data.KEY=VALUE")
     parser.add_argument(
         "--epochs",
         type=integer(1),

@@ -21,10 +21,10 @@ tell these colours apart.
 """
 
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...init import INITS
 from ..shared.command_line import Output, Parser, add_set, integer, main_of, one_of, real
@@ -113,20 +113,6 @@ def blocks_and_heads(figure: Parser) -> None:
     )
 
 
-def kinds(figure: Parser) -> None:
-    figure.add_argument(
-        "--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS), help=", ".join(KINDS)
-    )
-
-
-def photograph(figure: Parser) -> None:
-    figure.add_argument("photograph", type=Path)
-
-
-def photographs(figure: Parser) -> None:
-    figure.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
-
-
 def queries(figure: Parser) -> None:
     figure.set_defaults(heads=[0, 1, 2])
     figure.add_argument(
@@ -136,16 +122,6 @@ def queries(figure: Parser) -> None:
         default=[],
         metavar="ROW,COLUMN",
         help="query patches, counted from 0; default: the one in the middle",
-    )
-
-
-def runs(figure: Parser) -> None:
-    figure.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="folders of runs, archives of runs, or archive/pattern",
     )
 
 
@@ -175,10 +151,6 @@ def judged_on(figure: Parser) -> None:
     figure.add_argument("--weights", choices=WEIGHTS, default="model")
 
 
-def magnitude(figure: Parser) -> None:
-    figure.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
-
-
 def seeded_images(figure: Parser) -> None:
     figure.add_argument(
         "--data-dir", type=Path, dest="folder", required=True, help="a folder with images in it"
@@ -199,8 +171,25 @@ def data_set(figure: Parser) -> None:
     )
 
 
-def autoencoder(figure: Parser) -> None:
-    figure.add_argument("--run", type=Path, required=True, help="a run of own_images, say")
+def argument(name: str, **options: Any) -> Callable[[Parser], object]:
+    """What adds one argument alone."""
+    return lambda figure: figure.add_argument(name, **options)
+
+
+KINDS_SHOWN = argument(
+    "--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS), help=", ".join(KINDS)
+)
+PHOTOGRAPH = argument("photograph", type=Path)
+PHOTOGRAPHS = argument("photographs", type=Path, nargs="+", metavar="photograph")
+MAGNITUDE = argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
+AUTOENCODER = argument("--run", type=Path, required=True, help="a run of own_images, say")
+RUNS = argument(
+    "runs",
+    nargs="+",
+    type=Path,
+    metavar="RUN",
+    help="folders of runs, archives of runs, or archive/pattern",
+)
 
 
 def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -> None:
@@ -214,7 +203,7 @@ def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -
 
 
 # Name: the function that draws it, what it shows, and what adds its arguments.
-FIGURES = {
+FIGURES: dict[str, tuple[Callable[..., None], str, list]] = {
     "kernels": (
         draw_kernels,
         "mean attention by offset: the kernels that heads start as",
@@ -223,40 +212,40 @@ FIGURES = {
     "maps": (
         draw_maps,
         "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs",
-        [models, blocks_and_heads, kinds],
+        [models, blocks_and_heads, KINDS_SHOWN],
     ),
     "attention": (
         draw_attention,
         "what tokens of a photograph attend to",
-        [models, blocks_and_heads, photograph, queries],
+        [models, blocks_and_heads, PHOTOGRAPH, queries],
     ),
     "explore": (
         write_explorer,
         "an HTML page of the attention of every head of every block",
-        [models, photographs],
+        [models, PHOTOGRAPHS],
     ),
     "mass": (draw_mass, "share of attention on the heads' targets, by depth", [models, images]),
     "curves": (
         draw_runs,
         "validation top-1 of finished runs by epoch, or quantities by step",
-        [runs, other_curves],
+        [RUNS, other_curves],
     ),
     "report": (
         write_report,
         "an HTML page about runs: curves, mistakes, recipe, comparison",
-        [runs, judged_on],
+        [RUNS, judged_on],
     ),
     "operations": (
         draw_operations,
         "a photograph under each of RandAugment's operations",
-        [photograph, magnitude],
+        [PHOTOGRAPH, MAGNITUDE],
     ),
     "batch": (draw_batch, "batches after the whole augmentation", [seeded_images]),
     "data": (draw_data, "what a folder of classes is like: examples, counts, copies", [data_set]),
     "reconstruct": (
         draw_reconstruct,
         "photographs, what a masked autoencoder sees of them, and what it makes of it",
-        [photographs, autoencoder],
+        [PHOTOGRAPHS, AUTOENCODER],
     ),
 }
 

@@ -155,11 +155,9 @@ def add_options(parser: Parser, changeable: Sequence[str]) -> None:
     )
 
 
-def add_set(parser: ArgumentParser, words: str) -> None:
+def add_set(parser: ArgumentParser, words: str, metavar: str = "SECTION.KEY=VALUE") -> None:
     """Add --set, which may be repeated. words: what it does, for --help."""
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=words
-    )
+    parser.add_argument("--set", action="append", default=[], metavar=metavar, help=words)
 
 
 def add_log(parser: Parser) -> None:
