@@ -236,6 +236,7 @@ def main_of(
     def main(arguments: list[str], name: str = name) -> int:
         return run_program(name, lambda: do(parse(arguments)))
 
+    main.__module__ = do.__module__  # whose function it is, beside `parse_arguments`
     return main
 
 
