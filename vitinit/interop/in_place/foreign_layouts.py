@@ -195,6 +195,12 @@ def block_of(attention: nn.Module, norm: nn.Module | None) -> Block:
         raise ValueError(
             "a block has no LayerNorm before its attention (post-norm, or another norm)"
         )
+    for name in ("q_norm", "k_norm"):
+        if not isinstance(getattr(attention, name, None), nn.Identity | None):
+            kind = type(attention).__name__
+            raise ValueError(
+                f"{kind} normalises queries and keys, which would undo what is written"
+            )
     weights, biases, proj = _parameters(attention)
     heads = _number_of_heads(attention)
     rows, inner = sum(map(len, weights)), proj.in_features
