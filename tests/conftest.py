@@ -42,7 +42,7 @@ def signals_are_heard() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def shapes_are_few_and_drawn_once() -> None:
     """The first of the embedded images, as drawing all 6,000 takes seconds, for all tests."""
-    shapes.SPLITS = {"train": 503, "val": 211}
+    shapes.SIZES_OF_SPLITS = {"train": 503, "val": 211}
     shapes.label_of = cache(shapes.label_of)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vitinit.base.keys import Stream, keyed_generator, keyed_generators
+from vitinit.base.keys import Purpose, keyed_generator, keyed_generators
 
 MASK = 2**64 - 1
 
@@ -27,7 +27,7 @@ def test_raw_numbers_equal_philox_written_out_in_integers_which_gives_the_known_
         0xD7E772CEE186176B,
         0x7E68B68AEC7BA23B,
     ]
-    seed, stream = 13, Stream.CROP_AND_FLIP
+    seed, stream = 13, Purpose.CROP_AND_FLIP
     for counters in ((), (3,), (3, 5), (3, 5, 7), (2**40, 11, 2**63)):
         words = [*counters, 0, 0, 0][:3]
         blocks = [philox4x64([block, *words], [seed, int(stream)]) for block in (1, 2)]
@@ -36,7 +36,7 @@ def test_raw_numbers_equal_philox_written_out_in_integers_which_gives_the_known_
 
 
 def test_values_of_streams_are_those_of_runs_on_disk():
-    assert {stream.name: stream.value for stream in Stream} == {
+    assert {stream.name: stream.value for stream in Purpose} == {
         "ORDER": 1,
         "CROP_AND_FLIP": 2,
         "DROP_PATH": 3,
@@ -62,10 +62,10 @@ def test_generators_of_many_keys_are_those_of_each_key_whatever_was_drawn_from_t
         lambda rng: rng.random(7),
     ]
     found = []
-    for draw, rng in zip(draws, keyed_generators(2**63 + 13, Stream.ERASE, keys)):
+    for draw, rng in zip(draws, keyed_generators(2**63 + 13, Purpose.ERASE, keys)):
         draw(rng)  # an odd number of halves, blocks begun
         found.append(draw(rng))
     for draw, key, ours in zip(draws, keys, found, strict=True):
-        alone = keyed_generator(2**63 + 13, Stream.ERASE, *key)
+        alone = keyed_generator(2**63 + 13, Purpose.ERASE, *key)
         draw(alone)
         assert np.array_equal(ours, draw(alone))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitinit.base.keys import Stream, keyed_generator
+from vitinit.base.keys import Purpose, keyed_generator
 from vitinit.data import augment
 from vitinit.data.draw import (
     Augmentation,
@@ -66,7 +66,7 @@ def samples(
 
 def view_of(augmentation: Augmentation, key: SampleKey, height: int, width: int) -> View:
     """The crop and flip of a sample, from a generator of its own."""
-    rng = keyed_generator(augmentation.seed, Stream.CROP_AND_FLIP, *key)
+    rng = keyed_generator(augmentation.seed, Purpose.CROP_AND_FLIP, *key)
     return draw_view(rng, augmentation.augment, height, width)
 
 

@@ -10,7 +10,7 @@ import torch
 from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples, view_of
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
-from vitinit.base.keys import Stream, keyed_generator, keyed_generators
+from vitinit.base.keys import Purpose, keyed_generator, keyed_generators
 from vitinit.data.draw import (
     Augmentation,
     Masks,
@@ -241,13 +241,13 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
     draws = draws_of(seed=2**63 - 25, augment=augment, **rand_augment)
     keys = [SampleKey(number % 11, 2**40 + number, number % 3) for number in range(211)]
 
-    def own(stream: Stream, key: SampleKey) -> np.random.Generator:
+    def own(stream: Purpose, key: SampleKey) -> np.random.Generator:
         return keyed_generator(draws.seed, stream, *key)
 
     groups = [number % 7 for number in range(211)]
     found = unpack(draws.draws(samples(keys, groups, step=29)))
     for key, group, operations, erased, mixed in zip(keys, groups, *found):
-        rng, settings = own(Stream.RAND_AUGMENT, key), draws.rand_augment
+        rng, settings = own(Purpose.RAND_AUGMENT, key), draws.rand_augment
         chosen = rng.integers(len(settings.operations), size=settings.layers)
         chances = rng.random(settings.layers)
         magnitudes = rng.normal(settings.magnitude, settings.magnitude_std, settings.layers)
@@ -257,9 +257,9 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
         arguments = settings.arguments(codes, magnitudes.clip(0, 10), np.where(signs < 0.5, -1, 1))
         share = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
         assert np.array_equal(operations[:, :3], np.stack([codes, arguments, kinds < share], 1))
-        box, noise_key = draw_erasing(own(Stream.ERASE, key), draws.augment, *draws.size)
+        box, noise_key = draw_erasing(own(Purpose.ERASE, key), draws.augment, *draws.size)
         assert box_and_key(erased) == [*box, noise_key]
-        share, box = MIX.draw(keyed_generator(draws.seed, Stream.MIX, 29, group), *draws.size)
+        share, box = MIX.draw(keyed_generator(draws.seed, Purpose.MIX, 29, group), *draws.size)
         assert mixed.tolist() == [share, *box]
 
 
@@ -308,14 +308,14 @@ def test_the_draws_of_seed_0_are_those_of_runs_on_disk(
 def test_masks_show_each_patch_equally_often_by_the_key_alone():
     """5 of 17 patches, ascending, each in 5 / 17 of the views; any two in 5 · 4 / (17 · 16)."""
     masks, keys = Masks(17, 5), [SampleKey(0, index) for index in range(4_001)]
-    visible = masks.draw(keyed_generators(3, Stream.MASK, keys))
+    visible = masks.draw(keyed_generators(3, Purpose.MASK, keys))
     assert visible.shape == (4_001, 5) and (np.diff(visible) > 0).all()
     assert visible.min() == 0 and visible.max() == 16
     seen = (visible[..., None] == np.arange(17)).any(1)  # (4001, 17)
     for patch in range(17):
         assert_rate(seen[:, patch], 5 / 17)
     assert_rate(seen[:, 2] & seen[:, 11], 5 * 4 / (17 * 16))
-    alone = masks.draw(keyed_generators(3, Stream.MASK, keys[7:8]))
+    alone = masks.draw(keyed_generators(3, Purpose.MASK, keys[7:8]))
     assert (alone[0] == visible[7]).all()
-    again = masks.draw(keyed_generators(3, Stream.MASK, [SampleKey(1, 7), SampleKey(0, 7, 1)]))
+    again = masks.draw(keyed_generators(3, Purpose.MASK, [SampleKey(1, 7), SampleKey(0, 7, 1)]))
     assert not (again == visible[7]).all(1).any()

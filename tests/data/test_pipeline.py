@@ -29,7 +29,7 @@ from deit import (
 from refused import refused
 from torch import Tensor
 
-from vitinit.base.keys import Stream, keyed_generator
+from vitinit.base.keys import Purpose, keyed_generator
 from vitinit.data.augment import (
     ToDevice,
     TrainToDevice,
@@ -134,7 +134,7 @@ def by_definition(draws: Augmentation) -> list[tuple[Tensor, Tensor]]:
         after = draws.augment.erase_after_mix
         images = images.clone() if after else ready(images)
         for group in range(groups):
-            mix = draws.mix.draw(keyed_generator(SEED, Stream.MIX, step, group), SIDE, SIDE)
+            mix = draws.mix.draw(keyed_generator(SEED, Purpose.MIX, step, group), SIDE, SIDE)
             own = slice(group, None, groups)
             images[own] = mix_images(images[own], as_drawn([mix] * GROUP))
             targets[own] = mix_targets(targets[own], as_drawn([mix] * GROUP))
@@ -159,7 +159,7 @@ def test_a_mixed_global_batch_is_bit_for_bit_the_same_however_it_is_distributed(
             for one, other in zip(ours, theirs, strict=True):
                 assert one.numpy().tobytes() == other.numpy().tobytes(), how
     mixes = [
-        draws.mix.draw(keyed_generator(SEED, Stream.MIX, step, group), SIDE, SIDE)
+        draws.mix.draw(keyed_generator(SEED, Purpose.MIX, step, group), SIDE, SIDE)
         for step in range(EPOCHS)
         for group in range(GLOBAL_BATCH // GROUP)
     ]

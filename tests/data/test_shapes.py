@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitinit.base.keys import Stream, keyed_generator
+from vitinit.base.keys import Purpose, keyed_generator
 from vitinit.data import shapes
 
 SMALL = {"train": 211, "val": 107}
@@ -29,7 +29,7 @@ def splits():
 
 
 def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
-    return shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
+    return shapes.draw_image(keyed_generator(shapes.SEED, Purpose.SHAPES, split_number, index))
 
 
 def test_an_image_alone_equals_the_image_in_its_split_and_occurs_in_no_other_place(splits):

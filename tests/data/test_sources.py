@@ -19,7 +19,7 @@ from PIL import Image, PngImagePlugin
 from refused import refused
 from torchvision.datasets.folder import make_dataset
 
-from vitinit.base.keys import Stream, keyed_generator
+from vitinit.base.keys import Purpose, keyed_generator
 from vitinit.data import sources
 from vitinit.data.datasets import open_split
 from vitinit.data.folders import EXTENSIONS, images_below, in_words
@@ -307,7 +307,7 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
         for label, size in enumerate(sizes):
             order, other = (
                 np.flatnonzero(source.labels == label)[
-                    keyed_generator(one, Stream.SUBSET, label).permutation(size)
+                    keyed_generator(one, Purpose.SUBSET, label).permutation(size)
                 ].tolist()
                 for one in (seed, seed + 1)
             )
@@ -345,6 +345,6 @@ def test_a_run_may_train_on_a_part_by_its_own_seed_of_which_an_init_reads_some_i
     assert part.stored.equal(stratified_part(whole, images_per_class=3, held_out=2, seed=7).stored)
     held_out = held_out_part(whole, images_per_class=2, seed=0)
     assert data.open_held_out(recipe.data, whole).stored.equal(held_out.stored)
-    read = keyed_generator(7, Stream.INIT_IMAGES).permutation(30)[:5]
+    read = keyed_generator(7, Purpose.INIT_IMAGES).permutation(30)[:5]
     views = torch.stack([part.image(index) for index in read])
     assert torch.equal(data.training_views(recipe, part, 5), data.as_input(views, recipe))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import vitinit.run
 from vitinit.data.pipeline import preparing_stream
-from vitinit.programs.bench.training import alone, recipe_of
+from vitinit.programs.bench.training import alone, bench_recipe
 
 SETS = (
     "data.name=image_folder",
@@ -65,7 +65,7 @@ def epochs_of(
     """Two epochs of training, each step's images and targets in order, and two of validation.
     work: what keeps the device busy before each micro-batch is made, and before it is copied. It
     has to be copied, since its memory is used again for a later one."""
-    recipe = recipe_of("quickstart", sets)
+    recipe = bench_recipe("quickstart", sets)
     data = program.open_data(recipe, alone(device), dry_run=False)
     found, made = [], []
     for epoch in range(2):

@@ -10,9 +10,9 @@ from small_models import drawn, seeded, written
 from torch import Tensor, nn
 
 import vitinit
+from vitinit.init.attentions import Rotation
 from vitinit.init.impulse_rotary import mean_mass
 from vitinit.init.layout import layout_of
-from vitinit.init.views import Rotation
 from vitinit.mixing import target_mass
 from vitinit.mixing.filters import Offset, neighbours, ordered_offsets
 from vitinit.models.attention import attention_weights

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_, init_weights, mimetic_
-from vitinit.init.views import Layout
-from vitinit.interop.in_place.foreign_layouts import block_of, layout_of
+from vitinit.init.attentions import Layout
+from vitinit.interop.in_place.foreign_layouts import block_of, foreign_layout_of
 from vitinit.interop.in_place.initialise import write_back
 from vitinit.mixing import target_mass
 from vitinit.watch.mass import Mass
@@ -44,7 +44,7 @@ def ours(**sizes) -> nn.Module:
 
 def bits(model: nn.Module) -> list[Tensor]:
     """What impulse_ and mimetic_ write, whatever it is called."""
-    vit = layout_of(model)
+    vit = foreign_layout_of(model)
     return [vit.pos_embed] + [
         tensor for block in vit.blocks for tensor in (block.q, block.k, block.v, block.proj)
     ]
@@ -55,13 +55,13 @@ def test_all_layouts_get_the_same_bits_and_the_mass_is_that_of_their_own_forward
     for init in (mimetic_, impulse_):
         model, mine, images = OtherViT(kind).eval(), ours(), photographs()
         with torch.no_grad():  # mimetic_ leaves the position embedding alone
-            layout_of(mine).pos_embed.copy_(layout_of(model).pos_embed)
+            foreign_layout_of(mine).pos_embed.copy_(foreign_layout_of(model).pos_embed)
         before, report = state_of(model), init(model, generator=seeded(), images=images)
         init(mine, generator=seeded())
         assert all(map(torch.equal, bits(model), bits(mine)))
         assert not any(
             bias.any()
-            for block in layout_of(model).blocks
+            for block in foreign_layout_of(model).blocks
             for bias in (block.q_bias, block.k_bias, block.v_bias, block.proj_bias)
             if bias is not None
         )
@@ -133,7 +133,7 @@ def test_deep_impulse_reaches_the_mass_that_is_asked_for_in_every_block(kind, si
     assert not [name for name in report.written if "fc1" in name or "head" in name]
     assert "on white noise" in str(deep_impulse_(model, generator=seeded()))
     seen = []
-    layout_of(model).blocks[0].norm.register_forward_pre_hook(
+    foreign_layout_of(model).blocks[0].norm.register_forward_pre_hook(
         lambda _, given: seen.append(given[0])
     )
     model(images)
@@ -204,10 +204,14 @@ def test_torchvisions_own_swin(monkeypatch):
     assert "windows of 3×5 tokens" in str(report) and "the relative bias alone: " in str(report)
     mine = vitinit.build_model("swin_tiny", num_classes=7, image_size=(24, 40), **sizes)
     init_weights(mine, "impulse", generator=seeded(), target_mass=0.7)
-    tables = [[block.bias_table for block in layout_of(each).blocks] for each in (model, mine)]
+    tables = [
+        [block.bias_table for block in foreign_layout_of(each).blocks] for each in (model, mine)
+    ]
     assert all(map(torch.equal, *tables))
     with torch.no_grad():
-        for block in layout_of(model).blocks:  # so that the logits are the bias and the mask
+        for block in foreign_layout_of(
+            model
+        ).blocks:  # so that the logits are the bias and the mask
             block.q.zero_()
             block.q_bias.zero_()
     monkeypatch.setattr(
@@ -261,7 +265,7 @@ def test_a_model_of_ones_own_is_described_in_five_lines():
     impulse_(mine, generator=seeded())
     init_(model, "norm_matched", generator=seeded(), layout=described)
     init_(mine, "norm_matched", generator=seeded())
-    for block, other in zip(described(model).blocks, layout_of(mine).blocks):
+    for block, other in zip(described(model).blocks, foreign_layout_of(mine).blocks):
         assert torch.equal(block.q, other.q) and torch.equal(block.proj, other.proj)
     assert report.prefix_tokens == 0 and report.mass_on_images[0][0] > 0.2
     with pytest.raises(ValueError, match="views of parameters of the model"):

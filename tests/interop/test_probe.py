@@ -23,7 +23,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTran
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_
-from vitinit.interop.in_place.foreign_layouts import layout_of
+from vitinit.interop.in_place.foreign_layouts import foreign_layout_of
 from vitinit.interop.in_place.formula import turned_blocks
 from vitinit.interop.in_place.probe import probe
 from vitinit.mixing import target_mass
@@ -191,7 +191,7 @@ def test_a_rotation_is_read_from_the_queries_as_they_meet_the_keys(kind, rotatio
                 (turn(scale * q) @ turn(k).mT).softmax(-1) @ v
             )
         )
-    vit = probe(layout_of(model), IMAGES)
+    vit = probe(foreign_layout_of(model), IMAGES)
     for number, block in enumerate(vit.blocks):
         x = torch.randn(2, HEADS, 38, DIM // HEADS, generator=seeded())
         assert torch.allclose(block.rotation(x), turning(rotation, number)(x), atol=1e-4)
@@ -212,7 +212,7 @@ def test_the_rotation_of_our_own_models_is_as_it_is_read(frequencies):
         rope_frequencies=frequencies,
         rope_coordinates="centred",
     )
-    known = probe(layout_of(model), IMAGES)
+    known = probe(foreign_layout_of(model), IMAGES)
     plain = [replace(block, rotation=None) for block in known.blocks]
     for block, other in zip(known.blocks, turned_blocks(replace(known, blocks=plain), IMAGES)):
         omega, read = (each.rotation.frequencies(GRID) for each in (block, other))
@@ -379,7 +379,10 @@ def test_clips_names_its_norm_before_the_blocks_and_the_sequence_first():
     model(IMAGES)
     assert_masses(report, maps)
     with torch.no_grad():  # positions alone go through that norm, too
-        first, block = model.ln_pre(model.positional_embedding[1:]), layout_of(model).blocks[0]
+        first, block = (
+            model.ln_pre(model.positional_embedding[1:]),
+            foreign_layout_of(model).blocks[0],
+        )
         weights = block.mixing_weights(block.norm(first[None]))[0]
     mass = target_mass(weights, list(report.targets[0]), GRID)
     assert torch.allclose(mass, torch.tensor(report.mass[0]), atol=1e-5)

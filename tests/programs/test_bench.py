@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vitinit.data.images import decode_image
 from vitinit.programs.bench import all as everything, loader, program as bench, step, training
 from vitinit.programs.bench.step import saved_bytes
-from vitinit.programs.bench.training import interleave, recipe_of, times_as_fast
+from vitinit.programs.bench.training import bench_recipe, interleave, times_as_fast
 
 TINY = [
     word
@@ -171,7 +171,7 @@ def test_a_step_is_measured(capsys, monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
-    tried, recipe = [], recipe_of("quickstart")
+    tried, recipe = [], bench_recipe("quickstart")
 
     def measure(recipe: object, device: torch.device, batch: int) -> dict:
         tried.append(batch)
@@ -308,7 +308,7 @@ def test_the_commands_of_the_report_are_commands(capsys):
                 args = bench.parse_arguments(words[3:])
                 names = getattr(args, "recipe", [])
                 for name in [names] if isinstance(names, str) else names:
-                    recipe_of(name, getattr(args, "set", []))
+                    bench_recipe(name, getattr(args, "set", []))
 
 
 def test_rows_become_a_table():

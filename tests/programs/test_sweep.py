@@ -35,7 +35,7 @@ def started(monkeypatch, train_program) -> list[Path]:
 
     class InProcess:
         def __init__(self, command: list[str], **options: object) -> None:
-            arguments = command[command.index(sweep.TRAIN[-1]) + 1 :]
+            arguments = command[command.index(sweep.TRAIN_WORDS[-1]) + 1 :]
             folders.append(Path(arguments[arguments.index("--out-dir") + 1]))
             monkeypatch.setattr("sys.argv", ["train.py", *arguments])
             self.returncode = train_program.main(arguments, "vitinit train")
@@ -441,14 +441,14 @@ def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):
     (run,) = planned(*GOOD, "--out-dir", tmp_path)
     for processes in (1, 3):
         sweep.start(run, processes, {}, None)
-    assert commands[0] == [sys.executable, *sweep.TRAIN, *run.arguments]
+    assert commands[0] == [sys.executable, *sweep.TRAIN_WORDS, *run.arguments]
     assert commands[1] == [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc_per_node=3",
-        *sweep.TRAIN,
+        *sweep.TRAIN_WORDS,
         *run.arguments,
     ]
 

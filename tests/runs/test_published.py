@@ -12,7 +12,7 @@ from same_run import checkpoint
 from vitinit.base.files import CheckpointError, NoCheckpoint
 from vitinit.models import build_model
 from vitinit.runs import load
-from vitinit.runs.load import Weights, by_name, fetch, kept_file
+from vitinit.runs.load import Weights, by_name, fetch_published, kept_file
 
 OPTIONS = dict(pool="mean", patch_size=4, embed_dim=12, depth=2, num_heads=3)
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_fetched_is_one_line_and_leaves_no_file(
             else (tmp_path / "nowhere").as_uri() + "/",
         )
     with pytest.raises(CheckpointError) as caught:
-        fetch(weights)
+        fetch_published(weights)
     message, kept = str(caught.value), kept_file(weights)
     assert reason in message and f"put the file at {kept}, or name its path" in message
     assert "\n" not in message and not list(kept.parent.glob("*"))

@@ -42,7 +42,7 @@ KINDS = {
 
 OF_A_WRITER = re.compile(r"\.[\da-f]{12}\.partial$")  # a temporary file's name
 MOST_LINKS = 40  # one after the other, as Linux follows them
-LARGEST = 2**24  # most bytes of a text
+LARGEST_TEXT = 2**24  # most bytes of a text
 LARGEST_TOML = 2**16  # of TOML, which takes long to read and is short
 DEEPEST, MOST = 64, 2**18  # most levels of tables and lists; fewer than MOST are on one level
 LONG_NUMBER = re.compile(rb"(?<![\d_])[\d_]{308}|0[xob][\da-fA-F_]{250}")  # more than a float
@@ -283,7 +283,9 @@ def opened(path: Path | str, limit: int) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_bytes(path: Path | str, *, default: bytes | None = None, limit: int = LARGEST) -> bytes:
+def read_bytes(
+    path: Path | str, *, default: bytes | None = None, limit: int = LARGEST_TEXT
+) -> bytes:
     """A file's contents, or `default` if there is none; FileError over `limit`, and for a pipe."""
     with in_one_line(path, "read"):
         try:
@@ -315,8 +317,8 @@ def _load_toml(content: bytes) -> dict[str, Any]:
 
 
 def _parse(text: bytes, load: Callable[[bytes], Any]) -> Any:
-    if len(text) > LARGEST or LONG_NUMBER.search(text):
-        raise ValueError(f"it has over {LARGEST:,} bytes, or a number of over 300 digits")
+    if len(text) > LARGEST_TEXT or LONG_NUMBER.search(text):
+        raise ValueError(f"it has over {LARGEST_TEXT:,} bytes, or a number of over 300 digits")
     with suppress(RecursionError):
         value = load(text)
         if not nested_deeply(value):

@@ -1,6 +1,6 @@
 """Keyed randomness: each random draw of a run has a generator of its own, identified by a key.
 
-`keyed_generator(seed, stream, *counters)` is a counter-based generator (Philox, Salmon et al.
+`keyed_generator(seed, purpose, *counters)` is a counter-based generator (Philox, Salmon et al.
 2011): the same key gives the same draws on any machine, in any process, in any order. So a run does
 not depend on how many workers load its data, how many processes share its batch, or how often it
 was interrupted; and any single draw can be repeated in order to inspect it.
@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 
-class Stream(IntEnum):
-    """What a draw is for, with its counters. Streams are independent; no number ever changes."""
+class Purpose(IntEnum):
+    """What a draw is for, with its counters. Draws for two purposes are independent. No number here
+    ever changes, or runs would draw otherwise.
+    """
 
     ORDER = 1  # (epoch): the order of an epoch
     CROP_AND_FLIP = 2  # (epoch, index, repeat): the crop and flip of a sample
@@ -30,18 +32,18 @@ class Stream(IntEnum):
     EVAL_MASK = 12  # (index): those of a validation image, whose seed is fixed
 
 
-def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
-    """The generator of a seed, a stream and at most three counters, non-negative integers."""
+def keyed_generator(seed: int, purpose: Purpose, *counters: int) -> np.random.Generator:
+    """The generator of a seed, a purpose and at most three counters, non-negative integers."""
     # While it draws, Philox counts in the lowest word, so that word must start at zero.
     words = [0, *counters, *[0] * (3 - len(counters))]
-    return np.random.Generator(np.random.Philox(key=[seed, int(stream)], counter=words))
+    return np.random.Generator(np.random.Philox(key=[seed, int(purpose)], counter=words))
 
 
 def keyed_generators(
-    seed: int, stream: Stream, keys: Iterable[tuple[int, int, int]]
+    seed: int, purpose: Purpose, keys: Iterable[tuple[int, int, int]]
 ) -> Iterator[np.random.Generator]:
     """Yield one generator, set to each key in turn, ten times as fast: draw before the next one."""
-    generator = keyed_generator(seed, stream)
+    generator = keyed_generator(seed, purpose)
     bits = generator.bit_generator
     state: dict[str, Any] = dict(bits.state)  # of a generator that has drawn nothing
     # Python's own numbers, because numpy reads them faster than arrays when it sets the state.

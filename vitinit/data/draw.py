@@ -1,7 +1,7 @@
 """All random draws for a training sample, keyed by (seed, epoch, index, repeat).
 
 A sample is one view of one image in one epoch. Its draws depend on its key alone, and each kind of
-draw has a random stream of its own (keys.py): one augmentation less leaves all other draws as they
+draw has a generator of its own (keys.py): one augmentation less leaves all other draws as they
 were.
 
     crop and flip   applied in the worker that decodes the image                   → View
@@ -23,9 +23,9 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from ..base.keys import Stream, keyed_generator, keyed_generators
+from ..base.keys import Purpose, keyed_generator, keyed_generators
 from ..base.values import AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative, Proportion
-from .images import NOWHERE, Box, Size
+from .images import NOWHERE, Box, HeightWidth
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device
 
@@ -57,7 +57,7 @@ class Augment:
 
 def epoch_order(seed: int, epoch: int, count: int) -> ndarray:
     """The order in which an epoch goes through `count` images: a permutation of their indices."""
-    return keyed_generator(seed, Stream.ORDER, epoch).permutation(count)
+    return keyed_generator(seed, Purpose.ORDER, epoch).permutation(count)
 
 
 class View(NamedTuple):
@@ -242,7 +242,7 @@ class Augmentation:
     """How a run's samples are augmented: the seed, (height, width) of a view, and the settings."""
 
     seed: int
-    size: Size
+    size: HeightWidth
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
@@ -252,19 +252,19 @@ class Augmentation:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""
         step, keys, groups = samples
         count = len(keys)
-        generators = keyed_generators(self.seed, Stream.RAND_AUGMENT, keys)
+        generators = keyed_generators(self.seed, Purpose.RAND_AUGMENT, keys)
         operations = draw_operations(generators, count, self.rand_augment)
         operations = for_device(operations, self.size).reshape(count, -1)
         erased = np.zeros((count, 5))
         if self.augment.erase_probability > 0.0:
-            generators = keyed_generators(self.seed, Stream.ERASE, keys)
+            generators = keyed_generators(self.seed, Purpose.ERASE, keys)
             for row, rng in zip(erased, generators):
                 row[:4], noise_key = draw_erasing(rng, self.augment, *self.size)
                 row.view(np.int64)[4] = noise_key
         mixed = np.tile([UNMIXED.share, *UNMIXED.box], (count, 1))
         if self.mix.mixes:
             for group in set(groups.tolist()):
-                rng = keyed_generator(self.seed, Stream.MIX, step, group)
+                rng = keyed_generator(self.seed, Purpose.MIX, step, group)
                 share, box = self.mix.draw(rng, *self.size)
                 mixed[groups == group] = share, *box
         return torch.from_numpy(np.concatenate([erased, mixed, operations], 1))

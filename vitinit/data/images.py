@@ -45,7 +45,7 @@ class Box(NamedTuple):
 
 
 NOWHERE = Box(0, 0, 0, 0)
-Size = tuple[int, int]  # height and width, in pixels
+HeightWidth = tuple[int, int]  # height and width, in pixels
 
 
 @cache
@@ -191,7 +191,7 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
     )
 
 
-def resize(image: Tensor, size: Size, interpolation: str) -> Tensor:
+def resize(image: Tensor, size: HeightWidth, interpolation: str) -> Tensor:
     """Resize (3, H, W) uint8 to (3, *size), "bilinear" or "bicubic", antialiased like Pillow."""
     if tuple(image.shape[1:]) == size:
         return image
@@ -213,14 +213,16 @@ def crop(image: Tensor, box: Box) -> Tensor:
     return F.pad(inside, (before, after, above, below))
 
 
-def crop_and_flip(image: Tensor, box: Box, flip: bool, size: Size, interpolation: str) -> Tensor:
+def crop_and_flip(
+    image: Tensor, box: Box, flip: bool, size: HeightWidth, interpolation: str
+) -> Tensor:
     """The training view: `box`, resized to `size`, mirrored if `flip`: (3, *size) uint8."""
     view = resize(crop(image, box), size, interpolation)
     return view.flip(-1) if flip else view
 
 
 def resize_and_centre_crop(
-    image: Tensor, size: Size, crop_pct: float, interpolation: str
+    image: Tensor, size: HeightWidth, crop_pct: float, interpolation: str
 ) -> Tensor:
     """The evaluation view: resize the image until it covers size / crop_pct, then crop the centre.
 
@@ -241,7 +243,7 @@ def resize_and_centre_crop(
     return enlarged_part(image, (down, across), box, interpolation)
 
 
-def enlarged_part(image: Tensor, size: Size, box: Box, interpolation: str) -> Tensor:
+def enlarged_part(image: Tensor, size: HeightWidth, box: Box, interpolation: str) -> Tensor:
     """What lies in `box` of the image enlarged to `size`, by Pillow, which makes nothing else."""
     y = image.shape[1] / size[0]  # pixels per pixel of the enlarged image
     x = image.shape[2] / size[1]

@@ -33,7 +33,7 @@ LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": ALL}  # the split of 
 LONGEST_ROW = 2**20  # most characters of a row, over all its lines
 
 
-class Lines:
+class ListedLines:
     """Of the lines that can be used all but their paths, and what is wrong with the others."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def open_list(root: Path, split: str) -> ImageFiles:
     Raises DataError that names lines which cannot be used, or if a split or class has no images.
     """
     names = lists_in(root)
-    lines = Lines()
+    lines = ListedLines()
     images = ImageFiles((path for name in names for path in read_list(root / name, lines)), (), [])
     images.labels, splits, *_ = np.asarray(lines.numbers).reshape(-1, 4).T
     to_train = np.isin(splits, [TRAIN, ALL])
@@ -145,7 +145,7 @@ def readable_part(listed: ImageFiles, labels: list[str], of_test: int, root: Pat
     return source
 
 
-def read_list(file: Path, lines: Lines) -> Iterator[str]:
+def read_list(file: Path, lines: ListedLines) -> Iterator[str]:
     """Yield the path of each line, and add to `lines` the rest of it, or what is wrong with it.
     Raises DataError for a file that is no list. Names of files need not be UTF-8.
     """
@@ -184,7 +184,7 @@ def read_list(file: Path, lines: Lines) -> Iterator[str]:
 
 
 def check_lines(
-    root: Path, images: ImageFiles, lines: Lines, used: ndarray, known: set[int]
+    root: Path, images: ImageFiles, lines: ListedLines, used: ndarray, known: set[int]
 ) -> None:
     """Refuse lines with an image that is listed before, and, in a split that is used, with one that
     is not there or whose label is not known. DataError names the first lines that are refused.

@@ -26,10 +26,10 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..base.keys import Stream, keyed_generator, keyed_generators
+from ..base.keys import Purpose, keyed_generator, keyed_generators
 from ..base.messages import in_brief, own_words
 from .draw import Augmentation, Masks, Samples, draw_view
-from .images import DataError, Size, crop_and_flip, resize_and_centre_crop
+from .images import DataError, HeightWidth, crop_and_flip, resize_and_centre_crop
 from .sources import Source
 
 # What torch's and Python's errors say where a worker was killed, or found no memory to work in.
@@ -69,7 +69,7 @@ class TrainViews(Dataset):
     def __getitem__(self, samples: Samples) -> Batch:
         augmentation = self.augmentation
         indices = np.array([key.image for key in samples.keys])
-        generators = keyed_generators(augmentation.seed, Stream.CROP_AND_FLIP, samples.keys)
+        generators = keyed_generators(augmentation.seed, Purpose.CROP_AND_FLIP, samples.keys)
         if self.source is None:
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
@@ -79,7 +79,7 @@ class TrainViews(Dataset):
         if augmentation.masks is None:
             labels = self.labels[indices]
         else:
-            generators = keyed_generators(augmentation.seed, Stream.MASK, samples.keys)
+            generators = keyed_generators(augmentation.seed, Purpose.MASK, samples.keys)
             labels = augmentation.masks.draw(generators)
         return Batch(images, torch.from_numpy(labels), augmentation.draws(samples))
 
@@ -116,7 +116,7 @@ class EvalViews(Dataset):
         *,
         rank: int,
         world_size: int,
-        size: Size,
+        size: HeightWidth,
         crop_pct: float,
         interpolation: str,
         masks: Masks | None = None,
@@ -136,7 +136,7 @@ class EvalViews(Dataset):
         index = self.indices[position]
         label = self.source.labels[index]
         if self.masks is not None:
-            (label,) = self.masks.draw([keyed_generator(0, Stream.EVAL_MASK, index)])
+            (label,) = self.masks.draw([keyed_generator(0, Purpose.EVAL_MASK, index)])
         return self.source.image(index, self.view), label
 
 

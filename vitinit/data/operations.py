@@ -242,7 +242,7 @@ def interpolated(
     at_once = len(down) if few_launches else 1
     rows = []  # (n, 3, H, W) each
     for start in down[::at_once]:
-        pixels = neighbours(words, index, range(start, start + at_once), across)
+        pixels = pixels_around(words, index, range(start, start + at_once), across)
         if "x" in shares:
             rows.extend(between(*pixels.unbind(1), shares["x"]))
         else:
@@ -252,7 +252,7 @@ def interpolated(
     return rows[0]
 
 
-def neighbours(words: Tensor, index: Tensor, down: range, across: range) -> Tensor:
+def pixels_around(words: Tensor, index: Tensor, down: range, across: range) -> Tensor:
     """Look up rows and columns of each pixel's neighbours: (down, across, n, 3, H, W) int16."""
     stride = words.stride(1)
     size = len(down), len(across)

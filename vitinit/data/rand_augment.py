@@ -20,7 +20,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from ..base.values import Bounds, Proportion
-from .images import Size
+from .images import HeightWidth
 from .operations import GROUP, affine, enhance, map_levels
 
 MAX_MAGNITUDE = 10.0  # the magnitude at which operations are strongest
@@ -148,7 +148,7 @@ for _group, _names in enumerate(GROUPS):
     GROUP_OF[[Operation[name] for name in _names]] = _group
 
 
-def for_device(operations: ndarray, size: Size) -> ndarray:
+def for_device(operations: ndarray, size: HeightWidth) -> ndarray:
     """What the device needs of `draw_operations`, (B, L, COLUMNS) float64; size: of the views."""
     codes, arguments, bicubic = np.moveaxis(operations, 2, 0)  # (B, L) each
     codes = codes.astype(np.int64)

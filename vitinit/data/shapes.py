@@ -16,12 +16,12 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from ..base.keys import Stream, keyed_generator
+from ..base.keys import Purpose, keyed_generator
 from .sources import Source
 
 SIZE = 32  # pixels per side of an image
 SUPERSAMPLING = 2  # sampling points per side of a pixel; their mean smooths edges
-SPLITS = {"train": 5_000, "val": 1_000}
+SIZES_OF_SPLITS = {"train": 5_000, "val": 1_000}
 SEED = 0  # the seed of the data set itself, which is not that of a run
 # Each colour channel is uniform on one of these ranges in [0, 1].
 GROUND_RANGE = (0.0, 0.45)
@@ -144,13 +144,13 @@ def draw_image(rng: Generator) -> tuple[ndarray, int]:
 
 def label_of(split: int, index: int) -> int:
     """The class of image `index` of the split of this number in SPLITS."""
-    return draw(keyed_generator(SEED, Stream.SHAPES, split, index)).label
+    return draw(keyed_generator(SEED, Purpose.SHAPES, split, index)).label
 
 
 @cache
 def image_of(split: int, index: int) -> Tensor:
     """The image, (3, SIZE, SIZE) uint8: painted when it is first read, and kept."""
-    image, _ = draw_image(keyed_generator(SEED, Stream.SHAPES, split, index))
+    image, _ = draw_image(keyed_generator(SEED, Purpose.SHAPES, split, index))
     return torch.from_numpy(image)
 
 
@@ -158,8 +158,8 @@ class Shapes(Source):
     """A split, "train" or "val"."""
 
     def __init__(self, split: str) -> None:
-        self.split = list(SPLITS).index(split)
-        count = SPLITS[split]
+        self.split = list(SIZES_OF_SPLITS).index(split)
+        count = SIZES_OF_SPLITS[split]
         labels = [label_of(self.split, index) for index in range(count)]
         super().__init__(torch.arange(count), labels, CLASSES)
 

@@ -15,7 +15,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from ..base.keys import Stream, keyed_generator
+from ..base.keys import Purpose, keyed_generator
 from ..base.messages import in_brief, one_line
 from .folders import EXTENSIONS, folders_in, images_below, in_words, suffix_of
 from .images import DataError, decode_image, jpeg_decoder
@@ -211,7 +211,7 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
     paths = []
     for split, source in enumerate(sources):
         if isinstance(source, ImageFiles):
-            order = keyed_generator(seed, Stream.FILE_SIZES, split).permutation(len(source))
+            order = keyed_generator(seed, Purpose.FILE_SIZES, split).permutation(len(source))
             paths += source.part(order[:SIZED]).paths
     sizes = [os.path.getsize(path) if os.path.exists(path) else -1 for path in paths]
     if not sizes:
@@ -274,4 +274,4 @@ def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> It
                 f"{held_out} of them; expected less of data.images_per_class or "
                 "data.held_out_per_class"
             )
-        yield members[keyed_generator(seed, Stream.SUBSET, label).permutation(len(members))]
+        yield members[keyed_generator(seed, Purpose.SUBSET, label).permutation(len(members))]

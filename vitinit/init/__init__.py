@@ -22,7 +22,7 @@ from torch import Generator, nn
 from ..base.messages import in_brief, nearest
 from ..base.table import find
 from ..base.values import convert
-from ..models import CLASSES, FAMILIES, MODELS
+from ..models import FAMILIES, FAMILY_OF_CLASS, MODELS
 
 GIVEN = ("generator", "images")  # parameters of inits that a caller gives; they are no options
 ROTARY = "rotary_vit"  # a ViT with rotary attention, in the table below
@@ -108,7 +108,7 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         advice = "models of other libraries are initialised by vitinit.init.init_"
         if others:
             advice = f"it has: {', '.join(others)}"
-        classes = {other: name for name, other in CLASSES.items()}
+        classes = {other: name for name, other in FAMILY_OF_CLASS.items()}
         words = {**classes, ROTARY: "rotary ViT"}.get(family, family)
         raise ValueError(f"init '{name}' is not defined for a {words}; {advice}")
     return find(INITS[name][family])

@@ -26,11 +26,11 @@ from torch import Generator, Tensor, nn
 from ..base.values import AtLeastOne, BelowOne, NonNegative, ProperFraction
 from ..mixing import run
 from ..mixing.filters import head_offsets, logit_for, offsets_on_grid
+from .attentions import Block, Layout
 from .baseline import Base, draw_base, whiten_patches
 from .layout import vit_layout
 from .mimetic import write_values
-from .stream import ResidualStream, noise_images, stream_of
-from .views import Block, Layout
+from .residual_stream import ResidualStream, noise_images, stream_of
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))  # turns over the height, and over the width, of the grid
 PHASE = math.pi * (3.0 - math.sqrt(5.0))  # the golden angle, so that no token is at all peaks

@@ -34,10 +34,10 @@ from torch import Generator, Tensor, nn
 from ..base.values import AtLeastOne, Count, NonNegative, ProperFraction
 from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.attention import attention_weights
+from .attentions import Layout, SwinLayout
 from .baseline import Base, draw_base, truncated_normal_
 from .layout import swin_layout, vit_layout
 from .mimetic import write_values
-from .views import Layout, SwinLayout
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from torch import Generator, Tensor, nn
 from ..base.values import AtLeastOne, Count, PositiveNumber
 from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.simple_vit import SimpleViT
+from .attentions import Layout
 from .baseline import Base, draw_base
 from .layout import vit_layout
-from .views import Layout
 
 PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
 

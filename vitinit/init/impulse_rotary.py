@@ -18,10 +18,10 @@ from torch import Generator, Tensor, nn
 
 from ..base.values import AtLeastOne, ProperFraction
 from ..mixing.filters import Grid, Offset, head_offsets, neighbours, offsets_on_grid, smallest_logit
+from .attentions import Block, Layout
 from .baseline import Base, draw_base, whiten_patches
 from .layout import vit_layout
-from .stream import stream_of
-from .views import Block, Layout
+from .residual_stream import stream_of
 
 LOUD = 2.0  # std over channels of prefix tokens, nearly all in one of them
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..models.rotary import Rotary
 from ..models.swin import SwinBlock, SwinTransformer
 from ..models.vit import VisionTransformer, VitBlock
-from .views import Attentions, Block, Layout, Rotation, SwinLayout, WindowBlock
+from .attentions import Attentions, Block, Layout, Rotation, SwinLayout, WindowBlock
 
 
 def layout_of(model: nn.Module | Attentions) -> Attentions:

@@ -11,9 +11,9 @@ from torch import Generator, Tensor, nn
 
 from ..base.values import NonNegative
 from ..models.simple_vit import SimpleViT
+from .attentions import Attentions, Block
 from .baseline import Base, draw_base
 from .layout import layout_of
-from .views import Attentions, Block
 
 
 @torch.no_grad()

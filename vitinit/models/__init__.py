@@ -19,9 +19,11 @@ FAMILIES: dict[str, Any] = {
     "conv_mixer": ".models.conv_mixer:ConvMixer",
     "simple_vit": ".models.simple_vit:SimpleViT",
 }
-CLASSES = {row.partition(":")[2]: family for family, row in FAMILIES.items()}  # imported if asked
+FAMILY_OF_CLASS = {
+    row.partition(":")[2]: family for family, row in FAMILIES.items()
+}  # imported if asked
 
-__all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *CLASSES]
+__all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *FAMILY_OF_CLASS]
 
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -72,9 +74,9 @@ def model_class(family: str) -> type[Classifier]:
 
 
 def __getattr__(name: str) -> Any:  # from vitinit.models import VisionTransformer
-    if name not in CLASSES:
+    if name not in FAMILY_OF_CLASS:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return model_class(CLASSES[name])
+    return model_class(FAMILY_OF_CLASS[name])
 
 
 def build_model(

@@ -40,7 +40,7 @@ from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot
 
 SHEET = 60  # most images on a contact sheet, evenly chosen if there are more
 UNKNOWN = "0.35"  # a grey, where the true class is not known
-COLUMNS = 10  # tiles per row, at most
+TILES_PER_ROW = 10  # tiles per row, at most
 SIDE = 1.25  # width and height of an image in inches
 LONGEST = 22  # characters shown of a class or file name, at most
 STRONG = 4.0  # the scale of attention ends, at least, in multiples of uniform
@@ -174,7 +174,7 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     heats = [tile.heat * tile.heat.numel() for tile in tiles if tile.heat is not None]
     every = torch.cat([heat.flatten() for heat in heats] or [torch.zeros(1)])
     top = max(STRONG, every.quantile(0.99).item())  # one bright patch does not darken all others
-    columns = min(COLUMNS, len(tiles))
+    columns = min(TILES_PER_ROW, len(tiles))
     rows = math.ceil(len(tiles) / columns)
     stacked = 2 if heats else 1  # images of a tile
     beside = 1.2 if heats else 0.5  # inches: the heading, and a colour bar
@@ -283,7 +283,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     return args
 
 
-def run(args: Namespace) -> int:
+def run_predict(args: Namespace) -> int:
     if args.sheet:
         pyplot()  # which may be missing: before all images
     trained = load(**run_arguments(args), device=this_device())
@@ -298,4 +298,4 @@ def run(args: Namespace) -> int:
     return predict(trained, paths, args)
 
 
-main = main_of("vitinit predict", parse_arguments, run)
+main = main_of("vitinit predict", parse_arguments, run_predict)

@@ -45,7 +45,7 @@ from .shared.command_line import Parser, add_log, add_set, add_trust, integer, m
 from .shared.records import read_run, read_runs
 from .shared.results import compare_runs
 
-TRAIN = ["-m", "vitinit", "train"]  # the words that start a run
+TRAIN_WORDS = ["-m", "vitinit", "train"]  # the words that start a run
 LOOK_EVERY = 0.2  # seconds between two looks at the runs and at signals
 # By default torchrun kills processes 30 s after a signal, perhaps too soon for a checkpoint.
 PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
@@ -218,7 +218,7 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None) 
     with open(log, "wb") if log else nullcontext() as output:
         # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
         return subprocess.Popen(
-            command + TRAIN + run.arguments,
+            command + TRAIN_WORDS + run.arguments,
             stdout=output,
             stderr=output,
             start_new_session=True,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.keys import Stream, keyed_generator
+from ..base.keys import Purpose, keyed_generator
 from ..base.messages import ProgressBar, say
 from ..data.augment import ToDevice, TrainToDevice, normalise
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
@@ -312,7 +312,7 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     """Normalised evaluation views (n, 3, H, W) of `count` training images, or of all if there are
     fewer. Which ones is keyed by the run's seed.
     """
-    order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
+    order = keyed_generator(recipe.run.seed, Purpose.INIT_IMAGES).permutation(len(source))
     view = partial(evaluation_view, recipe=recipe)
     views = [source.image(int(index), view) for index in order[:count]]
     return as_input(torch.stack(views), recipe)

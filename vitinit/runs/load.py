@@ -220,7 +220,7 @@ PUBLISHED = {
 }
 
 
-def published(name: str) -> Weights | None:
+def published_weights(name: str) -> Weights | None:
     """The published weights of this name; None if there are none, or a path of this name exists."""
     return None if Path(name).exists() else PUBLISHED.get(name)
 
@@ -230,7 +230,7 @@ def kept_file(weights: Weights) -> Path:
     return Path(torch.hub.get_dir(), "checkpoints", weights.file)
 
 
-def fetch(weights: Weights) -> None:
+def fetch_published(weights: Weights) -> None:
     """Fetch published weights into torch.hub's folder, unless they are there.
 
     Raises CheckpointError, and leaves no file, if that fails or the file has another hash.
@@ -259,7 +259,7 @@ def by_name(path: Path) -> Path:
     """
     if path.parent != Path(".") or path.exists():
         return path
-    weights = published(path.name)
+    weights = published_weights(path.name)
     if weights:
         file = kept_file(weights)
         if not file.exists():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base.files import CheckpointError
-from ..base.keys import Stream, keyed_generator
+from ..base.keys import Purpose, keyed_generator
 from ..base.messages import in_brief
 from ..base.values import ReadOnly, flat, plain, to_toml
 from ..data.sources import Source, are_names, rows_by_name
@@ -24,7 +24,7 @@ from ..train.metrics import Progress
 from ..train.optim import LearningRate, freeze_below_head, optimizer_for, set_learning_rate
 from ..train.state import Ema, TrainState
 from .data import training_views
-from .load import Saved, fetch, open_file, published, rows_of
+from .load import Saved, fetch_published, open_file, published_weights, rows_of
 from .model import compiled, task_of
 from .transfer import start_from
 from .watching import Watchers
@@ -53,10 +53,10 @@ def fetch_weights(recipe: Recipe, processes: Processes) -> None:
     """Fetch the published weights that the recipe starts from, if any, once on each machine."""
     if not recipe.init.checkpoint:
         return
-    weights = published(recipe.init.checkpoint)
+    weights = published_weights(recipe.init.checkpoint)
     with processes.together():
         if weights is not None and processes.local_rank == 0:
-            fetch(weights)
+            fetch_published(weights)
 
 
 def open_task(
@@ -188,7 +188,7 @@ def drop_path_of(model: Classifier, recipe: Recipe) -> Callable[[int], Tensor | 
         return lambda step: None
 
     def scales(step: int) -> Tensor:
-        generator = keyed_generator(recipe.run.seed, Stream.DROP_PATH, step)
+        generator = keyed_generator(recipe.run.seed, Purpose.DROP_PATH, step)
         return draw_drop_path(rates, recipe.optim.global_batch, generator)
 
     return scales
@@ -200,7 +200,7 @@ def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:
     computes another function.
     """
     name, kind = recipe.init.checkpoint, recipe.init.checkpoint_weights
-    weights = published(name)
+    weights = published_weights(name)
     if weights and weights.model != recipe.model.name:
         raise CheckpointError(
             f"init.checkpoint = {name}, of a {weights.model}, with model.name = "

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ..base.files import CheckpointError
 from ..base.messages import shortened
+from ..mixing.filters import Grid
 from ..models.layers import PREFIX_TOKENS
 
-Grid = tuple[int, int]  # rows and columns of patches
 Tensors = Mapping[str, Tensor]  # a state dict
 
 # Tensors that no forward pass reads: the mask token and the decoder of masked pre-training (DINOv2,

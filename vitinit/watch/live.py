@@ -18,7 +18,7 @@ from ..runs.folder import Lines, RunFolder
 from ..runs.watching import LOGGERS_NEED
 
 LAST_SECONDS = 10.0  # that a logger has, once the run has ended, for those that wait
-Row = Mapping[str, Any]
+Values = Mapping[str, Any]
 Item = tuple[int, dict[str, float]]  # moment, tag → value
 
 
@@ -84,7 +84,7 @@ class LiveCurves(Thread):
             self.waiting.put(item)
         self.start()
 
-    def _item(self, lines: Lines, row: Row) -> Item:
+    def _item(self, lines: Lines, row: Values) -> Item:
         if "step" in row:
             moment = 2 * row["step"]
         else:
@@ -95,7 +95,7 @@ class LiveCurves(Thread):
                 values[f"{lines.path.stem}/{key}"] = value
         return moment, values
 
-    def send(self, lines: Lines, row: Row) -> None:
+    def send(self, lines: Lines, row: Values) -> None:
         """Send a row that was appended to these lines of the folder; this does not wait."""
         if self.is_alive():
             self.waiting.put(self._item(lines, row))
@@ -131,7 +131,7 @@ class LiveWatcher:
     def started(self, folder: RunFolder, step: int, steps_per_epoch: int) -> None:
         self.curves = LiveCurves(self.name, folder, step=step, steps_per_epoch=steps_per_epoch)
 
-    def row(self, lines: Lines, row: Row) -> None:
+    def row(self, lines: Lines, row: Values) -> None:
         if self.curves is not None:
             self.curves.send(lines, row)
 

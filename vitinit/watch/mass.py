@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Generator, Tensor, nn
 
 from ..init import ROTARY, family_of, init_function
-from ..init.views import Attentions
+from ..init.attentions import Attentions
 from ..mixing import block_grids, mean_shares, target_mass
 from ..mixing.filters import Grid, Offset, head_offsets, ordered_offsets
 from ..models.attention import Attention
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..data.sources import Source
     from ..recipe.sections import Recipe
 
-Options = Mapping[str, Any]  # of an init
+InitOptions = Mapping[str, Any]  # of an init
 Targets = tuple[tuple[Offset, ...], ...]  # (down, right), by block and head
 Masses = tuple[tuple[float, ...], ...]  # by block and head
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")  # have a target per head
@@ -61,7 +61,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def has_targets(model: nn.Module | Attentions, name: str, options: Options) -> bool:
+def has_targets(model: nn.Module | Attentions, name: str, options: InitOptions) -> bool:
     """Whether the init `name` with these options aims heads of this model at targets.
 
     Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
@@ -75,7 +75,7 @@ def has_targets(model: nn.Module | Attentions, name: str, options: Options) -> b
     )
 
 
-def targets_of(name: str, options: Options, heads: Sequence[int]) -> list[list[list[Offset]]]:
+def targets_of(name: str, options: InitOptions, heads: Sequence[int]) -> list[list[list[Offset]]]:
     """The offsets among which the target of each head of each block is: one, unless it was drawn.
 
     options: all options of the init. heads: their number by block. Inits with an option "offsets"
@@ -91,7 +91,7 @@ def targets_of(name: str, options: Options, heads: Sequence[int]) -> list[list[l
     ]
 
 
-def with_defaults(function: Callable, options: Options) -> dict[str, Any]:
+def with_defaults(function: Callable, options: InitOptions) -> dict[str, Any]:
     """All options of an init, by name: those given, and the defaults of the others."""
     parameters = inspect.signature(function).parameters
     return {key: parameter.default for key, parameter in parameters.items()} | dict(options)
@@ -116,7 +116,7 @@ def masses_on(
     return tuple(best_targets), tuple(best_masses)
 
 
-def mass_on_images(model: nn.Module, name: str, options: Options, images: Tensor) -> Mass:
+def mass_on_images(model: nn.Module, name: str, options: InitOptions, images: Tensor) -> Mass:
     """The masses that an init reached in a forward pass of `images`, (n, 3, H, W), normalised.
 
     options: those given to the init, which has just been applied to the model and `has_targets`.

@@ -34,7 +34,9 @@ def test_maps_equal_the_formulas_written_out(pool):
     norm = model.blocks[block].norm1
     code = (code - code.mean(1, keepdims=True)) / np.sqrt(code.var(1, keepdims=True) + 1e-6)
     code = code * norm.weight.detach().numpy() + norm.bias.detach().numpy()
-    found = {kind: attention.position_maps(model, block, kind).numpy() for kind in attention.KINDS}
+    found = {
+        kind: attention.position_maps(model, block, kind).numpy() for kind in attention.FIGURE_KINDS
+    }
     for head in range(3):
         query, key = (packed[part * 39 + head * 13 :][:13].T for part in (0, 1))  # (D, d)
         logits = code @ query @ key.T @ code.T

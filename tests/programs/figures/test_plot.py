@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from vitinit.init import INITS
-from vitinit.programs.shared.plot import LOOKS, OTHER, Row, add_legend, draw_grid, looks_of, save
+from vitinit.programs.shared.plot import (
+    LOOKS,
+    OTHER,
+    RowOfMaps,
+    add_legend,
+    draw_grid,
+    looks_of,
+    save,
+)
 
 
 def test_every_init_has_one_look_for_good():
@@ -32,7 +40,7 @@ def test_a_legend_of_any_labels_stays_within_the_figure():
 def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     """Two of weights, up to 5 and 2, and one of shares, up to .5: six maps, and two bars."""
     rows = [
-        Row("a", torch.full((2, 3, 5), value), unit, "down", "across", unit == "weight")
+        RowOfMaps("a", torch.full((2, 3, 5), value), unit, "down", "across", unit == "weight")
         for unit, value in (("weight", -5.0), ("weight", 2.0), ("share", 0.5))
     ]
     draw_grid(tmp_path / "x.png", rows, None, "heading")

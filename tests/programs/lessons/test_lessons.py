@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit.programs.lessons import FOLDER, IMAGES, lesson_paths, program as command
+from vitinit.programs.lessons import FOLDER, PICTURES, lesson_paths, program as command
 from vitinit.programs.lessons.page import (
     PICTURE,
     LessonError,
@@ -37,7 +37,7 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
     page = read_page(path)
     assert len(list(check_page(page, tmp_path))) == len(page.codes) > 0
     for picture in (name for code in page.codes for name in code.pictures):
-        own = FOLDER / IMAGES / picture
+        own = FOLDER / PICTURES / picture
         with Image.open(tmp_path / picture) as drawn, Image.open(own) as shown:
             assert drawn.size == shown.size
         levels = np.abs(thumbnail(tmp_path / picture) - thumbnail(own))
@@ -81,7 +81,7 @@ def test_lessons_are_numbered_and_every_picture_belongs_to_one():
     shown = [
         name for path in PATHS.values() for code in read_page(path).codes for name in code.pictures
     ]
-    assert sorted(shown) == sorted(path.name for path in (FOLDER / IMAGES).iterdir())
+    assert sorted(shown) == sorted(path.name for path in (FOLDER / PICTURES).iterdir())
     for path in PATHS.values():
         numbers = {name.partition("_")[0] for name in re.findall(PICTURE, path.read_text("utf-8"))}
         assert numbers <= {path.name.partition("_")[0]}

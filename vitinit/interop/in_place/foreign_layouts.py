@@ -1,4 +1,4 @@
-"""Where a model keeps the tensors of its attention, as its attributes say: `layout_of`.
+"""Where a model keeps the tensors of its attention, as its attributes say: `foreign_layout_of`.
 
 It knows these libraries, of which it imports none, and models of this package within others:
 
@@ -25,9 +25,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from ...init.attentions import Attentions, Block, Layout, SwinLayout, WindowBlock
 from ...init.baseline import SAME
 from ...init.layout import rotation_of
-from ...init.views import Attentions, Block, Layout, SwinLayout, WindowBlock
 from ...mixing.filters import Grid
 from ...models.layers import PREFIX_TOKENS
 
@@ -43,7 +43,7 @@ HEADS = ("num_heads", "num_attention_heads", "heads")
 NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")  # before the attention
 
 
-def layout_of(model: nn.Module) -> Attentions:
+def foreign_layout_of(model: nn.Module) -> Attentions:
     """The attentions and positions of a model of this package or of another library, by attributes.
 
     Raises ValueError without blocks of one attention each, and for several position embeddings.

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...base.messages import in_brief
-from ...init.views import Attentions, Block, Layout, Rotation, WindowBlock, projected
+from ...init.attentions import Attentions, Block, Layout, Rotation, WindowBlock, projected
 from ...mixing import run
 from ...models.rotary import Rotary
 
@@ -147,7 +147,7 @@ def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
     for block in layout.blocks:
         after[block.attention] = partial(compare, block)
         after[block.norm] = partial(keep, block.norm)
-    saved = draw_weights(after, rng)
+    saved = draw_for_a_while(after, rng)
     passed(layout.model, images, after=after)
     for weight, value in saved.items():
         weight.copy_(value)
@@ -174,7 +174,7 @@ def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
         )
 
 
-def draw_weights(modules: Iterable[nn.Module], rng: Generator) -> dict[nn.Parameter, Tensor]:
+def draw_for_a_while(modules: Iterable[nn.Module], rng: Generator) -> dict[nn.Parameter, Tensor]:
     """Draw the weights of modules so that logits are about 1; returns what they were before."""
     saved = {}
     for module in modules:

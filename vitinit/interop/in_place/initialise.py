@@ -18,12 +18,12 @@ from torch import Generator, Tensor, nn
 
 from ...base.messages import in_brief, one_line
 from ...init import BASES, ROTARY, apply, family_of, init_function
+from ...init.attentions import Attentions, Layout, SwinLayout
 from ...init.baseline import EMBED_STD
 from ...init.deep_impulse import NOISE_IMAGES
-from ...init.stream import noise_images
-from ...init.views import Attentions, Layout, SwinLayout
-from ...watch.mass import Options, with_defaults
-from .foreign_layouts import block_paths, layout_of
+from ...init.residual_stream import noise_images
+from ...watch.mass import InitOptions, with_defaults
+from .foreign_layouts import block_paths, foreign_layout_of
 from .probe import probe
 from .receipt import Description, Report, measured, patterns
 
@@ -38,7 +38,7 @@ def init_(
     generator: Generator,
     base: str | None = None,
     images: Tensor | None = None,
-    layout: Describing = layout_of,
+    layout: Describing = foreign_layout_of,
     **options: Any,
 ) -> Report:
     """Initialise a ViT or a Swin of any library in place by the init `name`.
@@ -95,7 +95,7 @@ def deep_impulse_(model: nn.Module, *, generator: Generator, **options: Any) -> 
 
 @torch.autocast("cpu", enabled=False)
 def describe(
-    model: nn.Module, *, images: Tensor | None = None, layout: Describing = layout_of
+    model: nn.Module, *, images: Tensor | None = None, layout: Describing = foreign_layout_of
 ) -> Description:
     """What is recognised of a model, or why nothing, and which inits fit. Changes nothing.
 
@@ -138,7 +138,7 @@ def probed(model: nn.Module, layout: Describing, images: Tensor | None) -> Atten
     """The layout of a copy, to which inits may write; ValueError, in one line, if none does fit."""
     if images is not None and (images.ndim != 4 or not len(images)):
         raise ValueError(f"images are {tuple(images.shape)}; expected (n, C, H, W)")
-    by_hand = layout is not layout_of
+    by_hand = layout is not foreign_layout_of
     try:
         work = copied(model)
         stated = layout(work)
@@ -231,7 +231,7 @@ def write(
     generator: Generator,
     base: str | None,
     images: Tensor | None,
-    options: Options,
+    options: InitOptions,
 ) -> dict[str, Any]:
     """Write the init `name` to the model of a layout; return all its options, also by default."""
     function = init_function(name, family_of(vit))
@@ -251,7 +251,7 @@ def write(
     return complete
 
 
-def prepare(vit: Attentions, name: str, options: Options, generator: Generator) -> None:
+def prepare(vit: Attentions, name: str, options: InitOptions, generator: Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
     # Swin's `impulse` writes its bias table alone, and rotary inits write the biases of Q and K.
     if isinstance(vit, SwinLayout) and name == "impulse" or family_of(vit) == ROTARY:

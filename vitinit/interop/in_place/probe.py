@@ -14,8 +14,8 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
-from ...init.stream import noise_images, stream_of
-from ...init.views import Attentions, Layout
+from ...init.attentions import Attentions, Layout
+from ...init.residual_stream import noise_images, stream_of
 from ...mixing.filters import Grid
 from .foreign_layouts import image_shape_of
 from .formula import TOLERANCE, Reached, close, passed, require_formula, turned_blocks

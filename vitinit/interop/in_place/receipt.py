@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...init.views import Attentions, Layout, SwinLayout
+from ...init.attentions import Attentions, Layout, SwinLayout
 from ...mixing import mean_shares
 from ...mixing.filters import Grid
-from ...watch.mass import Masses, Options, Targets, decimal, has_targets, masses_on, targets_of
+from ...watch.mass import InitOptions, Masses, Targets, decimal, has_targets, masses_on, targets_of
 
 
 @torch.no_grad()
 def measured(
-    vit: Attentions, name: str, options: Options, images: Tensor | None
+    vit: Attentions, name: str, options: InitOptions, images: Tensor | None
 ) -> tuple[Targets, Masses, Masses]:
     """The targets of a model of any library, and the masses on them; empty where there are none.
 

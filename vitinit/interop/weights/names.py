@@ -219,7 +219,7 @@ ROWS_FIRST = "(heads along n part) ... -> heads along n part ..."
 HALVES = "(heads part along n) ... -> heads along n part ..."
 
 
-def layout_of(tensors: Tensors) -> tuple[dict[str, Tensor], Names | None]:
+def named_layout_of(tensors: Tensors) -> tuple[dict[str, Tensor], Names | None]:
     """The tensors without transformers' prefix, and their layout, if it is known."""
     rest = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
     return rest, next((names for mark, names in LAYOUTS.items() if mark in rest), None)
@@ -230,7 +230,7 @@ def native_names(tensors: Tensors) -> dict[str, Tensor]:
 
     A layer of ours of which a part is missing becomes too narrow, so that loading fails visibly.
     """
-    rest, names = layout_of(tensors)
+    rest, names = named_layout_of(tensors)
     if names is None:
         return dict(tensors)
     if "cls_classifier.weight" in rest:
@@ -329,7 +329,7 @@ def order_of_channels(tensors: Tensors, options: Mapping[str, Any]) -> str | Non
     """
     if "rope" not in options.get("pos_embed", "") or options["rope_frequencies"] == "mixed":
         return None
-    rest, layout = layout_of(tensors)
+    rest, layout = named_layout_of(tensors)
     if layout is TRANSFORMERS_DINOV3:
         orders = {"centred": HALVES}
     elif layout is EVA_APART and "blocks.0.attn.qkv.bias" not in rest:

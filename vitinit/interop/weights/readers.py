@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...base.files import CheckpointError, FileError, parse_json, read_bytes
 from ...base.messages import in_brief
-from ...base.values import Count, Size, convert, to_toml
+from ...base.values import Count, Size, Table, convert, to_toml
 from ...models.layers import hidden_width
 from ...recipe.sections import Recipe
 from ...runs.checkpoint import FOREIGN_WEIGHTS
@@ -29,10 +29,9 @@ from ...runs.start import FUNCTION, PREPARATION
 from .libraries import SWIN_OPTIONS, VIT_OPTIONS, same
 from .names import native_tensors
 
-Table = dict[str, Any]  # an object of JSON, or what was read of it
 # Whole words of a model's name whose models have our tensors, but compute something else.
-ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")
-TRAPS = ROTARY | {"rpn": "norms after attention and MLP in place of before them"}
+NEEDS_ROTARY = dict.fromkeys(("rope", "eva02"), "rotary positions (pos_embed = rope, learned+rope)")
+TRAPS = NEEDS_ROTARY | {"rpn": "norms after attention and MLP in place of before them"}
 RESAMPLE: dict[object, str] = {way.value: way.name.lower() for way in Resampling}
 # Keys of a recipe that no tensor shows.
 UNSEEN = (
@@ -138,7 +137,7 @@ def require_known(path: Path, architecture: object, *, rotary: bool) -> None:
         names += [path.absolute().parent.name, str(config.get("architecture", ""))]
     words = re.split(r"[ ._-]", " ".join(names).lower())
     for word, meaning in TRAPS.items():
-        if word in words and not (rotary and word in ROTARY):
+        if word in words and not (rotary and word in NEEDS_ROTARY):
             raise CheckpointError(
                 f"{path}: '{word}' in its name stands for {meaning}, whose tensors would fit and "
                 f"compute another function here; if this model has none, rename it without '{word}'"

@@ -20,7 +20,7 @@ import torchvision
 from ...base.messages import LossyStream, OneLineError
 from ...runs.folder import git_commit
 from ...train.device import CPU_INFO, cores, describe_device
-from .training import Row
+from .training import ResultRow
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # pytest ends a check, and itself, after 40 seconds, and prints where it was: the first one that
@@ -31,12 +31,12 @@ CHECKS = (
 ).split()
 BENCH = "-m vitinit bench".split()
 TRAINING = "-m vitinit train --recipe quickstart --init impulse".split()
-RECIPES = "deit_small deit_base deit_tiny swin_tiny mixer_b16 convmixer_768_32".split()
+MEASURED_RECIPES = "deit_small deit_base deit_tiny swin_tiny mixer_b16 convmixer_768_32".split()
 
 
-def machine(device: torch.device) -> Row:
+def machine(device: torch.device) -> ResultRow:
     """The machine and the versions of the software, for the head of a report."""
-    row: Row = {
+    row: ResultRow = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": git_commit(REPOSITORY),
         "device": describe_device(device),
@@ -65,7 +65,7 @@ def speeds(device: str, data: Sequence[str]) -> list[tuple[list[str], str]]:
     data: ["--data-dir", FOLDER], or nothing. On a CPU their sizes are tiny.
     """
     eager = ["--set", "engine.compile=false"]
-    memory = ([*BENCH, "memory", "--recipe", *RECIPES], "")
+    memory = ([*BENCH, "memory", "--recipe", *MEASURED_RECIPES], "")
     if device == "cpu":
         small = [*"--device cpu --batch 2 --set engine.amp=off".split(), *eager]
         step = [*BENCH, *"step --recipe deit_tiny".split(), *small]
@@ -73,9 +73,9 @@ def speeds(device: str, data: Sequence[str]) -> list[tuple[list[str], str]]:
         return [(step, ""), (loader, ""), memory]
     small, base, *others = (
         [*BENCH, *f"step --recipe {name} --device {device} --set engine.amp=bf16".split()]
-        for name in RECIPES
+        for name in MEASURED_RECIPES
     )
-    loader = [*BENCH, *f"loader --recipe {RECIPES[0]} --device {device}".split(), *data]
+    loader = [*BENCH, *f"loader --recipe {MEASURED_RECIPES[0]} --device {device}".split(), *data]
     return [
         (small, "9,000 images/s, 25 % of the card's rate (published: 8,003 images/s)"),
         (base, "3,300 images/s, 35 % of the card's rate"),
@@ -103,7 +103,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
             streams.append(stack.enter_context(open(out, "x", encoding="utf-8")))
-        report = Report(streams, device, 60 * minutes)
+        report = BenchReport(streams, device, 60 * minutes)
         report.tell("# What vitinit does on this machine\n")
         report.part([*BENCH, "machine", "--device", device], 60 * minutes / 5)
         if (REPOSITORY / CHECKS[-1]).is_dir():
@@ -118,7 +118,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     return int(report.failed)
 
 
-class Report:
+class BenchReport:
     """What Python programs on the device print, one after the other, until the time is over."""
 
     def __init__(self, streams: Sequence[TextIO], device: str, seconds: float) -> None:

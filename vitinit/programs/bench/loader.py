@@ -23,12 +23,12 @@ from ...train.metrics import Pace
 from ...watch.slowness import waits_for
 from .step import synthetic_batch
 from .training import (
-    Row,
+    ResultRow,
     alone,
+    bench_recipe,
     clock_of,
     given_step,
     interleave,
-    recipe_of,
     row_table,
     set_up,
     times_as_fast,
@@ -36,7 +36,7 @@ from .training import (
 )
 
 PHOTOGRAPHS = 200  # files that are read; an epoch has each of them many times
-BATCH = 50  # images that are augmented together
+AUGMENTED_TOGETHER = 50  # images that are augmented together
 PAIRS = 3  # of steps that are fed from files, and steps that are not
 
 
@@ -90,9 +90,11 @@ def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
         yield from data.train_batches.steps(epoch)
 
 
-def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[Row]:
+def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[ResultRow]:
     """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
-    recipe = recipe_of(name, [*sets, *in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"])
+    recipe = bench_recipe(
+        name, [*sets, *in_batches(AUGMENTED_TOGETHER), "data.workers=0", "data.on_device_gib=0"]
+    )
 
     pipeline = transforms.Compose(
         [  # DeiT's, without mixing and somewhat milder
@@ -106,10 +108,10 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
             transforms.RandomErasing(0.25, value="random"),
         ]
     )
-    source = LooseImages(root / "train", BATCH)
+    source = LooseImages(root / "train", AUGMENTED_TOGETHER)
     steps = steps_of(recipe, device)
 
-    once = range(0, BATCH, recipe.augment.repeats)
+    once = range(0, AUGMENTED_TOGETHER, recipe.augment.repeats)
 
     def use_pillow() -> None:
         for path in source.paths:
@@ -127,7 +129,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     return [
         {
             title: part,
-            "views/s": BATCH / median(times),
+            "views/s": AUGMENTED_TOGETHER / median(times),
             "× as fast as torchvision's": times_as_fast(times, pillow),
             "% of the whole": 100 * median(times) / median(whole),
         }
@@ -142,7 +144,7 @@ def fed_steps(workers: int) -> tuple[int, int]:
     return 2 * workers + 2, max(4, 2 * workers)
 
 
-def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Row]:
+def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[ResultRow]:
     """A step fed from files, beside the same step on a synthetic batch, by loader processes.
 
     Both on the wall clock, since the work is that of several processes; steps that loader processes
@@ -183,7 +185,7 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Ro
     return rows
 
 
-def fed_in_words(row: Row, device: torch.device) -> str:
+def fed_in_words(row: ResultRow, device: torch.device) -> str:
     """What bounds a fed step: its input, with what would help, or the step itself."""
     images, fed = row["batch"], row["batch"] / row["fed, images/s"]  # seconds of a step
     unfed = images / row["synthetic, images/s"]
@@ -195,11 +197,11 @@ def fed_in_words(row: Row, device: torch.device) -> str:
 
 def print_loader(args: argparse.Namespace, device: torch.device) -> None:
     """Measure a recipe's loader, alone and feeding a step."""
-    batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
+    batch = args.batch or bench_recipe(args.recipe, args.set).optim.max_batch_per_process
     with tempfile.TemporaryDirectory() as folder:
         count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
         sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
         print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
-        recipe = recipe_of(args.recipe, [*sets, *in_batches(batch)], device)
+        recipe = bench_recipe(args.recipe, [*sets, *in_batches(batch)], device)
         rows = fed_rows(recipe, device, args.workers)
         print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")

@@ -59,12 +59,12 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     return parser.parse_args(arguments)
 
 
-def run(args: Namespace) -> int:
+def run_bench(args: Namespace) -> int:
     # What measures imports torchvision and the compiler: here, so that --help need not.
     from .all import bench_all, machine
     from .loader import print_loader
     from .step import memory_row, print_step
-    from .training import recipe_of, row_table
+    from .training import bench_recipe, row_table
 
     if args.bench == "all":
         return bench_all(
@@ -73,14 +73,14 @@ def run(args: Namespace) -> int:
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench == "memory":  # in the precision of a card
-        recipes = [recipe_of(name, args.set, device, auto="bf16") for name in args.recipe]
+        recipes = [bench_recipe(name, args.set, device, auto="bf16") for name in args.recipe]
         print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))
     elif args.bench == "step":
-        for recipe in [recipe_of(name, args.set, device) for name in args.recipe]:
+        for recipe in [bench_recipe(name, args.set, device) for name in args.recipe]:
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "loader":
         print_loader(args, device)
     return 0
 
 
-main = main_of("vitinit bench", parse_arguments, run)
+main = main_of("vitinit bench", parse_arguments, run_bench)

@@ -27,7 +27,7 @@ from ...train.optim import hidden_matrices
 from ...watch.slowness import BOUNDS, bound_of
 from .training import (
     Part,
-    Row,
+    ResultRow,
     clock_of,
     given_step,
     interleave,
@@ -45,7 +45,7 @@ MUON_BYTES = 16  # the same with Muon's one moment
 SHARE = 0.5  # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
-def step_row(recipe: Recipe, device: torch.device, batch: int) -> Row:
+def step_row(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
     """A training step of the recipe on synthetic images, with a batch that fits on the device.
 
     The step is train.py's. It is compared with a bare loop (forward, cross-entropy, backward, fused
@@ -76,7 +76,7 @@ def print_step(recipe: Recipe, device: torch.device, batch: int) -> None:
     print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {bound}", flush=True)
 
 
-def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
+def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
     model = state.model
@@ -243,7 +243,7 @@ def saved_bytes(model: Classifier | MaskedAutoencoder, images: Tensor, amp: str)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-def memory_row(recipe: Recipe, card_gib: float) -> Row:
+def memory_row(recipe: Recipe, card_gib: float) -> ResultRow:
     """How many images per micro-batch of a recipe fit into a share of `card_gib` GiB.
 
     Memory is counted with fake tensors, so nothing is computed; which tensors are saved is decided

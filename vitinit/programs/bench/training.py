@@ -25,7 +25,7 @@ from ...train.state import TrainState
 from ..shared.results import table
 
 ROUNDS = 7
-Row = dict[str, Any]  # a row of results: column → number or short text, None for no value
+ResultRow = dict[str, Any]  # a row of results: column → number or short text, None for no value
 Part = tuple[Tensor, Tensor]  # images (B, 3, H, W) and targets (B, K) on the device
 
 
@@ -70,7 +70,7 @@ def times_as_fast(ours: Sequence[float], others: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"
 
 
-def row_table(rows: Sequence[Row]) -> str:
+def row_table(rows: Sequence[ResultRow]) -> str:
     """A Markdown table with every column in which any of the rows has a value."""
     columns = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
     return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
@@ -86,7 +86,7 @@ def cell(value: Any) -> str:
     return f"{value:,.0f}" if full else f"{value:.3g}"
 
 
-def recipe_of(
+def bench_recipe(
     name: str,
     sets: Sequence[str] = (),
     device: torch.device = torch.device("cpu"),

@@ -27,7 +27,7 @@ from ...runs.data import as_input
 from ...watch.mass import Mass, has_targets, mass_on_images
 from ..shared.plot import (
     FigureError,
-    Row,
+    RowOfMaps,
     add_legend,
     draw_grid,
     draw_heat,
@@ -40,7 +40,7 @@ from ..shared.plot import (
 from .subjects import VITS, Subject, Vit, fitting, indices, photographs, view_of
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
-KINDS = {
+FIGURE_KINDS = {
     "qk": ("Q Kᵀ", "channel of Q", "channel of K", True),
     "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
     "softmax": ("attention on P alone", "query token", "key token", False),
@@ -114,8 +114,12 @@ def draw_maps(
                 # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
                 # other entries would be pale.
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
-                rows.append(Row(f"{subject.state}\nblock {block}", maps, *KINDS[kind], peak=peak))
-    units = [KINDS[kind][0] for kind in kinds]
+                rows.append(
+                    RowOfMaps(
+                        f"{subject.state}\nblock {block}", maps, *FIGURE_KINDS[kind], peak=peak
+                    )
+                )
+    units = [FIGURE_KINDS[kind][0] for kind in kinds]
     rows.sort(key=lambda row: units.index(row.unit))
     what = "positions alone" if subject.model.rotary else "the position embedding P"
     draw_grid(out, rows, heads, subject.heading(f"each head on {what}"))
@@ -142,7 +146,9 @@ def draw_kernels(
         for block, weights in mixing_matrices(model, images, blocks=numbers).items():
             weights = weights[:, indices("head", heads, weights.shape[1])]  # (B, h, N, N)
             kernel = mean_kernel(weights, model.grid, RADIUS).mean(0)
-            rows.append(Row(f"{subject.state}\nblock {block}", kernel, *OFFSETS, centred=True))
+            rows.append(
+                RowOfMaps(f"{subject.state}\nblock {block}", kernel, *OFFSETS, centred=True)
+            )
     heading = subject.heading(f"what each head attends to, mean over {count} images")
     draw_grid(out, rows, heads, heading)
 

@@ -16,7 +16,7 @@ from ...recipe.files import load_recipe
 from ..shared.plot import pixels, save, subplots
 
 
-def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
+def operations_figure(out: Path, photograph: Path, *, magnitude: float) -> None:
     """Draw one photograph under each of RandAugment's operations, of positive sign and bicubic."""
     image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
     settings = load_recipe("deit_base").rand_augment

@@ -32,7 +32,7 @@ from .subjects import Subject, view_of
 
 RADIUS = 3  # of the mean attention by offset, in patches
 TOP = 5  # classes shown
-LARGEST = 80_000_000  # weights, each of which takes a byte of the browser's memory
+MOST_WEIGHTS = 80_000_000  # weights, each of which takes a byte of the browser's memory
 MOST = 4_700_000  # letters of them in a page, which is then of at most 5 MB
 LEVELS = (254, 62, 14)  # the highest level of a weight: even, so that 0 has a level
 
@@ -135,7 +135,7 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
         parts, view = model_view(subject, views)
         levels += parts
         models.append(view)
-        if sum(part.size for part in levels) > LARGEST:
+        if sum(part.size for part in levels) > MOST_WEIGHTS:
             break
     steps, weights = coarse_enough(levels)
     names = [one_line(path.name) for path in photographs]
@@ -158,7 +158,7 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
 def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:
     """The highest of LEVELS whose text of all weights has at most MOST letters, and that text."""
     count = sum(part.size for part in levels)
-    if count <= LARGEST:
+    if count <= MOST_WEIGHTS:
         for steps in LEVELS:
             coarse = [np.rint(part * (steps / LEVELS[0])).astype(np.uint8) for part in levels]
             text = packed(b"".join(part.tobytes() for part in coarse))

@@ -32,8 +32,8 @@ from ..shared.curves import draw_across, draw_curves, draw_steps
 from ..shared.groups import finished_runs, group_runs
 from ..shared.plot import FigureError, pyplot
 from ..shared.records import read_runs
-from .attention import KINDS, draw_attention, draw_kernels, draw_maps, draw_mass
-from .augmentation import draw_batch, draw_operations
+from .attention import FIGURE_KINDS, draw_attention, draw_kernels, draw_maps, draw_mass
+from .augmentation import draw_batch, operations_figure
 from .data import draw_data
 from .explore import write_explorer
 from .reconstruct import draw_reconstruct
@@ -46,7 +46,15 @@ VARIANT = ["model.options.embed_dim=288", "model.options.num_heads=9"]
 VARIANT_INITS = ["default", "mimetic", "impulse"]
 SEED = integer(0, 2**63)
 WEIGHTS = ("model", "ema")
-MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")  # arguments about models
+MODEL_ARGUMENTS = (
+    "recipe",
+    "run",
+    "init",
+    "seed",
+    "set",
+    "epochs",
+    "weights",
+)  # arguments about models
 
 
 def numbers(text: str) -> list[int] | Literal["all"]:
@@ -177,7 +185,11 @@ def argument(name: str, **options: Any) -> Callable[[Parser], object]:
 
 
 KINDS_SHOWN = argument(
-    "--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS), help=", ".join(KINDS)
+    "--kinds",
+    nargs="+",
+    type=one_of(FIGURE_KINDS),
+    default=list(FIGURE_KINDS),
+    help=", ".join(FIGURE_KINDS),
 )
 PHOTOGRAPH = argument("photograph", type=Path)
 PHOTOGRAPHS = argument("photographs", type=Path, nargs="+", metavar="photograph")
@@ -236,7 +248,7 @@ FIGURES: dict[str, tuple[Callable[..., None], str, list]] = {
         [RUNS, judged_on],
     ),
     "operations": (
-        draw_operations,
+        operations_figure,
         "a photograph under each of RandAugment's operations",
         [PHOTOGRAPH, MAGNITUDE],
     ),
@@ -294,7 +306,7 @@ def figures(args: Namespace) -> None:
     options = vars(args).copy()
     draw = options.pop("draw")
     if "recipe" in options:
-        for name in MODELS:
+        for name in MODEL_ARGUMENTS:
             del options[name]
         options["subjects"] = subjects(args)
     draw(**options)

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...base.keys import Stream, keyed_generator
+from ...base.keys import Purpose, keyed_generator
 from ...data.augment import normalise
 from ...models.layers import patches_of
 from ...models.masked_autoencoder import MaskedAutoencoder, mean_and_deviation, take
@@ -17,7 +17,7 @@ from ...runs.load import open_saved
 from ..shared.plot import FigureError, pixels, save, subplots
 from .subjects import view_of
 
-COLUMNS = ("photograph", "what the encoder sees", "reconstruction")
+TITLES = ("photograph", "what the encoder sees", "reconstruction")
 GREY = 0.5  # of hidden patches
 
 
@@ -58,7 +58,7 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
         )
 
     views = torch.stack([view_of(path, saved.recipe) for path in photographs])  # (B, 3, H, W)
-    rngs = (keyed_generator(0, Stream.EVAL_MASK, index) for index in range(len(views)))
+    rngs = (keyed_generator(0, Purpose.EVAL_MASK, index) for index in range(len(views)))
     visible = torch.from_numpy(masks.draw(rngs))
     seen, reconstructed = pasted(saved.autoencoder().eval(), saved.recipe.data, views, visible)
     figure, axes = subplots(len(views), 3, 6.0, 2.0 * len(views) + 0.3)
@@ -66,7 +66,7 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
         for axis, tile in zip(row, tiles):
             axis.imshow(pixels(tile), interpolation="nearest")
             axis.set_axis_off()
-    for axis, words in zip(axes[0], COLUMNS):
+    for axis, words in zip(axes[0], TITLES):
         axis.set_title(words, fontsize=9)
     share = 1 - masks.visible / masks.patches
     heading = f"{saved.recipe.name}: {share:.0%} of the patches are hidden"

@@ -7,7 +7,7 @@ FOLDER = Path(__file__).resolve().parent
 PHOTOGRAPHS = FOLDER / "cifar10"
 if not PHOTOGRAPHS.is_dir():
     PHOTOGRAPHS = FOLDER.parents[2] / "tests" / "data" / "cifar10"
-IMAGES = "images"  # folder of the pictures, relative to the pages
+PICTURES = "images"  # folder of the pictures, relative to the pages
 
 
 def lesson_paths() -> dict[int, Path]:

@@ -27,14 +27,14 @@ from pathlib import Path
 from ...base.messages import OneLineError, in_brief
 from ..shared.plot import pyplot
 from ..shared.records import Json
-from . import IMAGES
+from . import PICTURES
 
 CODE = re.compile(
     r"^```python(?P<trains> train)?\n(?P<source>.*?)^```\n"
     r"(?:\n```text\n(?P<output>.*?)^```\n)?",
     flags=re.DOTALL | re.MULTILINE,
 )
-PICTURE = re.compile(rf"!\[[^\]]*\]\({IMAGES}/(?P<name>[^)/]+\.png)\)")
+PICTURE = re.compile(rf"!\[[^\]]*\]\({PICTURES}/(?P<name>[^)/]+\.png)\)")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", flags=re.IGNORECASE)
 WORDS_PER_MINUTE = 150  # of prose with formulas; a line of code counts as LINE words
 LINE = 6
@@ -202,7 +202,7 @@ def notebook(page: Page) -> Json:
             if code.output:
                 outputs.append({"output_type": "stream", "name": "stdout", "text": code.output})
             for picture in code.pictures:
-                content = base64.b64encode((page.path.parent / IMAGES / picture).read_bytes())
+                content = base64.b64encode((page.path.parent / PICTURES / picture).read_bytes())
                 data = {"image/png": content.decode("ascii")}
                 outputs.append({"output_type": "display_data", "metadata": {}, "data": data})
             cells.append(

@@ -18,7 +18,7 @@ from pathlib import Path
 from ...base.files import deliver, read_bytes
 from ...base.messages import OneLineError
 from ..shared.command_line import Output, Parser, integer, main_of
-from . import IMAGES, lesson_paths
+from . import PICTURES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
 
 
@@ -88,7 +88,7 @@ def lessons(options: Namespace) -> None:
             )
         deliver(text, options.notebook)
     elif options.update:
-        page = updated_page(page, page.path.parent / IMAGES)
+        page = updated_page(page, page.path.parent / PICTURES)
         deliver(page.text(), page.path)
     else:
         run_lesson(page, train=options.train)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import matplotlib
 
 POINTS = 400  # points per line, at most; longer lines average neighbours
-IMAGES = "training images"  # as run.json calls their number
+NUMBER_OF_IMAGES = "training images"  # as run.json calls their number
 SUBSET = ("data.images_per_class", "data.subset")
 # Of metrics.jsonl; and of steps.jsonl.
 EPOCHS = {
@@ -162,7 +162,7 @@ def draw_across(out: Path, groups: Groups, key: str) -> None:
     lines = lines_across(groups, key)
     figure, [[axis]] = subplots(1, 1, 6.4, 3.8)
     firsts = [next(iter(line.values())) for line in lines]
-    hidden = (key, *SUBSET) if key == IMAGES else (key,)
+    hidden = (key, *SUBSET) if key == NUMBER_OF_IMAGES else (key,)
     for line, first, (colour, dashes) in zip(lines, firsts, looks(firsts)):
         tops = [group.last("val_top1").values() for group in line.values()]
         means = [sum(values) / len(values) for values in tops]
@@ -196,7 +196,7 @@ def lines_across(groups: Groups, key: str) -> list[dict[float, Group]]:
     lines: dict[str, dict[float, Group]] = defaultdict(dict)
     for group in groups:
         settings = experiment(group.first)
-        if key == IMAGES:
+        if key == NUMBER_OF_IMAGES:
             for name in SUBSET:
                 settings.pop(name, None)
             settings[key] = training_images(group.first)
@@ -224,7 +224,7 @@ def training_images(run: RunRecord) -> int:
     """How many images a run was trained on. Older records do not state it, but their recipes do if
     they ask for a part of the images.
     """
-    recorded = run.starts[-1].get("data", {}).get(IMAGES) if run.starts else None
+    recorded = run.starts[-1].get("data", {}).get(NUMBER_OF_IMAGES) if run.starts else None
     return recorded or run.keys["data.images_per_class"] * run.keys["data.num_classes"]
 
 

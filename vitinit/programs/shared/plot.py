@@ -168,7 +168,7 @@ def draw_heat(
     )
 
 
-class Row(NamedTuple):
+class RowOfMaps(NamedTuple):
     """A row of a grid: maps side by side, one for each head."""
 
     label: str
@@ -181,7 +181,7 @@ class Row(NamedTuple):
     peak: float = 0.0  # absolute value at which colours may end; 0: the row's largest
 
 
-def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: str) -> None:
+def draw_grid(out: Path, rows: list[RowOfMaps], heads: Sequence[int] | None, heading: str) -> None:
     """Draw maps by head (None: all); neighbouring rows of one unit share a scale and colour bar."""
     titles = [f"head {head}" for head in heads or range(max(len(row.maps) for row in rows))]
     side = min(1.3, max(0.72, 6.5 / len(titles)))  # inches of a map
@@ -194,7 +194,7 @@ def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: 
     save(figure, out, heading)
 
 
-def draw_rows(figure: Figure, lines: Sequence[tuple[np.ndarray, Row]], side: float) -> None:
+def draw_rows(figure: Figure, lines: Sequence[tuple[np.ndarray, RowOfMaps]], side: float) -> None:
     """Draw rows of one unit, each on a line of axes, whose maps are `side` inches large."""
     low_axes, last = lines[-1]
     largest = max(row.maps.abs().max().item() for _, row in lines)

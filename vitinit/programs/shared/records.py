@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ...base.files import LARGEST, CheckpointError, parse_json, read_bytes, written_atomically
+from ...base.files import LARGEST_TEXT, CheckpointError, parse_json, read_bytes, written_atomically
 from ...base.messages import counted, in_brief, shortened, warn
 from ...runs.folder import image_digests, parse_keys, parse_lines, parse_starts
 from ...runs.load import by_name
@@ -161,7 +161,7 @@ def read_archive(path: Path) -> list[RunRecord]:
                 if not member.isfile() or title not in FILES:
                     continue
                 file = archive.extractfile(member)
-                if file is None or member.size > LARGEST or member.issparse():  # of holes
+                if file is None or member.size > LARGEST_TEXT or member.issparse():  # of holes
                     raise ValueError(f"{member.name} has {member.size:,} bytes, or holes in it")
                 files.setdefault(run, {})[title] = file.read()
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:

@@ -28,7 +28,7 @@ from .records import RunRecord
 from .results import RECORDED, t_interval, table
 
 # What the recipe determines in a row of metrics.jsonl; the others are times and memory.
-RESULTS = (
+COMPARED = (
     "lr",
     "train_loss",
     "val_loss",
@@ -121,7 +121,7 @@ def against_record(
     """
     # What both have: a run that is evaluated every fifth epoch has no top-1 in between.
     values = [
-        {key: (then[key], now[key]) for key in RESULTS if None not in (then[key], now[key])}
+        {key: (then[key], now[key]) for key in COMPARED if None not in (then[key], now[key])}
         for then, now in zip(record.rows, rows)
     ]
     cells = []

@@ -21,7 +21,7 @@ from .records import Json, RunRecord
 
 CONFIDENCE = 0.95
 BISECTIONS = 100  # each halves an interval of doubles, whose mantissa has 53 bits
-METRICS = {"model": "val_top1", "EMA": "ema_top1"}
+TOP1_OF = {"model": "val_top1", "EMA": "ema_top1"}
 RECORDED = {
     "git_commit": "commit",
     "torch": "torch",
@@ -135,7 +135,7 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
                 f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
                 f"classes of {finding.checkpoint}; the others are left out of ranking and loss"
             )
-    rows = [*rows_of(findings)]
+    rows = [*cells_of(findings)]
     if len(findings) > 1:
         head = ["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"]
         print(table(head, rows))
@@ -153,7 +153,7 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
         deliver(text, json_file)
 
 
-def rows_of(findings: Iterable[Finding]) -> Iterator[list[str]]:
+def cells_of(findings: Iterable[Finding]) -> Iterator[list[str]]:
     """Yield what a table shows of each finding and weights."""
     for finding in findings:
         for name, result in finding.results.items():
@@ -200,7 +200,7 @@ def paired(groups: Groups) -> Iterator[tuple[Group, str, dict[int, float]]]:
     """
     first, *others = groups
     for other in others:
-        for name, metric in METRICS.items():
+        for name, metric in TOP1_OF.items():
             ours, theirs = first.last(metric), other.last(metric)
             yield other, name, {seed: theirs[seed] - ours[seed] for seed in theirs if seed in ours}
 
@@ -238,7 +238,7 @@ def by_group(groups: Groups) -> str:
     for group in groups:
         runs = group.runs.values()
         cells = [group.label, str(len(runs))]
-        for metric in METRICS.values():
+        for metric in TOP1_OF.values():
             curves = [run.measured(metric) for run in runs]
             if not all(curves):  # some have none, so none are shown
                 curves = []
@@ -267,7 +267,7 @@ def by_seed(groups: Groups) -> str:
     seeds = sorted({seed for group in groups for seed in group.runs})
     rows = []
     for group in groups:
-        for name, metric in METRICS.items():
+        for name, metric in TOP1_OF.items():
             values = group.last(metric)
             cells = [f"{values[seed]:.2f}" if seed in values else "–" for seed in seeds]
             if values:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from .views import Attentions, Block, Layout
+from .attentions import Attentions, Block, Layout
 
 
 def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
