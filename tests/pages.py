@@ -38,6 +38,8 @@ COMPARED = {
         "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
     ("vitinit/models/README.md", "(2, 10)"): (
         "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
+    ("vitinit/README.md", "__main__.py"): (
+        "test_pages.py", "test_the_map_of_the_package_is_what_its_command_writes"),
     ("vitinit/data/README.md", "left out: "): (
         "data/test_sources.py", "test_the_lines_that_the_page_quotes_are_said")}
 # fmt: on

@@ -1,6 +1,7 @@
 """All Markdown pages pass the linter of pages.py, which finds a planted mistake of each kind."""
 
 import re
+import runpy
 
 import pytest
 from pages import (
@@ -132,3 +133,10 @@ def test_a_planted_mistake_is_found(check, text, found):
 def test_an_unlisted_file_is_found():
     found = list(bad_files(Page(PACKAGE / "runs" / "README.md", "`lock.py` and `folder.py`")))
     assert "trained.py: not listed" in found and "lock.py: not listed" not in found
+
+
+def test_the_map_of_the_package_is_what_its_command_writes(repository):
+    command = runpy.run_path(str(repository / ".ci" / "map.py"))
+    page = (repository / "vitinit" / "README.md").read_text(encoding="utf-8")
+    assert command["mapped"](page) == page, "python .ci/map.py writes it"
+    assert command["mapped"](page.replace("base/keys.py) | 50", "base/keys.py) | 350")) == page

@@ -35,7 +35,7 @@ from vitinit.data.datasets import (
 )
 from vitinit.data.images import DataError
 from vitinit.data.sources import ImagesInMemory
-from vitinit.runs.data import EvaluatedSet
+from vitinit.runs.evaluated import EvaluatedSet
 
 
 class Written(NamedTuple):

@@ -9,7 +9,7 @@ from pytest import approx
 
 from vitinit.base.files import STDOUT, write_text_atomically
 from vitinit.programs.shared.results import Finding, class_scores, print_results
-from vitinit.runs.data import EvaluatedSet
+from vitinit.runs.evaluated import EvaluatedSet
 from vitinit.train.metrics import Evaluation, balanced_accuracy
 
 MODEL = Evaluation(

@@ -95,12 +95,7 @@ class Disk:
         seen: set[frozenset] = set()
         for moment in range(len(self.events) + 1):
             past = self.events[:moment]
-            synced, now = {}, {}
-            for kind, _, number, content in past:
-                if kind == "write":
-                    now[number] = content
-                elif kind == "sync":
-                    synced[number] = now.get(number, b"")
+            synced, now = _contents(past)
             folders = [Names()]
             for kind, names, _, _ in past:
                 if kind == "sync folder":
@@ -116,6 +111,17 @@ class Disk:
                     if frozenset(files.items()) not in seen:
                         seen.add(frozenset(files.items()))
                         yield moment, files
+
+
+def _contents(past: list[tuple]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """What the disk has of each file for certain, and what was written last, after some events."""
+    synced, now = {}, {}
+    for kind, _, number, content in past:
+        if kind == "write":
+            now[number] = content
+        elif kind == "sync":
+            synced[number] = now.get(number, b"")
+    return synced, now
 
 
 def _left(synced: bytes, now: bytes, share: float) -> bytes:

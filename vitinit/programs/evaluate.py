@@ -31,7 +31,8 @@ from ..data.pipeline import EvaluationBatches
 from ..data.sources import ImageFiles, Source, class_indices
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
-from ..runs.data import EvaluatedSet, evaluation_batches, own_set, require_same_images, trained_set
+from ..runs.data import evaluation_batches
+from ..runs.evaluated import EvaluatedSet, own_set, require_same_images, trained_set
 from ..runs.load import Saved, open_saved
 from ..runs.model import compiled
 from ..tasks.labels import evaluate

@@ -16,7 +16,8 @@ from ...data.images import DataError
 from ...data.sources import ImageFiles
 from ...recipe.absent import MEANT
 from ...recipe.files import load_recipe
-from ...runs.data import evaluation_batches, own_set, require_same_images
+from ...runs.data import evaluation_batches
+from ...runs.evaluated import own_set, require_same_images
 from ...runs.load import open_saved
 from ...train.device import this_device
 from ...train.loop import autocast

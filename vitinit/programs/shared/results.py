@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...base.files import STDOUT, deliver
 from ...base.messages import one_line
-from ...runs.data import EvaluatedSet
+from ...runs.evaluated import EvaluatedSet
 from ...train.metrics import Evaluation, balanced_accuracy
 from .groups import Group, Groups, finished_runs, group_runs
 from .records import Json, RunRecord
