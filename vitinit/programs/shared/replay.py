@@ -124,26 +124,8 @@ def against_record(
         {key: (then[key], now[key]) for key in COMPARED if None not in (then[key], now[key])}
         for then, now in zip(record.rows, rows)
     ]
-    cells = []
-    for row, both in zip(rows, values):
-        losses = both.get("train_loss", ())
-        accuracies = both.get("val_top1", ())
-        cells.append(
-            [
-                str(row["epoch"]),
-                *([f"{loss:.6f}" for loss in losses] or ["–", "–"]),
-                *([f"{top1:.2f}" for top1 in accuracies] or ["–", "–"]),
-            ]
-        )
-    text = table(["epoch", "loss then", "now", "top-1 then", "now"], cells)
-    others = dict.fromkeys(
-        f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
-        for key in OF_MACHINE
-        for start in starts
-        if record.began.get(key) != start[key]
-    )
-    text += f"\n\n{'; '.join(others) or 'the same kind of machine and the same code'}\n"
     done = len(values)
+    text = f"{table_of_both(rows, values)}\n\n{other_machine(record, starts)}\n"
     if all(then == now for both in values for then, now in both.values()):
         return f"{text}equal to the bit: all results of epochs 1 to {done}\n", True
     key = "val_top1" if "val_top1" in values[-1] else "train_loss"
@@ -162,3 +144,26 @@ def against_record(
         f"({len(on_record)} seeds, 95 %): it is {verdict}\n"
     )
     return text, holds
+
+
+def table_of_both(
+    rows: Sequence[dict[str, Any]], values: Sequence[dict[str, tuple[float, float]]]
+) -> str:
+    """Loss and top-1 by epoch, then and now. values: of each row, what both runs have."""
+    cells = []
+    for row, both in zip(rows, values):
+        losses = [f"{loss:.6f}" for loss in both.get("train_loss", ())] or ["–", "–"]
+        accuracies = [f"{top1:.2f}" for top1 in both.get("val_top1", ())] or ["–", "–"]
+        cells.append([str(row["epoch"]), *losses, *accuracies])
+    return table(["epoch", "loss then", "now", "top-1 then", "now"], cells)
+
+
+def other_machine(record: RunRecord, starts: Sequence[dict[str, Any]]) -> str:
+    """How the machine and the code differ from those of the record, in words."""
+    others = dict.fromkeys(
+        f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
+        for key in OF_MACHINE
+        for start in starts
+        if record.began.get(key) != start[key]
+    )
+    return "; ".join(others) or "the same kind of machine and the same code"
