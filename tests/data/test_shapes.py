@@ -24,7 +24,7 @@ def lens(radius: float, other: float, distance: float) -> float:
 @pytest.fixture(scope="module")
 def splits():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "SPLITS", SMALL)
+        patch.setattr(shapes, "SIZES_OF_SPLITS", SMALL)
         return {split: shapes.Shapes(split) for split in SMALL}
 
 

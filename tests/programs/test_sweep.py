@@ -329,7 +329,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
 def programs(monkeypatch, tmp_path):
     """Does runs of which each is a program of its own instead of train.py, several at a time."""
     monkeypatch.setattr(sweep, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(sweep, "TRAIN", ["-c", "import os, signal, sys\nexec(sys.argv[1])\n"])
+    monkeypatch.setattr(sweep, "TRAIN_WORDS", ["-c", "import os, signal, sys\nexec(sys.argv[1])\n"])
 
     def run(codes: dict[str, str], *environments: dict[str, str]) -> tuple[dict[str, str], int]:
         runs = [

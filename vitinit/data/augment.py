@@ -1,4 +1,4 @@
-"""The way of a batch on the device, from bytes to what the model takes: augmented and normalised.
+"""Turn uint8 batches into what the model takes, augmented and normalised, on the device.
 
 The result for an image is the same, bit for bit, whatever batch it is in and whatever the device.
 All random numbers were drawn before (draw.py) and come with the batch.
@@ -23,7 +23,7 @@ def normalise(
     images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor
 ) -> Tensor:
     """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with 3 means and 3 stds."""
-    # Computed where the values are: Apple's GPUs have no float64.
+    # In float64 on the CPU, or where the numbers are: Apple's GPUs have none.
     mean = torch.as_tensor(mean, dtype=torch.float64).view(3, 1, 1)
     std = torch.as_tensor(std, dtype=torch.float64).view(3, 1, 1)
     scale = 1.0 / (255.0 * std)
@@ -56,40 +56,40 @@ def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
     return bits ^ shifted(bits, 31)
 
 
-def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tensor) -> Tensor:
+def erase(images: Tensor, erased: Tensor, num_erased: int, fill: str, quantiles: Tensor) -> Tensor:
     """Fill each image's erased box, in place; images: (B, 3, H, W) float32, normalised.
 
-    erased: (B, 5), as in `draw.Draws`. count: how many values all boxes have (3 · height · width
-    each), which the host must know. fill: as the key augment.erase_fill. All tensors are on one
+    erased: (B, 5), as in `draw.Draws`. num_erased: how many values all boxes have (3 · height ·
+    width each), which the host must know. fill: as the key augment.erase_fill. All tensors are on one
     device. Noise is looked up among the quantiles (of `normal_quantiles`) by a hash of the image's
     noise key and the position in the box (channel, row, column): the same bits on every device.
     """
-    if not count:
+    if num_erased == 0:
         return images
     across = images.shape[3]
     area = images.shape[2] * across
-    # Of each box, (B,): the place of its first value among those of all images, sizes, and its key.
+    # Per box, (B,): the place of its first value among those of all images, its sizes and its key.
     top, left, height, width = erased[:, :4].long().unbind(1)
     first = torch.arange(0, 3 * area * len(images), 3 * area, device=images.device)
     corner = first + across * top + left
     pixels = height * width
     size = 3 * pixels
     noise_key = erased[:, 4].view(torch.int64)
-    # The same of each value, (count,), box by box, and at which of them its box starts.
-    box = torch.repeat_interleave(size, output_size=count)
+    # Per erased value, (num_erased,), box by box: its box's numbers, and where its box starts.
+    box = torch.repeat_interleave(size, output_size=num_erased)
     start, corner, pixels, width, noise_key = (
         column.index_select(0, box)
         for column in (size.cumsum(0) - size, corner, pixels, width, noise_key)
     )
-    position = torch.arange(count, device=images.device).sub_(start)  # in its box
+    position = torch.arange(num_erased, device=images.device).sub_(start)  # in its box
     channel = position // pixels
     row = (position - channel * pixels) // width
-    # A value's place: as in an image of the box's size, but for what lies beside the box.
+    # Its place in images.view(-1): as if the box were the whole image, and what lies beside it.
     place = corner.add_(position)
     place.add_(channel * (area - pixels))
     place.add_(row * (across - width))
     if fill == "const":
-        values = images.new_zeros(count)
+        values = images.new_zeros(num_erased)
     else:
         bits = hashed(noise_key, channel if fill == "rand" else position)
         values = quantiles.index_select(0, bits & (len(quantiles) - 1))
@@ -123,13 +123,16 @@ def mix_images(images: Tensor, mixed: Tensor) -> Tensor:
 
 def mix_targets(targets: Tensor, mixed: Tensor) -> Tensor:
     """Mix targets (B, K) float32 with their partners'; mixed: as for `mix_images`."""
-    share = mixed[:, :1]
+    share = mixed[:, :1]  # (B, 1)
     return blend(targets, share.float(), (1.0 - share).float())
 
 
-def blend(batch: Tensor, weight: Tensor, partners: Tensor) -> Tensor:
-    """weight · batch + partners · flipped batch, in float32."""
-    return batch.flip(0).float().mul_(partners).add_(batch * weight)
+def blend(batch: Tensor, weight: Tensor, partner_weight: Tensor) -> Tensor:
+    """weight · batch + partner_weight · partners, in float32. The partner of image i of a
+    micro-batch is its image B − 1 − i, see `BatchPlan.positions`, so flip(0) puts it there.
+    """
+    partners = batch.flip(0).float()
+    return partners.mul_(partner_weight).add_(batch * weight)
 
 
 class ToDevice:
@@ -182,24 +185,25 @@ class TrainToDevice(ToDevice):
             targets = smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
         if mix.mixes:
             targets = mix_targets(targets, draws.mixed)
-        groups = on_host.operations[..., GROUP]
-        images = rand_augment(images, draws.operations, self.fill, groups=groups)
-        values = 3 * on_host.erased[:, 2] * on_host.erased[:, 3]  # (B,), erased of each
+        operation_groups = on_host.operations[..., GROUP]
+        images = rand_augment(images, draws.operations, self.fill, groups=operation_groups)
+        erased_of_each = 3 * on_host.erased[:, 2] * on_host.erased[:, 3]  # (B,)
         count, _, height, width = images.shape
         if count * height * width <= self.chunk:
-            return self.finish(images, draws.erased, int(values.sum()), draws.mixed), targets
+            num_erased = int(erased_of_each.sum())
+            return self.finish(images, draws.erased, num_erased, draws.mixed), targets
         inputs = torch.empty(images.shape, memory_format=self.format, device=self.device)
         for rows in pairs_in_chunks(count, self.chunk // (height * width)):  # of a CPU
             inputs[rows] = self.finish(
                 images.index_select(0, rows),
                 draws.erased[rows],
-                int(values[rows].sum()),
+                int(erased_of_each[rows].sum()),
                 draws.mixed[rows],
             )
         return inputs, targets
 
-    def finish(self, images: Tensor, erased: Tensor, count: int, mixed: Tensor) -> Tensor:
-        """Turn uint8 images (n, 3, H, W) into what the model takes; count: as in `erase`.
+    def finish(self, images: Tensor, erased: Tensor, num_erased: int, mixed: Tensor) -> Tensor:
+        """Turn uint8 images (n, 3, H, W) into what the model takes; num_erased: as in `erase`.
 
         normalise → erase → mix     the order of DeiT
         mix → normalise → erase     with erase_after_mix: the order of timm with its prefetcher,
@@ -210,14 +214,14 @@ class TrainToDevice(ToDevice):
         if mixes and augment.erase_after_mix:
             images = mix_images(images, mixed)
         images = normalise(images, *self.statistics)
-        images = erase(images, erased, count, augment.erase_fill, self.quantiles)
+        images = erase(images, erased, num_erased, augment.erase_fill, self.quantiles)
         if mixes and not augment.erase_after_mix:
             images = mix_images(images, mixed)
         return images.contiguous(memory_format=self.format)
 
 
 def pairs_in_chunks(count: int, most: int) -> Iterator[Tensor]:
-    """Yield indices of `count` images in chunks of at most `most`, or one pair, of partners."""
+    """Yield the indices of `count` images, about `most` at a time, without parting partners."""
     for front in torch.arange((count + 1) // 2).split(max(1, most // 2)):
         back = count - 1 - front.flip(0)
         yield torch.cat([front, back[back > front[-1]]])

@@ -1,4 +1,4 @@
-"""All random draws for a training sample, keyed by (seed, epoch, index, repeat).
+"""The random draws of a training sample's augmentation, keyed by (seed, epoch, image, repeat).
 
 A sample is one view of one image in one epoch. Its draws depend on its key alone, and each kind of
 draw has a generator of its own (keys.py): one augmentation less leaves all other draws as they

@@ -1,8 +1,9 @@
 """Which images each micro-batch holds: epoch → global batches → mixing groups → micro-batches.
 
-An epoch is an order of the training set, cut into global batches, one per step. `BatchPlan` divides
-each in two ways: into groups that share a draw of mixup or cutmix, and into the micro-batches of
-all processes.
+An epoch is an order of the training set, cut into global batches, one per step. With repeated
+augmentation each image of the order stands for several views, and only its beginning is used.
+`BatchPlan` divides each global batch in two ways: into groups that share a draw of mixup or cutmix,
+and into the micro-batches of all processes.
 """
 
 import math
@@ -31,10 +32,13 @@ class BatchPlan:
     image alone. Of the micro-batches of all processes, of P pairs each, number c holds the
     pairs from c · P on: neighbours, so that the views of an image meet and it is decoded once. Of
     these process r of W has the numbers r, r + W, …. So the number of processes and the size of
-    micro-batches change neither which images are mixed nor how.
+    micro-batches change neither which images are mixed nor how. With a global batch of 16, groups
+    of 8, 2 processes and micro-batches of 4, process 0 has [0, 1, 15, 14] and [4, 5, 11, 10], and
+    process 1 has [2, 3, 13, 12] and [6, 7, 9, 8].
 
-    strided: instead number c of C holds the pairs c, c + C, c + 2C, …, which are of more images. So
-        for BatchNorm, whose statistics are those of a micro-batch, and in runs that began so.
+    strided: instead micro-batch c of C takes the pairs c, c + C, c + 2C, …, which are of more
+        different images: better for BatchNorm, whose statistics are those of a micro-batch. Runs
+        that began before there was a choice have strided pairs.
     """
 
     global_batch: int
@@ -131,8 +135,8 @@ class TrainSampler:
     Each epoch has a new random order of all `count` images. In this order each image stands
     `repeats` times in a row, once for each of its views: repeated augmentation (Hoffer et al.,
     arXiv 1901.09335), as in DeiT. The epoch ends after count // global_batch steps, as without
-    repeats, or after one, if a smaller set's repeated views fill it; else ValueError. A last,
-    incomplete batch is left out.
+    repeats, so that it has some of the images in all their views; or after one step, if a smaller
+    set's repeated views fill it; else ValueError. A last, incomplete batch is left out.
     """
 
     count: int
@@ -168,9 +172,10 @@ class TrainSampler:
             for micro_step in range(plan.accumulation):
                 positions = plan.positions(self.rank, micro_step)  # in the global batch
                 # View v of the epoch is number v % repeats of the image at place v // repeats.
-                places, repeats = np.divmod(step * plan.global_batch + positions, self.repeats)
+                views = step * plan.global_batch + positions
+                places, repeat_of = np.divmod(views, self.repeats)
                 keys = [
                     SampleKey(self.epoch, image, repeat)
-                    for image, repeat in zip(order[places].tolist(), repeats.tolist())
+                    for image, repeat in zip(order[places].tolist(), repeat_of.tolist())
                 ]
                 yield Samples(step_of_run, keys, positions % plan.groups)

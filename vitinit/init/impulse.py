@@ -5,7 +5,7 @@ impulse kernel, a kernel that is 1 at a single offset: every token attends to on
 heads of a block then act as a convolution, whose weights are V and proj. Nothing is frozen.
 
 Options of `impulse`. The defaults are those of the released code, some of which the paper does not
-state. H is the convolution matrix of a head's impulse kernel, Z the noise of `mimetic`.
+state. H is the convolution matrix of a head's impulse kernel, (N, N).
 
 base: the baseline that first draws every weight; see baseline.py.
 kernel_size: f of the f×f impulse kernels; 3 in the paper.
@@ -17,7 +17,7 @@ qk_norm: γ, the Frobenius norm of each head's Q and K. The paper's 2 leaves ViT
 rank: how many directions of the position embedding are used, up to head_dim; 0: `default_rank`.
 impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale · H where H is
     not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
-    at ±2 (in the paper 40 · H + Z, Z normal). A row whose target is off the grid is therefore
+    at ±2 (in the paper 40 · H + Z, with Z normal). A row whose target is off the grid is therefore
     all noise. The noise is drawn anew for every head and block.
 value_init: "mimetic" as in the released code, or "base" as the paper's text says.
 value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
@@ -78,7 +78,7 @@ def impulse(
     vit = vit_layout(model)
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
-    cells = offsets_on_grid(kernel_size, vit.grid)  # checks kernel_size, before any draw
+    choices = offsets_on_grid(kernel_size, vit.grid)  # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
 
     vit.pos_embed.mul_(pos_embed_scale)
@@ -93,10 +93,10 @@ def impulse(
     basis = position_basis(positions, rank)
 
     for number, block in enumerate(vit.blocks):
-        cells_of_heads = head_offsets(len(block.q), cells, offsets, generator)
-        shifts = [shift_matrix(cell, vit.grid) for cell in cells_of_heads]
+        of_heads = head_offsets(len(block.q), choices, offsets, generator)
+        shifts = [shift_matrix(offset, vit.grid) for offset in of_heads]
         impulses = impulse_scale * torch.stack(shifts).to(positions)  # (h, N, N)
-        noise = torch.zeros_like(impulses)
+        noise = torch.zeros_like(impulses)  # (h, N, N)
         if noise_std > 0:  # truncated_normal_ divides by it
             truncated_normal_(noise, std=noise_std, cut=2.0, generator=generator)
         maps = torch.where(impulses == 0, noise_scale * noise, impulses)
@@ -132,32 +132,33 @@ def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     smallest directions, divided by s, would take most of Q's and K's norm: a flat map (lesson 3).
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
-    _, values, directions = torch.linalg.svd(positions, full_matrices=False)
-    values = values[:rank]
-    directions = directions[:rank].mT  # (D, r)
-    inverse = positions @ directions / values**2  # (N, r)
+    _, singular, directions = torch.linalg.svd(positions, full_matrices=False)  # m = min(N, D)
+    singular = singular[:rank]  # √s: of (m,) the largest, (r,)
+    directions = directions[:rank].mT  # W: of (m, D) the largest, (D, r)
+    inverse = positions @ directions / singular**2  # (N, r)
     return directions, inverse.mT
 
 
 def query_key_factors(
     maps: Tensor, basis: tuple[Tensor, Tensor], width: int, norm: float
 ) -> tuple[Tensor, Tensor]:
-    """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
+    """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is proportional to what is nearest to `maps`
+    at the basis' rank.
 
-    maps: (..., N, N). basis: see `position_basis`. width: of the head; rows of Q and K beyond the
-    rank are zero. norm: the Frobenius norm of Q and of K.
+    maps: (..., N, N), of which the size does not count. basis: see `position_basis`. width: of the
+    head; rows of Q and K beyond the rank are zero. norm: the Frobenius norm of Q and of K.
 
     This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S. Since
     M̂ = W C Wᵀ with orthonormal W, it suffices to compute the SVD of the (rank, rank) matrix C.
     """
     directions, inverse = basis
     left, values, right = torch.linalg.svd(inverse @ maps @ inverse.mT)  # (..., r, r)
-    roots = values[..., None, :width].sqrt()
+    roots = values[..., None, :width].sqrt()  # (..., 1, ≤ width)
 
     def factor(vectors: Tensor) -> Tensor:
         columns = directions @ (vectors[..., :width] * roots)  # (..., D, ≤ width)
         columns = norm * columns / torch.linalg.matrix_norm(columns, keepdim=True)
-        return F.pad(columns, (0, width - columns.shape[-1])).mT
+        return F.pad(columns, (0, width - columns.shape[-1])).mT  # (..., width, D)
 
     return factor(left), factor(right.mT)
 

@@ -126,6 +126,7 @@ class Attention(nn.Module):
         tokens: (B, N), which of the image's tokens these are; None: all of them, in order.
         """
         packed = self.qkv(x)  # (B, N, 3·C)
+        # Each (B, N, h, d).
         q, k, v = rearrange(packed, "b n (three h d) -> three b n h d", three=3, h=self.num_heads)
         if isinstance(self.q_norm, nn.LayerNorm):  # whose results are float32 under autocast
             q = self.q_norm(q).to(v.dtype)
@@ -142,5 +143,5 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         q, k, v = self.queries_keys_values(x, tokens)
         x = attend(q, k, v)  # (B, h, N, d)
-        x = rearrange(x, "b h n d -> b n (h d)")
+        x = rearrange(x, "b h n d -> b n (h d)")  # (B, N, C)
         return self.proj(x)

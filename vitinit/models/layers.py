@@ -200,7 +200,7 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         require_image_size(images, self.image_size)
         x = self.proj(images)  # (B, C, rows, columns)
-        x = rearrange(x, "b c h w -> b (h w) c")
+        x = rearrange(x, "b c h w -> b (h w) c")  # (B, patches, C)
         return self.norm(x)
 
 

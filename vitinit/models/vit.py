@@ -45,7 +45,7 @@ MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
 class VitBlock(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x)).
 
-    layer_scale: the initial value of γ, by which both branches are multiplied; 0: they are not.
+    layer_scale: the initial value of γ, which multiplies both branches; 0: there is no LayerScale.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class VitBlock(nn.Module):
         drop_path: Sequence[Tensor | None] = (None, None),
         tokens: Tensor | None = None,
     ) -> Tensor:
-        """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None. tokens: as
-        for `Attention.queries_keys_values`.
+        """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None. tokens: (B, N),
+        the places of these tokens in the whole image, which rotary positions need where patches
+        are hidden; None: all are here, in order.
         """
         mixed = self.attn(self.norm1(x), tokens)
         x = add_branch(x, self.ls1(mixed), drop_path[0])
@@ -93,9 +94,9 @@ class VisionTransformer(Classifier):
     fc_norm: apply the last LayerNorm after mean pooling instead of before it, as in MAE's
         fine-tuned models (arXiv 2111.06377, appendix A.1). The name, also in the state dict, is
         timm's.
-    num_registers: number of register tokens, which take part in attention but are not read by the
-        head (Darcet et al., "Vision Transformers Need Registers", arXiv 2309.16588, §2.2), as the
-        class token of MAE's fine-tuned models; `reg_token` in the state dict.
+    num_registers: number of register tokens, which take part in attention and which the head does
+        not read (Darcet et al., "Vision Transformers Need Registers", arXiv 2309.16588, §2.2);
+        `reg_token` in the state dict. The unused class token of MAE's fine-tuned models is one.
     pos_embed: "learned"; "sincos", which is fixed (a buffer), with zeros for the prefix tokens;
         "rope", queries and keys that are turned by their places (rotary.py); "learned+rope"; or
         "none": a control that knows a patch's content, but not its place.
@@ -109,7 +110,8 @@ class VisionTransformer(Classifier):
         them apart, for training with a teacher (tasks/distillation.py).
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
-    drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first.
+    drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first,
+        which is all there is with depth 1.
     """
 
     family = "vit"
@@ -199,7 +201,7 @@ class VisionTransformer(Classifier):
     def add_prefix_tokens(
         self, pool: Pool, distilled: bool, num_registers: int, embed_dim: int
     ) -> None:
-        """The constructor's part on the tokens before the patches, of which `pooled` reads some."""
+        """Create the tokens before the patches, of which `pooled` reads some; count them."""
         require_choice("pool", pool, Pool)
         if distilled and pool != "class":
             raise ValueError(
@@ -218,7 +220,7 @@ class VisionTransformer(Classifier):
         self.num_prefix_tokens = sum(token.shape[1] for token in self.prefix_tokens())
 
     def add_positions(self, pos_embed: Positions, embed_dim: int) -> None:
-        """The constructor's part on positions, and on whether these are learned or rotary."""
+        """Create the position embedding; note whether positions are learned, and rotary."""
         require_choice("pos_embed", pos_embed, Positions)
         self.learns_positions = pos_embed.startswith("learned")
         self.rotary = "rope" in pos_embed
@@ -261,7 +263,7 @@ class VisionTransformer(Classifier):
             return x[:, :2].flatten(1)  # the class token, and then the distillation token
         if self.pool == "class":
             return x[:, 0]
-        patches = x[:, self.num_prefix_tokens :]
+        patches = x[:, self.num_prefix_tokens :]  # (B, patches, C)
         return self.fc_norm(patches.mean(dim=1))
 
     def classify(self, features: Features) -> Tensor:

@@ -1,4 +1,4 @@
-"""What keeps a run: its folder's files at the start, at each row, save and epoch, and at its end."""
+"""Writes a run's folder: its start, rows and checkpoints (last.pt, best.pt); evaluates its epochs."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

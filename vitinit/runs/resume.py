@@ -1,4 +1,4 @@
-"""Decide which run is done, a new one or one to go on with, and lock its folder.
+"""Decide whether a run is begun, goes on or is finished, and lock its folder.
 
     --out-dir F                 a new run; F may hold nothing that a run writes
     --out-dir F --resume auto   goes on with F's run; a new one if F holds none
@@ -35,8 +35,8 @@ from .folder import RunFolder
 # Keys that may change on resume. The teacher's file may have moved: its digest among the data's facts
 # shows that it is the same one.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
-MAY_DIFFER = ("data.root", "data.workers")  # between the processes of a run
-OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
+MAY_DIFFER_BETWEEN_PROCESSES = ("data.root", "data.workers")
+LEFT_OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
 # The locks that this process holds, by its number and the folder: a record lock keeps out other
 # processes alone, and not another run of the same one.
 TAKEN = dict[tuple[int, Path], "RunLock"]()
@@ -101,7 +101,7 @@ class RunLock(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.handles: dict[Path, int] = {}  # of run.lock in the folder that is locked, if one is
+        self.handles: dict[Path, int] = {}  # folder → handle of its run.lock; one, once it is taken
 
     def keep(self) -> None:
         """Take the lock again if run.lock was deleted; CheckpointError if another run has since
@@ -177,7 +177,11 @@ def choose_run(
     else:
         with processes.together():
             choice = resumed_run(request, folder, recipe)
-    keys = {key: value for key, value in choice.recipe.keys.items() if key not in MAY_DIFFER}
+    keys = {
+        key: value
+        for key, value in choice.recipe.keys.items()
+        if key not in MAY_DIFFER_BETWEEN_PROCESSES
+    }
     facts = {"the version of torch": torch.__version__, "the step to go on from": folder.step}
     processes.require_equal(keys | facts)
     return folder, choice
@@ -247,18 +251,19 @@ def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
         return ToDo.GO_ON
     if recipe is None and not folder.path.is_dir():
         return ToDo.GO_ON  # reading the checkpoint says that there is no such folder
-    if not results and recipe is None:
-        raise CheckpointError(
-            f"{folder.path}: holds no checkpoint to go on from yet; the command "
-            "that started it, with --resume auto, starts it again"
-        )
-    if not results and not folder.recipe.exists():
+    if not results:
+        if recipe is None:
+            raise CheckpointError(
+                f"{folder.path}: holds no checkpoint to go on from yet; the command that started "
+                "it, with --resume auto, starts it again"
+            )
+        if folder.recipe.exists():
+            require_same_recipe(folder.path, folder.keys(), recipe.keys)
         return ToDo.BEGIN
-    began, done = folder.keys(), len(folder.metrics.rows())
+    began = folder.keys()
+    done = len(folder.metrics.rows())
     if recipe is not None:
         require_same_recipe(folder.path, began, recipe.keys)
-    if not results:
-        return ToDo.BEGIN
     epochs = began["schedule.epochs"] + began["schedule.cooldown_epochs"]
     if done != epochs:
         raise CheckpointError(
@@ -323,7 +328,7 @@ def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str,
     run: its folder. A model's or init's name comes before its options.
     """
     asked = dict(asked)
-    for key, left_open in OPEN.items():
+    for key, left_open in LEFT_OPEN.items():
         if asked[key] == left_open:
             asked[key] = began.get(key)
     before, now = (

@@ -75,16 +75,16 @@ class Keeper:
     """What the loop calls on all processes, to keep what is trained. This one keeps nothing."""
 
     def save(self) -> None:
-        """A multiple of `Training.save_every` steps is done."""
+        """Called after every `Training.save_every` steps."""
 
     def end_epoch(self, epoch: int) -> None:
-        """The last step of an epoch, from 1, is done."""
+        """Called after the last step of an epoch, which is counted from 1."""
 
 
 def train_epochs(training: Training, keeper: Keeper, meter: Meter) -> None:
     """Train from where the state is to the end of the last epoch.
 
-    Raises Diverged if a loss or a weight is infinite or NaN, and, between two steps, Interrupted
+    Raises Diverged if a loss or a weight is infinite or NaN, which is looked at now and then, and, between two steps, Interrupted
     after a signal and the OneLineErrors of `Training.steps`; each on all processes together.
     """
     for epoch in range(training.state.progress.epochs, training.epochs):
@@ -126,19 +126,20 @@ def train_step(
     step_loss = torch.zeros((), device=device)
     for number, micro_batch in enumerate(micro_batches, 1):
         is_last = number == len(micro_batches)
-        images, targets = micro_batch.prepare()  # (B, 3, H, W), (B, K)
-        scales: tuple[Tensor, ...] = ()
+        images, targets = micro_batch.prepare()  # (B, 3, H, W); (B, K), or visible patches (B, n)
+        drop_path_scales: tuple[Tensor, ...] = ()
         if drop_path is not None:
-            scales = (copy_to(drop_path[:, micro_batch.positions], device),)  # (branches, B)
+            of_images = drop_path[:, micro_batch.positions]  # (branches, B)
+            drop_path_scales = (copy_to(of_images, device),)
         with nullcontext() if is_last else keep_local():
             with autocast(device, training.amp):
-                loss = training.loss(training.forward, images, scales, targets)
+                loss = training.loss(training.forward, images, drop_path_scales, targets)
             loss = loss / len(micro_batches)
             state.scaler.scale(loss).backward()
         step_loss += loss.detach()
-    grad_norm, scale, skipped = update_weights(state, training.clip_norm, with_norm=with_norm)
+    grad_norm, loss_scale, skipped = update_weights(state, training.clip_norm, with_norm=with_norm)
     state.progress.add(step_loss, skipped)
-    return Update(lr, grad_norm, scale)
+    return Update(lr, grad_norm, loss_scale)
 
 
 def update_weights(

@@ -249,7 +249,7 @@ def test_a_convmixer_and_too_many_weights_are_refused(photographs, tmp_path, cap
     command = ["explore", str(photographs[0]), "--out", str(tmp_path / "page.html"), "--recipe"]
     assert main([*command, "cifar10_convmixer"]) == 2
     assert "makes a ConvMixer, whose kernels are the same for every pat" in capsys.readouterr().err
-    for limit in ("LARGEST", "MOST"):
+    for limit in ("MOST_WEIGHTS", "MOST"):
         with monkeypatch.context() as patch:
             patch.setattr(figures.explore, limit, 1000)
             assert main([*command, "quickstart"]) == 2
