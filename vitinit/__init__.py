@@ -14,7 +14,7 @@ does, and `load` reads what was trained, as a `Trained`.
 
 from typing import Any
 
-from .base.table import find
+from .base.table import attribute
 
 __version__ = "0.1.0"
 __all__ = ["Run", "Trained", "build_model", "init_weights", "load"]
@@ -31,9 +31,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module 'vitinit' has no attribute '{name}'")
-    globals()[name] = value = find(HOMES[name])
+    globals()[name] = value = attribute(__name__, name, HOMES)
     return value
 
 

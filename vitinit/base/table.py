@@ -8,6 +8,7 @@ the package can reach stands in an import statement or in a table.
 """
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -17,3 +18,10 @@ def find(row: Any) -> Any:
         return row
     module, _, name = row.partition(":")
     return getattr(importlib.import_module(module, "vitinit"), name)
+
+
+def attribute(module: str, name: str, table: Mapping[str, Any]) -> Any:
+    """What a module has by this name, if its table says where that is; else AttributeError."""
+    if name not in table:
+        raise AttributeError(f"module '{module}' has no attribute '{name}'")
+    return find(table[name])

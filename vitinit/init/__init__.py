@@ -20,7 +20,7 @@ import torch
 from torch import Generator, nn
 
 from ..base.messages import in_brief, nearest
-from ..base.table import find
+from ..base.table import attribute, find
 from ..base.values import convert
 from ..models import FAMILIES, FAMILY_OF_CLASS, MODELS
 
@@ -77,9 +77,7 @@ __all__ = ["GIVEN", "INITS", "init_function", "init_weights", "reads_images", *I
 
 
 def __getattr__(name: str) -> Any:
-    if name not in IN_PLACE:
-        raise AttributeError(f"module 'vitinit.init' has no attribute '{name}'")
-    return find(IN_PLACE[name])
+    return attribute(__name__, name, IN_PLACE)
 
 
 def family_of(model: Any) -> str:

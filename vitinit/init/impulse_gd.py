@@ -134,7 +134,8 @@ def solve(
     query = maps.new_empty(len(maps), rows, rank)
     key = torch.empty_like(query)
     for factor in (query, key):
-        factor.uniform_(-bound, bound, generator=generator).requires_grad_()
+        factor.uniform_(-bound, bound, generator=generator)
+        factor.requires_grad = True
     norm = query.detach().norm(dim=1).mean()
     optimizer = torch.optim.Adam([query, key], lr=step_size)
     for step in range(steps):

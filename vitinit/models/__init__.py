@@ -6,7 +6,7 @@ import difflib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from ..base.table import find
+from ..base.table import attribute, find
 
 if TYPE_CHECKING:
     from .layers import Classifier
@@ -74,9 +74,7 @@ def model_class(family: str) -> type[Classifier]:
 
 
 def __getattr__(name: str) -> Any:  # from vitinit.models import VisionTransformer
-    if name not in FAMILY_OF_CLASS:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return model_class(FAMILY_OF_CLASS[name])
+    return attribute(__name__, name, {cls: FAMILIES[row] for cls, row in FAMILY_OF_CLASS.items()})
 
 
 def build_model(

@@ -234,7 +234,7 @@ class SimpleViT(Classifier):
         if not train_qk:
             for name, weight in self.named_parameters():
                 if name.endswith((".query", ".key", ".qk.weight")):
-                    weight.requires_grad_(False)
+                    weight.requires_grad = False
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         require_image_size(images, self.image_size)

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,33 +87,24 @@ class Processes:
         """What `decide` returns, which the main process alone calls; all processes get it, or the
         OneLineError that it raises.
         """
-        answer: Any = None
-        error: OneLineError | None = None
-        if self.is_main:
-            try:
-                answer = decide()
-            except OneLineError as raised:
-                error = raised
+        answer: list[Any] = [None]
+        with self.together():
+            if self.is_main:
+                answer = [decide()]
         if self.world_size > 1:
-            shared = [answer, error]
-            dist.broadcast_object_list(shared, src=0)
-            answer, error = shared
-        if error is not None:
-            raise error from None
-        return answer
+            dist.broadcast_object_list(answer, src=0)
+        return answer[0]
 
-    def require_equal(self, facts: Mapping[str, object]) -> None:
+    def require_equal(self, facts: dict[str, object]) -> None:
         """Raise LaunchError on all processes, naming the first fact (name → value) that differs."""
-        if self.world_size == 1:
-            return
-        of_each: list[dict[str, object]] = [{}] * self.world_size
-        dist.all_gather_object(of_each, dict(facts))
-        for rank, stated in enumerate(of_each):
-            for name in of_each[0] | stated:
-                if (value := stated.get(name)) != (first := of_each[0].get(name)):
+        of_main = self.from_main(lambda: facts)
+        with self.together():
+            for name in of_main | facts:
+                value, first = facts.get(name), of_main.get(name)
+                if value != first:
                     raise LaunchError(
-                        f"process {rank} has {name} = {value} and process 0 has "
-                        f"{first}; all processes of a run need the same"
+                        f"process {self.rank} has {name} = {value} and process 0 has {first}; "
+                        "all processes of a run need the same"
                     )
 
     def share(self, *models: torch.nn.Module) -> None:

@@ -174,7 +174,7 @@ def parameter_groups(
 def freeze_below_head(model: nn.Module) -> None:
     """Let only classifiers, all that is called head…, require gradients and be trained."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("head"))
+        parameter.requires_grad = name.startswith("head")
 
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

@@ -136,18 +136,19 @@ class TrainState:
         CheckpointError, as `require_like` does, for a checkpoint of something else.
         """
         progress = progress_of(state["progress"], path)
-        require_like(state["model"], self.model.state_dict(), "model", path)
         saved = state["optimizer"].get("state")
         # Before the first step that fp16 did not skip, there are no moments.
         begun = saved != {} or progress.step > progress.skipped_steps
-        require_like(saved, self._moments() if begun else {}, "optimizer", path)
+        parts: dict[str, Any] = {"model": self.model}
         if self.ema is not None:
-            require_like(state.get("ema"), self.ema.state_dict(), "ema", path)
-            self.ema.load_state_dict(state["ema"])
+            parts["ema"] = self.ema
         if self.scaler.is_enabled():
-            require_like(state.get("scaler"), self.scaler.state_dict(), "scaler", path)
-            self.scaler.load_state_dict(state["scaler"])
-        self.model.load_state_dict(state["model"])
+            parts["scaler"] = self.scaler
+        for name, part in parts.items():
+            require_like(state.get(name), part.state_dict(), name, path)
+        require_like(saved, self._moments() if begun else {}, "optimizer", path)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": saved})
         self.progress = progress
         for parameter, values in self.optimizer.state.items():
