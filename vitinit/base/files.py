@@ -147,9 +147,8 @@ def _in_place_of(target: Path, keep: Path | None) -> Iterator[BinaryIO]:
                 file.close()
             os.replace(temporary, target)
         sync_folder(target.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # what was renamed is not there any more
 
 
 def _lock(file: BinaryIO) -> None:

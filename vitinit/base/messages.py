@@ -83,6 +83,11 @@ def environment_rank() -> int:
     return 0
 
 
+def times(sides: Iterable[int]) -> str:
+    """(12, 20) in words: "12×20"."""
+    return "×".join(map(str, sides))
+
+
 def counted(number: int, noun: str) -> str:
     """The number and its noun: "1 epoch", "2 epochs", "3 batches"."""
     if number != 1:

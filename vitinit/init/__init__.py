@@ -187,11 +187,9 @@ def apply(
         function(target, generator=generator, **given, **options)
         require_finite(model)
     except (ArithmeticError, RuntimeError) as error:  # overflow, or a failed decomposition
-        numbers = [key for key in options if not isinstance(options[key], (bool, str))]
-        values = ", ".join(f"{key}={options[key]}" for key in numbers)
-        stated = f" with {values}" if values else ""
+        values = ", ".join(f"{key}={value}" for key, value in options.items())
         raise ValueError(
-            f"init '{name}'{stated} cannot be computed: "
+            f"init '{name}' with {values or 'its defaults'} cannot be computed: "
             f"{in_brief(error, 80)}; use values nearer to the defaults"
         ) from error
 

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ..base.values import AtLeastOne, Count, NonNegative, ProperFraction
+from ..mixing import target_mass
 from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.attention import attention_weights
 from .attentions import Layout, SwinLayout
@@ -105,7 +106,8 @@ def impulse(
         block.k.copy_(key)
         if number == 0:
             weights = attention_weights(positions @ query.mT, positions @ key.mT)
-            _refuse_uniform(weights, impulses)
+            masses = target_mass(weights, cells_of_heads, vit.grid)
+            _refuse_uniform(masses, uniform=1.0 / tokens)
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator)
 
@@ -163,12 +165,9 @@ def query_key_factors(
     return factor(left), factor(right.mT)
 
 
-def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
-    """Raise ValueError unless a head's weights, (h, N, N), are well above uniform on its target."""
-    targets = impulses > 0
-    mass = (weights * targets).sum((1, 2)) / targets.sum((1, 2))  # (h,)
-    best = mass.max().item()
-    uniform = 1.0 / weights.shape[-1]
+def _refuse_uniform(masses: Tensor, uniform: float) -> None:
+    """Raise ValueError unless a head's attention on its target, (h,), is well above uniform."""
+    best = masses.max().item()
     if not best >= min(2.0 * uniform, 0.5 + 0.5 * uniform):  # refuses NaN, too
         raise ValueError(
             f"init 'impulse' gives nearly uniform attention in all heads: at best "

@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
+from ..base.messages import times
+
 Offset = tuple[int, int]  # rows down and columns right
 Grid = tuple[int, int]  # rows and columns of tokens
 Order = Literal["ordered", "random"]  # in which offsets are assigned to heads; see `head_offsets`
@@ -64,7 +66,7 @@ def offsets_on_grid(kernel_size: int, grid: Grid) -> list[Offset]:
     if kernel_size > largest:
         raise ValueError(
             f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets "
-            f"have no target on the {grid[0]}×{grid[1]} grid"
+            f"have no target on the {times(grid)} grid"
         )
     return ordered_offsets(kernel_size)
 

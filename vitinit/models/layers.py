@@ -9,6 +9,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..base.messages import times
+
 Layer = TypeVar("Layer", bound=nn.Module)
 Sides = tuple[int, int]  # height and width, or rows and columns
 Pair = int | Sides  # one integer stands for both
@@ -154,9 +156,8 @@ def patch_grid(image_size: Sides, patch_size: Sides) -> Sides:
     """The patches down and across. Raises ValueError if they do not tile the image."""
     if any(size % patch for size, patch in zip(image_size, patch_size)):
         raise ValueError(
-            f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image "
-            f"of {image_size[0]}×{image_size[1]}; image_size must be a multiple of "
-            "patch_size on both sides"
+            f"patches of {times(patch_size)} pixels do not tile an image of {times(image_size)}; "
+            "image_size must be a multiple of patch_size on both sides"
         )
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
@@ -170,8 +171,8 @@ def require_image_size(images: Tensor, size: Sides) -> None:
         )
     if images.shape[2:] != size:
         raise ValueError(
-            f"the model was built for images of {size[0]}×{size[1]} pixels and got "
-            f"{images.shape[2]}×{images.shape[3]}"
+            f"the model was built for images of {times(size)} pixels and got "
+            f"{times(images.shape[2:])}"
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..base.messages import times
 from .attention import Attention, attend, attention_weights
 from .layers import (
     Classifier,
@@ -297,8 +298,7 @@ def window_on(grid: Sides, window: Sequence[int], stage: int) -> Sides:
     height, width = (min(w, side) for w, side in zip(window, grid))
     if grid[0] % height or grid[1] % width:
         raise ValueError(
-            f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which "
-            f"windows of {height}×{width} do not tile; choose window_size or "
-            "image_size so that they do"
+            f"stage {stage + 1} has a grid of {times(grid)} tokens, which windows of "
+            f"{height}×{width} do not tile; choose window_size or image_size so that they do"
         )
     return height, width

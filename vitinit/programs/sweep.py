@@ -37,7 +37,7 @@ from ..base.files import FileError
 from ..base.messages import ProgressBar, counted, say
 from ..recipe.files import PACKAGE, RecipeError, load_recipe, overrides
 from ..runs.folder import RunFolder
-from ..runs.resume import ToDo, begun_amp, require_same_recipe, to_do_in
+from ..runs.resume import ToDo, begun_amp, require_same, to_do_in
 from ..runs.watching import Watchers
 from ..train.device import cores, fastest_amp, this_device
 from ..train.interruption import StopRequest
@@ -179,7 +179,7 @@ def plan_run(
     run = RunFolder(folder)
     state = "new"
     if run.holds_checkpoint():
-        require_same_recipe(folder, read_run(folder).keys, recipe.keys)
+        require_same(folder, read_run(folder).keys, recipe.keys)
         done = run.load_last(glance=True)["progress"]["epochs"]
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
     elif to_do_in(run, recipe) is ToDo.NOTHING:  # its checkpoints may be deleted

@@ -162,19 +162,23 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> t
 
 def _make_plain(state: Table, file: Path) -> None:
     """Convert what a checkpoint says beside its tensors; CheckpointError for other types."""
-    if isinstance(state.get("recipe"), dict):  # a checkpoint of ours
-        try:  # the same limits as of a text
-            state["recipe"] = parse_json(json.dumps(state["recipe"]).encode())
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{file}: its 'recipe' is no table of plain values ({in_brief(error)})"
-            ) from None
-    for key, kind, form in (("classes", tuple[str, ...], list), ("grid", Size, tuple)):
+    for key, kind, form in (
+        ("recipe", Mapping[str, Any], _as_from_a_text),
+        ("classes", tuple[str, ...], list),
+        ("grid", Size, tuple),
+    ):
         if state.get(key) is not None:
             try:
                 state[key] = form(convert(state[key], kind))
-            except TypeError as error:
-                raise CheckpointError(f"{file}: its '{key}' is {error}") from None
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{file}: its '{key}' cannot be used ({in_brief(error)})"
+                ) from None
+
+
+def _as_from_a_text(table: Mapping[str, Any]) -> Any:
+    """A table of plain values within the limits of a text; else TypeError or ValueError."""
+    return parse_json(json.dumps(table).encode())
 
 
 def _load_shards(index: Path, *, mmap: bool, verify: bool) -> Table:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..base.files import CheckpointError, NoCheckpoint
-from ..base.messages import in_brief, nearest, say
+from ..base.messages import in_brief, nearest, say, times
 from ..base.table import find
-from ..base.values import Size, Table, convert, show
+from ..base.values import Size, Table, convert
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, load_recipe
@@ -80,7 +80,7 @@ class Saved(NamedTuple):
         load_exactly(model, tensors, self.path)
         if self.size == recipe.data.image_size:
             return model
-        place = f"{self.path} at {self.size[0]}×{self.size[1]}"
+        place = f"{self.path} at {times(self.size)}"
         resized = build(recipe.with_data(image_size=self.size), place)
         start_from(resized, model.state_dict(), place, model.grid)
         return resized
@@ -138,9 +138,11 @@ def open_file(path: Path) -> tuple[Path, Table, Any]:
     """The file of a checkpoint, by path or name (see `by_name`), its contents, and its reader."""
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(by_name(path), mmap=True)
-    state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
-    if not isinstance(state.get("recipe", {}), Mapping):
-        raise CheckpointError(f"{path}: its 'recipe' is {show(state['recipe'])}, expected a table")
+    state = {
+        key: part
+        for key, part in state.items()
+        if part is not None and key not in ("optimizer", "scaler")
+    }
     return path, state, find(READERS["tensors"])(path, state)
 
 

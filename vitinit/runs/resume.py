@@ -34,7 +34,7 @@ from .folder import RunFolder
 
 # Keys that may change on resume. The teacher's file may have moved: its digest among the data's facts
 # shows that it is the same one.
-MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
+MAY_CHANGE = ("root", "data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 MAY_DIFFER_BETWEEN_PROCESSES = ("data.root", "data.workers")
 LEFT_OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
 # The locks that this process holds, by its number and the folder: a record lock keeps out other
@@ -258,12 +258,12 @@ def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
                 "it, with --resume auto, starts it again"
             )
         if folder.recipe.exists():
-            require_same_recipe(folder.path, folder.keys(), recipe.keys)
+            require_same(folder.path, folder.keys(), recipe.keys)
         return ToDo.BEGIN
     began = folder.keys()
     done = len(folder.metrics.rows())
     if recipe is not None:
-        require_same_recipe(folder.path, began, recipe.keys)
+        require_same(folder.path, began, recipe.keys)
     epochs = began["schedule.epochs"] + began["schedule.cooldown_epochs"]
     if done != epochs:
         raise CheckpointError(
@@ -296,7 +296,7 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
                 f"--recipe {request.recipe} differs from the run's recipe {stored.name}"
             )
         recipe = from_dict(stored.as_dict(), source, request.changes)
-    require_same_recipe(folder.path, stored.keys, recipe.keys)
+    require_same(folder.path, stored.keys, recipe.keys)
     recipe = recipe.with_amp(stored.engine.amp)
     written = recipe.data.root
     typed = any(change.key == "data.root" for change in request.changes)
@@ -309,33 +309,23 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise RecipeError, naming the first fact that differs, unless a run goes on as it began.
-    run: its folder. began, now: name → value.
+    run: its folder. began, now: the keys of its recipe, or facts of its data, name → value. A
+    model's or init's name comes before its options.
     """
     for key in dict.fromkeys([*now, *began]):
-        if began.get(key) != now.get(key):
-            before, after = (
-                to_toml(facts[key]) if key in facts else "nothing" for facts in (began, now)
-            )
+        before, after = began.get(key), now.get(key)
+        counts = key not in MAY_CHANGE and (key, after) not in LEFT_OPEN.items()
+        if counts and before != after:
             raise RecipeError(
-                f"{run}: holds another run, with {key} = {before} and not {after}; a run goes on "
-                "as it began, and a new one, in another --out-dir, starts from its weights with "
-                f"--set init.checkpoint={run}"
+                f"{run}: holds another run, with {key} = {stated(before)} and not {stated(after)}; "
+                "a run goes on as it began, and a new one, in another --out-dir, starts from its "
+                f"weights with --set init.checkpoint={run}"
             )
 
 
-def require_same_recipe(run: Path, began: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the keys of a run's recipe differ from those that it is to go on with.
-    run: its folder. A model's or init's name comes before its options.
-    """
-    asked = dict(asked)
-    for key, left_open in LEFT_OPEN.items():
-        if asked[key] == left_open:
-            asked[key] = began.get(key)
-    before, now = (
-        {key: value for key, value in keys.items() if key not in MAY_CHANGE}
-        for keys in (began, asked)
-    )
-    require_same(run, before, now)
+def stated(value: Any) -> str:
+    """A fact as a recipe states it."""
+    return "nothing" if value is None else to_toml(value)
 
 
 def require_same_data(
@@ -355,8 +345,8 @@ def require_same_data(
         began |= numbered(saved.get("classes") or classes)
         # Images that had to be mended have other sizes since the last start.
         began[SIZES] = folder.data_of(-1).get(SIZES, now.get(SIZES))
-        now = numbered(classes) | {key: value for key, value in now.items() if key != "root"}
-        require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)
+        now = {**numbered(classes), **now}
+        require_same(folder.path, {key: began.get(key, now[key]) for key in now}, now)
 
 
 def numbered(classes: Sequence[str]) -> dict[str, str]:

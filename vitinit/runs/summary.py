@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from ..base.messages import counted, one_line
+from ..base.messages import counted, one_line, times
 from ..base.values import to_toml
 from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
@@ -78,10 +78,9 @@ def lines_on_data(recipe: Recipe, data: Data) -> list[str]:
     if len(data.train_set) < len(data.whole_set):
         images += f" of {len(data.whole_set):,}"
     classes = section.num_classes or "no"
-    height, width = section.image_size
     use = "held out" if section.held_out_per_class else "to validate"
     lines = [
-        f"data    {section.name}: {images} images, {classes} classes, {height}×{width}; "
+        f"data    {section.name}: {images} images, {classes} classes, {times(section.image_size)}; "
         f"{len(data.val_set):,} {use}"
     ]
     if section.root:
@@ -201,7 +200,7 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
         largest = min(height, width) // SMALL_GRID
         sizes = [size for size in range(1, largest + 1) if height % size == width % size == 0]
         lines.append(
-            f"{grid[0]}×{grid[1]} patches per image show a model little: --set "
+            f"{times(grid)} patches per image show a model little: --set "
             f"model.options.patch_size={max(sizes, default=1)} makes more"
         )
     if isinstance(data.train_set, ImageFiles):

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..base.files import CheckpointError
-from ..base.messages import shortened
+from ..base.messages import shortened, times
 from ..mixing.filters import Grid
 from ..models.layers import PREFIX_TOKENS
 
@@ -245,7 +245,7 @@ def _fit_pos_embed(
     # Which tokens have no position follows from numbers alone, so the user is told.
     lacking = [name for name, end in zip(saved, accumulate(saved.values())) if end > entries]
     without = f" without {', '.join(lacking)}" if lacking else ""
-    change = f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}"
+    change = f"{times(grid)}{without} → {times(wanted)}"
     return torch.cat([*tokens, patches], dim=1), change
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..base.messages import times
 from ..base.values import Size
 from ..train.distributed import Processes
 from ..train.optim import Distill
@@ -114,7 +115,7 @@ class Distillation(Labels):
         if not self.normalised_alike:
             views += "; views normalised by its own mean and std"
         if self.size is not None:
-            views += f"; views resized to {self.size[0]}×{self.size[1]}"
+            views += f"; views resized to {times(self.size)}"
         head = "the second" if self.two_heads else "the one"
         taught = f"probabilities at temperature {self.distill.tau:g}"
         if self.distill.kind == "hard":
