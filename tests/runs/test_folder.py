@@ -165,7 +165,7 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path):
     folder, whole = RunFolder(tmp_path), training_state(3)
     for state, words in (
         ({"model": {}, "step": 1}, "cannot be resumed; expected a dictionary 'optimizer'"),
-        (whole | {"recipe": [1]}, "cannot be resumed; expected a dictionary 'recipe'"),
+        (whole | {"recipe": [1]}, "its 'recipe' cannot be used ([1], expected a table)"),
     ):
         folder.save(state, folder.last)
         assert words in refused(CheckpointError, folder.load_last)

@@ -82,9 +82,10 @@ def refuse_split(
 
 
 def require_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
-    """Refuse the images in `held` if the training set has other classes."""
-    unshared = set(source.classes) ^ set(folders_in(train))
-    if unshared:
+    """Refuse the images in `held` if there is a training set with other classes."""
+    trained_on = set(folders_in(train))
+    unshared = trained_on ^ set(source.classes)
+    if trained_on and unshared:
         raise DataError(
             f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
             f"and {held.name}/; both must hold the same classes"
@@ -100,7 +101,7 @@ def open_images(root: Path, split: str) -> ImageFiles:
 def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
     source = open_wnids(root / split, split)
-    if split != "train" and os.path.isdir(root / "train"):
+    if split != "train":
         require_the_classes_of(root / "train", source, root / split)
     return source
 
@@ -297,9 +298,8 @@ def download(name: str, root: str) -> None:
                 fcntl.lockf(file, fcntl.LOCK_EX)
             fetch(data_set.torchvision, folder)
     except (OSError, RuntimeError, ValueError) as error:  # urllib's errors are OSErrors
-        reason = in_brief(getattr(error, "reason", error))
         raise DataError(
-            f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "
+            f"{name}: not complete in {folder} and cannot be downloaded ({in_brief(error)}); "
             f"put there {data_set.holds}"
         ) from None
 

@@ -172,16 +172,13 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
     highest = []  # value of each file of 16 bits, white being 1
     for path in filter(os.path.isfile, paths):  # a pipe may wait for ever
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
-        with (
-            suppress(Exception),
-            without_warnings(),
-            Image.open(path, formats=("PNG", "TIFF", "PPM")) as image,
-        ):
-            raw_modes = str(image.tile)
-            if ";16" in raw_modes or ";12" in raw_modes:
-                grey = image.mode.startswith("I")
-                values = np.asarray(image if grey else image.convert("RGB"))
-                highest.append(values.max() / (65_535 if grey else 255))
+        with suppress(Exception), without_warnings():
+            with Image.open(path, formats=("PNG", "TIFF", "PPM")) as image:
+                raw_modes = str(image.tile)
+                if ";16" in raw_modes or ";12" in raw_modes:
+                    grey = image.mode.startswith("I")
+                    values = np.asarray(image if grey else image.convert("RGB"))
+                    highest.append(values.max() / (65_535 if grey else 255))
     if max(highest, default=1.0) >= 0.25:
         return ""
     return (

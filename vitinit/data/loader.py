@@ -170,19 +170,26 @@ class Loader(DataLoader):
             yield from batches
         except (RuntimeError, OSError, EOFError, MemoryError) as error:
             # Fetching a batch from a worker that has died may fail before torch notices its death.
-            text = own_words(str(getattr(error, "strerror", None) or error))
-            lost = isinstance(error, (OSError, EOFError, MemoryError))
-            if not self.num_workers or not (lost or any(sign in text for sign in NO_ROOM)):
+            lost = lost_worker(error)
+            if not self.num_workers or not lost:
                 raise
             raise DataError(
-                "a worker process of the loader was killed or found no room "
-                f"({in_brief(text or error)}); lower data.workers, now {self.num_workers}, or make "
-                "room in memory, in /dev/shm (a container's --shm-size) and for open files "
-                "(ulimit -n); data.workers=0 needs less"
+                f"a worker process of the loader was killed or found no room ({lost}); lower "
+                f"data.workers, now {self.num_workers}, or make room in memory, in /dev/shm (a "
+                "container's --shm-size) and for open files (ulimit -n); data.workers=0 needs less"
             ) from None
 
     def check_worker_number_rationality(self) -> None:
         """Omit torch's warning of more workers than cores: five lines; train.py prints one."""
+
+
+def lost_worker(error: Exception) -> str:
+    """An error's words, if it says that a worker was killed or found no room; else ""."""
+    text = own_words(str(getattr(error, "strerror", None) or error))
+    of_the_system = isinstance(error, (OSError, EOFError, MemoryError))
+    if of_the_system or any(sign in text for sign in NO_ROOM):
+        return in_brief(text or error)
+    return ""
 
 
 def start_method() -> str:

@@ -96,9 +96,9 @@ class ImageFiles(Source):
     def paths(self) -> list[str]:
         return list(self.each_path())
 
-    def some_paths(self, count: int = 64) -> list[str]:
-        """At most `count` of the paths, spread evenly, since a folder's are sorted by class."""
-        return self.part(np.arange(0, len(self), len(self) // count + 1)).paths
+    def some_paths(self) -> list[str]:
+        """At most 64 of the paths, spread evenly, since a folder's are sorted by class."""
+        return self.part(np.arange(0, len(self), len(self) // 64 + 1)).paths
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
         (path,) = self.part(np.array([index])).paths

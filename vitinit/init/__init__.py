@@ -170,8 +170,7 @@ def apply(
         signature.bind(target, generator=generator, **given, **options)
     except TypeError as error:
         _, *known = [key for key in signature.parameters if key not in GIVEN]  # less the target
-        words = ", ".join(known) or "no options"
-        raise TypeError(f"init '{name}' {error}; it has: {words}") from None
+        raise TypeError(f"init '{name}' {error}; it has: {', '.join(known) or 'none'}") from None
     for key, parameter in signature.parameters.items():
         kind = parameter.annotation
         if key in options and get_origin(kind) in (Annotated, Literal, tuple):

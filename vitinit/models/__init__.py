@@ -6,6 +6,7 @@ import difflib
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from ..base.messages import in_brief
 from ..base.table import attribute, find
 
 if TYPE_CHECKING:
@@ -97,6 +98,4 @@ def build_model(
     try:
         return model(**arguments)
     except (TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
-        words = str(error) or type(error).__name__
-        reason = words.splitlines()[0][:120]
-        raise ValueError(f"{name} cannot be built with these sizes: {reason}") from None
+        raise ValueError(f"{name} cannot be built with these sizes: {in_brief(error)}") from None

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .layers import head_width
 from .rotary import Rotary
 
 # Kernels for attention with a bias: not cuDNN's, whose gradients have been NaN on Hopper with one
@@ -76,10 +77,8 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"embed_dim {dim} does not divide into num_heads {num_heads}")
         self.num_heads = num_heads
-        self.head_dim = dim // num_heads
+        self.head_dim = head_width(dim, num_heads)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
         self.q_norm = self.new_norm(qk_norm_eps)

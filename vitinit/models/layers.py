@@ -142,6 +142,13 @@ def require_choice(name: str, value: str, literal: Any) -> None:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
+def head_width(dim: int, heads: int) -> int:
+    """The channels of each head. Raises ValueError if the heads do not share `dim` evenly."""
+    if dim % heads:
+        raise ValueError(f"embed_dim {dim} does not divide into num_heads {heads}")
+    return dim // heads
+
+
 def hidden_width(dim: int, ratio: float, name: str = "mlp_ratio") -> int:
     """An MLP's hidden width, dim · ratio rounded down. Raises ValueError, by `name`, if it is 0."""
     if dim * ratio < 1:

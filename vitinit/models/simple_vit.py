@@ -22,6 +22,7 @@ from .layers import (
     Mlp,
     Pair,
     Sides,
+    head_width,
     hidden_width,
     make_head,
     module_list,
@@ -206,8 +207,6 @@ class SimpleViT(Classifier):
                 f'reads = "{reads}" brings the position embedding into attention; '
                 "expected input_pos_embed = false"
             )
-        if not head_dim and embed_dim % num_heads:
-            raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
         self.alpha = alpha
         self.input_pos_embed = input_pos_embed
         patch = to_pair(patch_size)
@@ -221,7 +220,7 @@ class SimpleViT(Classifier):
                 embed_dim,
                 tokens=len(self.pos_embed),
                 num_heads=num_heads,
-                head_dim=head_dim or embed_dim // num_heads,
+                head_dim=head_dim or head_width(embed_dim, num_heads),
                 reads=reads,
                 alpha=alpha,
                 values=values,

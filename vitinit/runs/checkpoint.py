@@ -155,8 +155,6 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> t
             warn(f"{problems[0]}; going on with {file}")
         _make_plain(state, file)
         return state, file
-    if isinstance(problems[-1], NoCheckpoint):
-        raise problems[0]
     raise CheckpointError("; and ".join(map(str, problems)))
 
 

@@ -59,12 +59,11 @@ def require_same_images(part: EvaluatedSet, source: Source, run: Path) -> None:
     if part.data is None:
         return
     of_training, of_validation = image_digests(RunFolder(run).data_of(0))
-    began, use, expected = of_training, "was trained on", "the same files"
+    began, use = of_training, "was trained on"
     if part.name == "held_out":
         began, use = of_validation, "held out"
-        expected += ", or others by --data NAME=DIR"
     if began and fingerprint(source, part.root) != began:
         raise DataError(
             f"{part}: files have changed since the run in {run} began: these are not the images "
-            f"that it {use}; expected {expected}"
+            f"that it {use}; expected the same files, or others by --data NAME=DIR"
         )

@@ -40,7 +40,7 @@ from ..base.files import (
     written_atomically,
 )
 from ..base.messages import in_brief, warn
-from ..base.values import Table, accepted_values, convert, flat
+from ..base.values import Table, accepted_values, convert, flat, show
 from ..data.sources import SIZES
 from ..recipe.absent import MEANT_IN_RECIPES
 from ..recipe.files import PACKAGE
@@ -79,10 +79,9 @@ def parse_keys(text: bytes, source: Path) -> Table:
     try:
         keys = MEANT_IN_RECIPES | flat(parse_toml(text))
         for key, kind in REQUIRED.items():
-            if type(keys.get(key)) is not kind:
-                raise ValueError(
-                    f"{key} is {in_brief(repr(keys.get(key)))}, expected {accepted_values(kind)}"
-                )
+            value = keys.get(key)
+            if type(value) is not kind:
+                raise ValueError(f"{key} is {show(value)}, expected {accepted_values(kind)}")
     except ValueError as error:  # neither TOML nor UTF-8, or no recipe
         raise CheckpointError(f"{source}: not what a run writes: {in_brief(error)}") from None
     keys.pop("version", None)

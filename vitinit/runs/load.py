@@ -248,9 +248,8 @@ def fetch_published(weights: Weights) -> None:
         with raising_signals():  # or the part that is there would stay
             torch.hub.download_url_to_file(address, str(file), hash_prefix=digest, progress=False)
     except (OSError, RuntimeError, ValueError, HTTPException) as error:
-        reason = in_brief(getattr(error, "reason", error))
         raise CheckpointError(
-            f"{address}: cannot be fetched ({reason}); put the file at {file}, "
+            f"{address}: cannot be fetched ({in_brief(error)}); put the file at {file}, "
             "or name its path by --set init.checkpoint=…"
         ) from None
 

@@ -54,16 +54,12 @@ class Request(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The request as run.json states it; what was not given is left out."""
-        given = {
-            "recipe": self.recipe,
-            "out_dir": self.out_dir,
-            "resume": self.resume,
-            "first_epochs": self.first_epochs,
+        words: dict[str, Any] = {
+            key: str(value)
+            for key, value in self._asdict().items()
+            if key not in ("changes", "command") and value is not None
         }
-        stated: dict[str, Any] = {
-            key: str(value) for key, value in given.items() if value is not None
-        }
-        return stated | {"changes": {change.key: plain(change.value) for change in self.changes}}
+        return words | {"changes": {change.key: plain(change.value) for change in self.changes}}
 
 
 class ToDo(Enum):
@@ -128,7 +124,6 @@ class RunLock(ExitStack):
 
         if self.handles:
             return
-        require_no_links(folder)
         here = os.getpid(), folder.resolve()
         if TAKEN.setdefault(here, self) is not self:
             raise CheckpointError(
@@ -137,6 +132,7 @@ class RunLock(ExitStack):
             )
         self.callback(TAKEN.pop, here, None)
         with in_one_line(folder):
+            require_no_links(folder)
             handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
         self.callback(os.close, handle)
         try:
@@ -171,8 +167,7 @@ def choose_run(
     )
     if decision.to_do is ToDo.NOTHING:
         return folder, None
-    if decision.to_do is ToDo.BEGIN:
-        assert recipe is not None  # --resume FOLDER never begins a run
+    if recipe is not None and decision.to_do is ToDo.BEGIN:
         choice = Choice(recipe.with_amp(decision.amp or recipe.engine.amp), None, recipe.data.root)
     else:
         with processes.together():

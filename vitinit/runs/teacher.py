@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
 from ..base.files import parse_json
-from ..base.messages import OneLineError, in_brief, nearest
+from ..base.messages import in_brief, nearest
 from ..base.values import PositiveNumber, convert
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ..data.datasets import unnamed_classes
 from ..data.images import DataError
 from ..data.sources import are_names, class_indices
+from ..recipe.files import RecipeError
 from ..recipe.sections import Recipe
 from ..tasks.distillation import Distillation, Teacher
 from .checkpoint import model_state, read_checkpoint
@@ -26,10 +27,6 @@ from .trained import load
 from .transfer import load_exactly
 
 TORCHVISION = "torchvision:"
-
-
-class TeacherError(OneLineError):
-    """The teacher cannot be opened, or cannot teach this student."""
 
 
 class Opened(NamedTuple):
@@ -67,9 +64,9 @@ def open_teacher(
     elif not name.endswith(".pt2"):
         opened = of_run(name, weights)
     elif weights:
-        raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
+        raise RecipeError(f"distill.weights is {weights}, but {name} contains its weights")
     elif not trusted:
-        raise TeacherError(
+        raise RecipeError(
             f"distill.teacher {name}: is a program of torch.export, whose file "
             "can execute any code; if you trust where it is from, train with "
             "--trust-teacher (trust_teacher=True of vitinit.Run)"
@@ -109,7 +106,7 @@ def learn_from_teacher(
 def of_run(name: str, weights: Any) -> Opened:
     """A model of ours, by what `vitinit.load` takes."""
     if weights not in ("", "model", "ema"):
-        raise TeacherError(f"distill.weights is {weights}, expected model or ema for {name}")
+        raise RecipeError(f"distill.weights is {weights}, expected model or ema for {name}")
     trained = load(name, weights=weights or "model")
     trained.require_classifier()
     data = trained.recipe.data
@@ -123,11 +120,11 @@ def of_torchvision(name: str, weights: str) -> Opened:
     """
     models = torchvision.models.list_models(torchvision.models)
     if name not in models:
-        raise TeacherError(
+        raise RecipeError(
             f"distill.teacher: torchvision has no classifier '{name}'{nearest(name, models)}"
         )
     if not weights:
-        raise TeacherError(
+        raise RecipeError(
             "distill.weights is empty; expected the file of torchvision's weights "
             f"for {name}, which are not downloaded"
         )
@@ -156,7 +153,7 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     try:
         return _read_program(path, recipe, device)
     except Exception as error:  # of many classes, for a file that is none
-        raise TeacherError(
+        raise RecipeError(
             f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
             "number of them, to logits (B, K), such as vitinit export writes without --normalise "
             f"({in_brief(error)})"
@@ -184,10 +181,10 @@ def _read_program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     )
     model = move_to_device_pass(exported, device).module()
     with torch.no_grad():
-        two, three = (
-            model(torch.zeros(batch, 3, height, width, device=device)).shape for batch in (2, 3)
+        _, two = (
+            model(torch.zeros(batch, 3, height, width, device=device)).shape for batch in (3, 2)
         )
-    if len(two) != 2 or len(three) != 2:
+    if len(two) != 2:
         raise ValueError(f"its output is {tuple(two)}")
     outputs = two[1]
     mean = convert(described.get("mean", data.mean), tuple[float, float, float])
@@ -205,9 +202,9 @@ def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list
         try:
             return class_indices(opened.classes, classes), "matched by name"
         except DataError as error:
-            raise TeacherError(f"distill.teacher {name}: {error}") from None
+            raise RecipeError(f"distill.teacher {name}: {error}") from None
     if len(classes) != opened.outputs:
-        raise TeacherError(
+        raise RecipeError(
             f"distill.teacher {name}: has {opened.outputs} classes without names, "
             f"and the student {len(classes)}; expected the same ones in the same "
             "order"

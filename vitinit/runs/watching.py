@@ -46,8 +46,7 @@ class Watchers:
                 others = " or ".join(other for other in WATCHERS if other not in BY_DEFAULT)
                 raise RecipeError(f"--log {name}: expected {others}; {LOGGERS_NEED}")
             self.kinds[name] = find(WATCHERS[name])
-            if hasattr(self.kinds[name], "require"):
-                self.kinds[name].require()
+            getattr(self.kinds[name], "require", no_answer)()
 
     def tell(self, event: str, *facts: Any) -> list[str]:
         """Tell each watcher, by its method of this name; return the lines with which they answer."""

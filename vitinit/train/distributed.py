@@ -174,11 +174,11 @@ def start() -> Processes:
     rank = number_in("RANK", range(world_size), "" if world_size > 1 else "0")
     local_rank = number_in("LOCAL_RANK", range(2**15), "0")
     cuda = torch.cuda.is_available()
-    if cuda and local_rank >= torch.cuda.device_count():
+    gpus = torch.cuda.device_count()
+    if cuda and local_rank >= gpus:
         raise WrongPlace(
-            f"process {local_rank} of this machine has no GPU: "
-            f"{torch.cuda.device_count()} are visible; start at most that many with "
-            "--nproc_per_node"
+            f"process {local_rank} of this machine has no GPU: {gpus} are visible; start at most "
+            "that many with --nproc_per_node"
         )
     device = this_device(local_rank)
     if cuda:
@@ -275,12 +275,12 @@ def joined() -> Iterator[Processes]:
         yield start()
     except BaseException as raised:
         error = raised
-        text = re.sub(r"^\[\S+\] ", "", str(error))  # gloo starts with a place in its own code
-        if not of_connection(error, text):
+        lost = lost_connection(error)
+        if not lost:
             raise
         raise LostProcess(
             f"process {environment_rank()} lost another one, which has ended and said why, hangs, "
-            f"or cannot be reached ({in_brief(text)})"
+            f"or cannot be reached ({lost})"
         ) from None
     finally:
         alone = getattr(error, "of_one_process", isinstance(error, Exception))
@@ -294,10 +294,11 @@ def joined() -> Iterator[Processes]:
             gc.collect()
 
 
-def of_connection(error: BaseException, text: str) -> bool:
-    """Whether torch raised this error, with this text, since a connection broke or was silent."""
-    if isinstance(error, dist.DistError):
-        return True
-    if not isinstance(error, RuntimeError) or "CUDA error" in text:
-        return False
-    return bool(re.search(r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE))
+def lost_connection(error: BaseException) -> str:
+    """torch's words, if it raised this error since a connection broke or was silent; else ""."""
+    text = re.sub(r"^\[\S+\] ", "", str(error))  # gloo starts with a place in its own code
+    signs = r"(?i)by peer|tim(ed|ing) out|timeout"
+    of_torch = isinstance(error, RuntimeError) and "CUDA error" not in text
+    if isinstance(error, dist.DistError) or of_torch and re.search(signs, text):
+        return in_brief(text)
+    return ""
