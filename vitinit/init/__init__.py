@@ -72,6 +72,7 @@ IN_PLACE = {
     for name in ("deep_impulse_", "describe", "impulse_", "init_", "mimetic_")
 }
 BASES = ("default", "torch", "lecun")
+WIDE = (torch.float32, torch.float64)  # in which inits draw and solve
 
 __all__ = ["GIVEN", "INITS", "init_function", "init_weights", "reads_images", *IN_PLACE]
 
@@ -141,9 +142,8 @@ def init_weights(
     family = family_of(model)
     function = init_function(name, family)
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and (
-            tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64)
-        ):
+        fits = tensor.device.type == "cpu" and tensor.dtype in WIDE
+        if tensor.is_floating_point() and not fits:
             raise ValueError(
                 f"{tensor_name} is {str(tensor.dtype).removeprefix('torch.')} on "
                 f"{tensor.device}; inits draw and solve on the CPU in float32 or "

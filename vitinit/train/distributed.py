@@ -206,8 +206,8 @@ def join(rank: int, world_size: int, backend: str) -> None:
 
 
 def require_address(address: str) -> None:
-    """Raise WrongPlace unless the address is known here, if it is given, within some seconds."""
-    for wait in WAITS if address else (0,):
+    """Raise WrongPlace unless the address is known here within some seconds."""
+    for wait in WAITS:
         with suppress(OSError, UnicodeError):
             socket.getaddrinfo(address, None)
             return
