@@ -48,6 +48,10 @@ class Source:
         """Put a line before what `left_out` says."""
         self.left_out = f"{one_line(line)}\n{self.left_out}".rstrip()
 
+    def some_paths(self) -> list[str]:
+        """At most 64 of the files' paths, spread evenly; [] of images in memory."""
+        return []
+
     def part(self, indices: ndarray) -> Self:
         """Only these images, in this order."""
         part = copy.copy(self)
@@ -96,8 +100,7 @@ class ImageFiles(Source):
     def paths(self) -> list[str]:
         return list(self.each_path())
 
-    def some_paths(self) -> list[str]:
-        """At most 64 of the paths, spread evenly, since a folder's are sorted by class."""
+    def some_paths(self) -> list[str]:  # evenly, since a folder's are sorted by class
         return self.part(np.arange(0, len(self), len(self) // 64 + 1)).paths
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:

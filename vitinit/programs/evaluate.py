@@ -28,7 +28,7 @@ from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_cla
 from ..data.images import DataError, dark_in_16_bits
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
-from ..data.sources import ImageFiles, Source, class_indices
+from ..data.sources import Source, class_indices
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
 from ..runs.data import evaluation_batches
@@ -116,10 +116,9 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
         source = eval_set.open()
     if source.left_out:
         processes.say(source.left_out)
-    if isinstance(source, ImageFiles):
-        dark = dark_in_16_bits(source.some_paths())
-        if dark:
-            processes.say(f"warning {dark}")
+    dark = dark_in_16_bits(source.some_paths())
+    if dark:
+        processes.say(f"warning {dark}")
     return source
 
 

@@ -214,7 +214,7 @@ def _reason(error: Exception) -> str:
     return in_brief(error)
 
 
-def stored_tensors(state: Table, path: Path, name: str = "model") -> dict[str, Tensor]:
+def stored_tensors(state: Table, path: Path, name: str) -> dict[str, Tensor]:
     """The tensors of the "model", or of its moving average "ema", as the checkpoint calls them.
 
     Without CONTAINERS it is taken for a bare state dict. Raises CheckpointError if there is none.

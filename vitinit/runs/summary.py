@@ -11,7 +11,6 @@ from ..base.messages import counted, one_line, times
 from ..base.values import to_toml
 from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
-from ..data.sources import ImageFiles
 from ..models.layers import Classifier
 from ..recipe.files import building
 from ..recipe.sections import Recipe
@@ -203,10 +202,9 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
             f"{times(grid)} patches per image show a model little: --set "
             f"model.options.patch_size={max(sizes, default=1)} makes more"
         )
-    if isinstance(data.train_set, ImageFiles):
-        dark = dark_in_16_bits(data.train_set.some_paths())
-        if dark:
-            lines.append(dark)
+    dark = dark_in_16_bits(data.train_set.some_paths())
+    if dark:
+        lines.append(dark)
     return lines + faster_amp(recipe.engine.amp, device)
 
 

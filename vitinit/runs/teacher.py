@@ -50,7 +50,7 @@ class SomeLogits(nn.Module):
 
 
 def open_teacher(
-    recipe: Recipe, classes: Sequence[str], device: torch.device, *, trusted: bool = False
+    recipe: Recipe, classes: Sequence[str], device: torch.device, *, trusted: bool
 ) -> Teacher:
     """The recipe's teacher, frozen, on the device. Raises a OneLineError if the teacher cannot be
     opened, or does not know these classes.
