@@ -17,7 +17,7 @@ from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, met
 
 NOTHING = SimpleNamespace(left_out="")
 DATA = SimpleNamespace(
-    train_set=None,
+    train_set=SimpleNamespace(some_paths=list),
     whole_set=NOTHING,
     val_set=NOTHING,
     steps_per_epoch=4,

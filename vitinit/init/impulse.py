@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ..base.values import AtLeastOne, Count, NonNegative, ProperFraction
-from ..mixing import target_mass
 from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.attention import attention_weights
 from .attentions import Layout, SwinLayout
@@ -77,21 +76,18 @@ def impulse(
     few independent directions, for options out of range, and if all maps come out nearly uniform.
     """
     vit = vit_layout(model)
+    if not vit.learned:
+        _refuse(vit.positions, "the model's fixed position embedding")
     choices = offsets_on_grid(kernel_size, vit.grid)  # checks kernel_size, before any draw
-    if vit.learned:  # a fixed one is refused below, and nothing is drawn
-        draw_base(vit.model, base, generator)
-        vit.pos_embed.mul_(pos_embed_scale)
+    draw_base(vit.model, base, generator)
+
+    vit.pos_embed.mul_(pos_embed_scale)
     # What the first attention would read if the patches had no content, (N, D).
     positions = F.layer_norm(vit.positions, vit.positions.shape[1:], eps=vit.blocks[0].norm.eps)
     directions = int(torch.linalg.matrix_rank(positions))
     tokens, dim = positions.shape
-    if not vit.learned or directions < min(tokens, dim - 1):  # LayerNorm removes one
-        raise ValueError(
-            "init 'impulse' cannot use the model's position embedding, pos_embed_scale = "
-            f"{pos_embed_scale:g}: after LayerNorm its numerical rank is {directions} for {tokens} "
-            "tokens, too low to tell them apart, so every map would come out uniform; use "
-            'pos_embed = "learned"'
-        )
+    if directions < min(tokens, dim - 1):  # LayerNorm removes one
+        _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = vit.blocks[0].q.shape[1]
     rank = min(rank or default_rank(tokens, dim), head_dim, directions)
     basis = position_basis(positions, rank)
@@ -109,15 +105,7 @@ def impulse(
         block.k.copy_(key)
         if number == 0:
             weights = attention_weights(positions @ query.mT, positions @ key.mT)
-            best = target_mass(weights, of_heads, vit.grid).max().item()
-            uniform = 1.0 / tokens
-            if not best >= min(2.0 * uniform, 0.5 + 0.5 * uniform):  # refuses NaN, too
-                raise ValueError(
-                    f"init 'impulse' gives nearly uniform attention in all heads: at best "
-                    f"{best:.2g} of a head's attention is on its target, where {uniform:.2g} "
-                    "is uniform; use more, narrower heads, a larger qk_norm, or init "
-                    "'deep_impulse'"
-                )
+            _refuse_uniform(weights, impulses)
         if value_init == "mimetic":
             write_values(block, value_alpha, value_beta, generator)
 
@@ -173,6 +161,31 @@ def query_key_factors(
         return F.pad(columns, (0, width - columns.shape[-1])).mT  # (..., width, D)
 
     return factor(left), factor(right.mT)
+
+
+def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
+    """Raise ValueError unless a head's weights, (h, N, N), are well above uniform on its target."""
+    targets = impulses > 0
+    mass = (weights * targets).sum((1, 2)) / targets.sum((1, 2))  # (h,)
+    best = mass.max().item()
+    uniform = 1.0 / weights.shape[-1]
+    if not best >= min(2.0 * uniform, 0.5 + 0.5 * uniform):  # refuses NaN, too
+        raise ValueError(
+            f"init 'impulse' gives nearly uniform attention in all heads: at best "
+            f"{best:.2g} of a head's attention is on its target, where {uniform:.2g} "
+            "is uniform; use more, narrower heads, a larger qk_norm, or init "
+            "'deep_impulse'"
+        )
+
+
+def _refuse(positions: Tensor, what: str) -> None:
+    """Raise ValueError: `what`, described by its numerical rank, cannot be inverted."""
+    rank = int(torch.linalg.matrix_rank(F.layer_norm(positions, positions.shape[-1:])))
+    raise ValueError(
+        f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
+        f"{rank} for {len(positions)} tokens, too low to tell them apart, "
+        'so every map would come out uniform; use pos_embed = "learned"'
+    )
 
 
 @torch.no_grad()
