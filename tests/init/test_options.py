@@ -7,11 +7,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from refused import refused
 from small_models import QUICK, SIZES, built, inits_of, seeded
 
-from vitinit.init import INITS, init_function, init_weights, stated_family
+from vitinit.init import INITS, init_, init_function, init_weights, stated_family
 from vitinit.models import MODELS, VisionTransformer
 
 BESIDE = {"sigma": dict(kind="gaussian"), "cells": dict(kind="box")}  # with which they matter
@@ -96,6 +98,42 @@ def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself():
         assert all(
             torch.equal(value, other.state_dict()[key]) for key, value in plain.state_dict().items()
         )
+
+
+@pytest.mark.parametrize(
+    "name, option, value, words",
+    [
+        ("impulse_gd", "share_blocks", "no", "is 'no', expected true or false"),
+        ("impulse", "pos_embed_scale", "a", "is 'a', expected a number"),
+        ("impulse", "impulse_scale", 0, "is 0, expected a number > 0 and < "),
+        ("impulse", "impulse_scale", -40.0, "is -40.0, expected a number > 0 and < "),
+        ("impulse", "qk_norm", -7, "is -7, expected a number > 0 and < "),
+        ("impulse", "kernel_size", 3.0, "is 3.0, expected an integer ≥ 1"),
+        ("mimetic", "value_beta", True, "is true, expected a number"),
+    ],
+)
+def test_a_value_of_another_type_is_a_line_and_no_weight_changes(name, option, value, words):
+    model = built("vit")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for call in (init_weights, init_):
+        line = refused(ValueError, call, model, name, generator=seeded(), **{option: value})
+        assert line.startswith(f"{option} {words}")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_an_option_that_no_recipe_can_state_is_taken_as_it_is(monkeypatch):
+    """An init of one's own, with a tensor, a list, and an argument without a type."""
+    seen: list = []
+
+    def mine(model, *, generator, scale: int, filters: torch.Tensor, sizes: list[int], other=None):
+        seen.extend((scale, filters, sizes, other))
+
+    monkeypatch.setitem(INITS, "mine", {"vit": mine})
+    given = (np.int64(3), torch.ones(2), [5, 7], object())
+    options = dict(zip(("scale", "filters", "sizes", "other"), given))
+    init_weights(built("vit"), "mine", generator=seeded(), **options)
+    assert type(seen[0]) is int and seen[0] == 3
+    assert all(one is other for one, other in zip(seen[1:], given[1:]))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from refused import refused
@@ -260,7 +261,7 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     signature = inspect.signature(model_class(family), eval_str=True)
     for option, parameter in signature.parameters.items():
         kind = inspect.formatannotation(parameter.annotation)
-        for extreme in FRACTIONS if kind == "float" else EXTREMES if "int" in kind else ():
+        for extreme in FRACTIONS if "float" in kind else EXTREMES if "int" in kind else ():
             value = (extreme, 4) if "tuple" in kind else extreme
             try:
                 vitinit.build_model(name, **fine | {option: value})
@@ -278,14 +279,18 @@ def test_every_numeric_option_builds_or_is_one_line(family):
             "mlp_ratio is 0.01, which leaves an MLP of 22 channels no hidden "
             "one; expected at least 1 / 22",
         ),
-        ("vit", dict(mlp_ratio=math.nan), "mlp_ratio is nan, expected more than 0"),
+        ("vit", dict(mlp_ratio=math.nan), "mlp_ratio is nan, expected a number"),
         ("vit", dict(fc_norm=True), 'fc_norm stands after mean pooling; pool is "class", expected'),
         (
             "vit",
             dict(distilled=True, pool="mean"),
             'beside a class token; pool is "mean", expected',
         ),
-        ("vit", dict(pool="max"), "pool is 'max', expected one of class, mean"),
+        ("vit", dict(pool="max"), "pool is 'max'; valid: class, mean"),
+        ("vit", dict(qk_norm="false"), "qk_norm is 'false', expected true or false"),
+        ("vit", dict(num_heads=2.0), "num_heads is 2.0, expected an integer"),
+        ("vit", dict(num_classes="7"), "num_classes is '7', expected an integer"),
+        ("swin", dict(depths=2), "depths is 2, expected a list, each an integer"),
         ("vit", dict(num_heads=7), "embed_dim 22 does not divide into num_heads 7"),
         (
             "vit",
@@ -304,8 +309,8 @@ def test_every_numeric_option_builds_or_is_one_line(family):
             dict(rope_base=1.0),
             "rope_base 1.0, head_dim 12: expected > 1, multiple",
         ),
-        ("vit", dict(layer_scale=-0.1), "layer_scale is -0.1, expected at least 0"),
-        ("vit", dict(num_registers=-1), "num_registers is -1, expected at least 0"),
+        ("vit", dict(layer_scale=-0.1), "layer_scale is -0.1, expected a number ≥ 0"),
+        ("vit", dict(num_registers=-1), "num_registers is -1, expected an integer ≥ 0 and"),
         ("mixer", dict(drop_path=1.0), "drop_path is 1.0, expected 0 ≤ drop_path < 1"),
         ("swin", dict(depths=(2, 0)), "depths is (2, 0), expected more than 0"),
         (
@@ -341,7 +346,7 @@ def test_every_numeric_option_builds_or_is_one_line(family):
         (
             "simple_vit",
             dict(alpha=1.1),
-            "alpha is 1.1, logit_scale 0.0 and head_dim 0; expected 0 ≤",
+            "alpha is 1.1, expected a number ≥ 0 and ≤ 1",
         ),
         (
             "simple_vit",
@@ -352,6 +357,12 @@ def test_every_numeric_option_builds_or_is_one_line(family):
 )
 def test_the_line_names_the_option_and_what_would_do(family, sizes, message):
     assert message in refused(ValueError, built, family, **sizes)
+
+
+def test_numbers_and_arrays_of_numpy_are_those_of_python():
+    sizes = dict(image_size=np.int64(16), patch_size=np.array([4, 8]), num_heads=np.int32(3))
+    model = vitinit.build_model("vit_tiny", num_classes=np.uint8(7), depth=1, **sizes)
+    assert model.grid == (4, 2) and model(torch.zeros(1, 3, 16, 16)).shape == (1, 7)
 
 
 def test_an_unknown_name_lists_the_near_ones():

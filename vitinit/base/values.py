@@ -12,7 +12,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from itertools import product
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -101,15 +102,32 @@ def accepted_values(kind: Any) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert a TOML value to `kind`, lists to tuples; or raise TypeError, "…, expected …"."""
+    """Convert a value of TOML, or of Python, to `kind`: lists to tuples, numpy's numbers to
+    Python's. Raises TypeError, "…, expected …".
+    """
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Annotated and arguments[0] is str:
         return convert(value, arguments[1])
-    for reading in _readings(value, kind):  # the first counts
+    for reading in _readings(plain(value), kind):  # the first counts
         return reading
     if origin is Literal:
         raise TypeError(f"{show(value)}{nearest(str(value), arguments)}")
     raise TypeError(f"{show(value)}, expected {accepted_values(kind)}")
+
+
+def convert_options(options: Mapping[str, Any], function: Callable[..., Any]) -> Table:
+    """Options, each as the type of the function's argument says; ValueError, "name is …". A type
+    that no recipe can state, in a function that a user has registered, says nothing.
+    """
+    converted = dict(options)
+    for name, parameter in signature(function, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if name in options and accepted_values(kind) != "a table":  # which no option is
+            try:
+                converted[name] = convert(options[name], kind)
+            except TypeError as error:
+                raise ValueError(f"{name} is {error}") from None
+    return converted
 
 
 def _readings(value: Any, kind: Any) -> Iterator[Any]:
@@ -152,10 +170,10 @@ def _readings_as_tuple(value: Any, kind: Any) -> Iterator[tuple]:
 
 def plain(value: Any) -> Any:
     """The value with nested tuples as lists, mappings and dataclasses as dicts, as in TOML; numpy's
-    numbers are Python's.
+    numbers are Python's, its arrays lists.
     """
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

@@ -14,14 +14,14 @@ seed; in train.py the first process sends its weights to all others.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, get_origin
+from typing import Any
 
 import torch
 from torch import Generator, nn
 
 from ..base.messages import in_brief, nearest
 from ..base.table import attribute, find
-from ..base.values import convert
+from ..base.values import convert_options
 from ..models import FAMILIES, FAMILY_OF_CLASS, MODELS
 
 GIVEN = ("generator", "images")  # parameters of inits that a caller gives; they are no options
@@ -165,19 +165,13 @@ def apply(
     **given: Any,
 ) -> None:
     """Let an init write to `target`, a model or its layout; raises as `init_weights`."""
-    signature = inspect.signature(function, eval_str=True)
+    signature = inspect.signature(function)
     try:
         signature.bind(target, generator=generator, **given, **options)
     except TypeError as error:
         _, *known = [key for key in signature.parameters if key not in GIVEN]  # less the target
         raise TypeError(f"init '{name}' {error}; it has: {', '.join(known) or 'none'}") from None
-    for key, parameter in signature.parameters.items():
-        kind = parameter.annotation
-        if key in options and get_origin(kind) in (Annotated, Literal, tuple):
-            try:
-                convert(options[key], kind)  # which is within bounds, or one of some words
-            except TypeError as error:
-                raise ValueError(f"{key} is {error}") from None
+    options = convert_options(options, function)
     if generator.device.type != "cpu":
         raise ValueError(
             f"the generator is on {generator.device}; inits draw on the CPU: use torch.Generator()"

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ..base.values import AtLeastOne, Count, NonNegative, ProperFraction
+from ..base.values import AtLeastOne, Count, NonNegative, PositiveNumber, ProperFraction
 from ..mixing.filters import Order, head_offsets, offsets_on_grid, shift_matrix
 from ..models.attention import attention_weights
 from .attentions import Layout, SwinLayout
@@ -49,9 +49,9 @@ def impulse(
     kernel_size: AtLeastOne = 3,
     offsets: Order = "ordered",
     pos_embed_scale: float = 18.0,
-    qk_norm: float = 7.0,
+    qk_norm: PositiveNumber = 7.0,
     rank: Count = 0,
-    impulse_scale: float = 1000.0,
+    impulse_scale: PositiveNumber = 1000.0,
     noise_scale: float = 3.0,
     noise_std: NonNegative = 0.6,
     value_init: Literal["mimetic", "base"] = "mimetic",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.messages import in_brief
 from ..base.table import attribute, find
+from ..base.values import convert_options
 
 if TYPE_CHECKING:
     from .layers import Classifier
@@ -85,8 +86,9 @@ def build_model(
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.
 
-    Raises ValueError, of one line, for an unknown name, and for sizes that do not fit together or
-    for whose weights no memory can be had; TypeError for an unknown option.
+    Raises ValueError, of one line, for an unknown name, for an option of another type, and for
+    sizes that do not fit together or for whose weights no memory can be had; TypeError for an
+    unknown option.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
@@ -95,6 +97,7 @@ def build_model(
     model = model_class(family)
     arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)
     inspect.signature(model).bind(**arguments)
+    arguments = convert_options(arguments, model)
     try:
         return model(**arguments)
     except (TypeError, RuntimeError, ArithmeticError, MemoryError) as error:

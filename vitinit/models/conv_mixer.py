@@ -19,7 +19,6 @@ from .layers import (
     make_head,
     map_tokens,
     patch_grid,
-    require_choice,
     require_image_size,
     run_blocks,
     to_pair,
@@ -106,7 +105,6 @@ class ConvMixer(Classifier):
             depth=depth,
             kernel_size=kernel_size,
         )
-        require_choice("activation", activation, Activation)
         if not 0 <= num_filters <= embed_dim:
             raise ValueError(
                 f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = {embed_dim}"

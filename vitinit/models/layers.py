@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class Classifier(nn.Module):
         for name, value in sizes.items():
             parts = value if isinstance(value, Sequence) else [value]
             if not all(part > 0 for part in parts):
-                raise ValueError(f"{name} is {value}, expected more than 0")  # also for NaN
+                raise ValueError(f"{name} is {value}, expected more than 0")
             if name.startswith("depth") and sum(parts) > MOST_BLOCKS:
                 raise ValueError(f"{name} is {value}, expected at most {MOST_BLOCKS} blocks")
         self.num_classes = num_classes
@@ -133,13 +133,6 @@ def to_pair(value: int | Sequence[int]) -> Sides:
         value = value, value
     height, width = value
     return index(height), index(width)  # raises TypeError for a fraction
-
-
-def require_choice(name: str, value: str, literal: Any) -> None:
-    """Raise ValueError unless the option `name` has one of the values that a Literal lists."""
-    choices = get_args(literal)
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
 def head_width(dim: int, heads: int) -> int:

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from ..base.values import AtLeastOne
 from .attention import Attention
 from .layers import (
     Sides,
@@ -113,9 +114,9 @@ class MaskedAutoencoder(nn.Module):
         encoder: VisionTransformer,
         *,
         mask_ratio: float = 0.75,
-        decoder_dim: int = 512,
-        decoder_depth: int = 8,
-        decoder_heads: int = 16,
+        decoder_dim: AtLeastOne = 512,
+        decoder_depth: AtLeastOne = 8,
+        decoder_heads: AtLeastOne = 16,
         normalise_targets: bool = True,
     ) -> None:
         super().__init__()

@@ -7,7 +7,6 @@ for ImageNet-1k", arXiv 2205.01580. The shape legend is in attention.py; P is th
 embedding, (N, C).
 """
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,6 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..base.values import Count, NonNegative, Proportion
 from .attention import attend, attention_weights
 from .layers import (
     Classifier,
@@ -28,7 +28,6 @@ from .layers import (
     module_list,
     patch_grid,
     patches_of,
-    require_choice,
     require_image_size,
     run_blocks,
     sincos_position_embedding,
@@ -178,14 +177,14 @@ class SimpleViT(Classifier):
         embed_dim: int,
         depth: int,
         num_heads: int,
-        head_dim: int = 0,
+        head_dim: Count = 0,
         mlp_ratio: float = 1.0,
         reads: Reading = "content",
-        alpha: float = 0.5,
+        alpha: Proportion = 0.5,
         input_pos_embed: bool = True,
         values: bool = True,
         train_qk: bool = True,
-        logit_scale: float = 0.0,
+        logit_scale: NonNegative = 0.0,
     ) -> None:
         super().__init__(
             num_classes,
@@ -196,12 +195,6 @@ class SimpleViT(Classifier):
             num_heads=num_heads,
             mlp_ratio=mlp_ratio,
         )
-        require_choice("reads", reads, Reading)
-        if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
-            raise ValueError(
-                f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim};"
-                " expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite"
-            )
         if input_pos_embed and reads != "content":
             raise ValueError(
                 f'reads = "{reads}" brings the position embedding into attention; '

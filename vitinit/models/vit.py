@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..base.values import Count, NonNegative
 from .attention import Attention
 from .layers import (
     PREFIX_TOKENS,
@@ -29,7 +30,6 @@ from .layers import (
     hidden_width,
     make_head,
     module_list,
-    require_choice,
     run_blocks,
     scales_by_block,
     sincos_position_embedding,
@@ -59,9 +59,6 @@ class VitBlock(nn.Module):
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        require_choice("mlp", mlp, MlpKind)
-        if layer_scale < 0:
-            raise ValueError(f"layer_scale is {layer_scale}, expected at least 0")
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
@@ -135,10 +132,10 @@ class VisionTransformer(Classifier):
         rope_base: float = 100.0,
         rope_coordinates: Coordinates = "index",
         qk_norm: bool = False,
-        layer_scale: float = 0.0,
+        layer_scale: NonNegative = 0.0,
         mlp: MlpKind = "gelu",
         distilled: bool = False,
-        num_registers: int = 0,
+        num_registers: Count = 0,
         fc_norm: bool = False,
         norm_eps: float = 1e-6,
     ) -> None:
@@ -152,8 +149,6 @@ class VisionTransformer(Classifier):
             mlp_ratio=mlp_ratio,
             norm_eps=norm_eps,
         )
-        require_choice("rope_frequencies", rope_frequencies, Frequencies)
-        require_choice("rope_coordinates", rope_coordinates, Coordinates)
         if fc_norm and pool != "mean":
             raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
         self.drop_path_rates = drop_path_rates(drop_path, depth)
@@ -202,13 +197,10 @@ class VisionTransformer(Classifier):
         self, pool: Pool, distilled: bool, num_registers: int, embed_dim: int
     ) -> None:
         """Create the tokens before the patches, of which `pooled` reads some; count them."""
-        require_choice("pool", pool, Pool)
         if distilled and pool != "class":
             raise ValueError(
                 'a distillation token stands beside a class token; pool is "mean", expected "class"'
             )
-        if num_registers < 0:
-            raise ValueError(f"num_registers is {num_registers}, expected at least 0")
         self.pool = pool
         self.distilled = distilled
         if pool == "class":
@@ -221,7 +213,6 @@ class VisionTransformer(Classifier):
 
     def add_positions(self, pos_embed: Positions, embed_dim: int) -> None:
         """Create the position embedding; note whether positions are learned, and rotary."""
-        require_choice("pos_embed", pos_embed, Positions)
         self.learns_positions = pos_embed.startswith("learned")
         self.rotary = "rope" in pos_embed
         prefix = self.num_prefix_tokens
