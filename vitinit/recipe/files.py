@@ -7,9 +7,10 @@ have a default, and what absent.py lists.
 """
 
 import os
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -44,16 +45,30 @@ class Override(NamedTuple):
 
 
 def parse_override(text: str) -> Override:
-    """Parse `section.key=value`, of --set: TOML, or else a string. Raises RecipeError."""
+    """Parse `section.key=value`, of --set: TOML, or else a string, as whatever is written for a key
+    that takes strings. Raises RecipeError.
+    """
     key, equals, written = map(str.strip, text.partition("="))
     if not equals or "." not in key:
         raise RecipeError(
             f"--set {text}: expected section.key=value, for example --set schedule.epochs=10"
         )
-    try:
-        return Override(key, parse_toml(f"value = {written}".encode())["value"], f"--set {text}")
-    except ValueError:  # not TOML
-        return Override(key, written, f"--set {text}")
+    value = _parse_value(written)
+    title, _, name = key.partition(".")
+    if not isinstance(value, str) and title in SECTIONS:
+        if typing.get_type_hints(SECTIONS[title]).get(name) is str:
+            value = written  # such as 2024 for data.root
+    return Override(key, value, f"--set {text}")
+
+
+def _parse_value(written: str) -> Any:
+    """The value of a text in TOML, where .5 and 1. may stand for 0.5 and 1.0, or the text itself."""
+    for text in (written, re.sub(r"(?<!\w)(?=\.\d)|(?<=\d\.)(?!\w)", "0", written)):
+        with suppress(ValueError):
+            table = parse_toml(f"value = {text}".encode())
+            if len(table) == 1:  # and no other key in further lines
+                return table["value"]
+    return written
 
 
 def overrides(
