@@ -103,6 +103,10 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
     node = file.path.stat().st_ino
     assert file.cut_back(30) == 3 and file.path.stat().st_ino == node  # not written anew
     assert file.path.read_text().count("\n") == 3
+    for end in (b'\n{"step": 30}\n', b"\n", b""):  # the last, too, as it was not cut short
+        file.path.write_bytes(b'{"step": 10}\n{"step": 20, "loss": 1.5, "loss": 9.9}' + end)
+        with pytest.raises(CheckpointError, match="line 2 is no .* each key once; mend the file"):
+            file.rows()
     for line in (b'{"epoch": 1}', b"\xff", b'{"step": 10}', b'{"step": 20, "loss": "1"}'):
         file.path.write_bytes(b'{"step": 10}\n' + line + b'\n{"step": 30}\n')
         with pytest.raises(CheckpointError, match="lines.jsonl: line 2 is no JSON object with its"):

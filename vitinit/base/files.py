@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from glob import escape
 from itertools import islice
 from pathlib import Path
@@ -297,7 +298,14 @@ def read_bytes(
 
 def parse_json(text: bytes) -> Any:
     """The value in a text of JSON; ValueError, in a few words, if there is none within limits."""
-    return _parse(text, json.loads)
+    return _parse(text, partial(json.loads, object_pairs_hook=_table))
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):  # which Python does not mind
+        raise ValueError("a table has a key twice")
+    return table
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:

@@ -107,12 +107,12 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[Table]:
         except ValueError:
             row = None
         is_table = isinstance(row, dict)
-        if not is_table and number == len(lines):
+        if not is_table and number == len(lines) and not line.endswith(b"}"):
             break  # cut short
         if not is_table or not _is_row(row, key, before):
             raise CheckpointError(
                 f"{source}: line {number} is no JSON object with its {key}, that "
-                "increases, and numbers; mend the file or move it away"
+                "increases, and numbers, each key once; mend the file or move it away"
             )
         before = row[key]
         rows.append(row)
