@@ -69,6 +69,21 @@ def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path):
         assert len(line) < len(str(path)) + 130
 
 
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_tensor_whose_bytes_are_fewer_or_more_than_its_shape_says_is_refused(mmap, tmp_path):
+    """Checksums are right, as of an archive that was packed again; two tensors are equally long."""
+    path, other = tmp_path / "a.pt", tmp_path / "b.pt"
+    weights = {name: torch.full((6, 7), 1.5) for name in "ab"} | {"none": torch.zeros(0)}
+    torch.save({"model": weights, "again": weights["a"][2:]}, path)
+    assert load(path, mmap=mmap)["again"].shape == (4, 7)
+    for change in (lambda content: content[:84], lambda content: content + bytes(84)):
+        with zipfile.ZipFile(path) as sound, zipfile.ZipFile(other, "w") as packed:
+            for part in sound.namelist():
+                content = sound.read(part)
+                packed.writestr(part, change(content) if part.endswith("data/0") else content)
+        assert refused(Damaged, load, other, mmap=mmap).startswith(f"{other}: ")
+
+
 def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, recwarn):
     path = tmp_path / "a.pt"
     for content, why in (

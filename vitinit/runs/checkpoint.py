@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,23 +102,35 @@ def _load(path: Path, *, mmap: bool, verify: bool) -> Any:
     if path.name.endswith(".index.json"):
         return _load_shards(path, mmap=mmap, verify=verify)
     # Torch before 1.6 wrote no archives; and torch maps no file whose name is not UTF-8.
-    if zipfile.is_zipfile(path):
-        _require_sound(path, verify=verify)
-        mmap = mmap and not re.search("[\ud800-\udfff]", str(path))
-    else:
-        mmap = False
+    recorded = Counter[int]()  # how often the archive has a part of so many bytes
+    is_archive = zipfile.is_zipfile(path)
+    if is_archive:
+        recorded = _require_sound(path, verify=verify)
+    mmap = mmap and is_archive and not re.search("[\ud800-\udfff]", str(path))
+    asked = Counter[int]()  # the same of its pickle
+
+    def on_cpu(storage: Any, place: str) -> Any:
+        asked[storage.nbytes()] += 1
+        return storage
+
     # Of a file that is refused, an error says more than warnings.
     with (
         without_warnings(),
         torch.serialization.safe_globals([(Unread, name) for name in BESIDE]),
     ):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location=on_cpu, weights_only=True, mmap=mmap)
+    if mmap and any(asked - recorded):  # else torch has compared them; 0 bytes have no record
+        raise Damaged(f"{path}: damaged, a tensor in it is shorter or longer than its shape says")
+    return state
 
 
-def _require_sound(path: Path, *, verify: bool) -> None:
-    """Raise Damaged if an archive would fill the memory, or to `verify` has a wrong checksum."""
+def _require_sound(path: Path, *, verify: bool) -> Counter[int]:
+    """How often a part of an archive has so many bytes; Damaged if all would fill the memory, or,
+    to `verify`, if a checksum is wrong.
+    """
     with zipfile.ZipFile(path) as archive:
-        size = sum(part.file_size for part in archive.infolist())
+        sizes = [part.file_size for part in archive.infolist()]
+        size = sum(sizes)
         if size > path.stat().st_size:  # compressed, which torch's never are
             raise Damaged(f"{path}: holds {size:,} bytes in a file of fewer")
         broken = archive.testzip() if verify else None
@@ -125,6 +138,7 @@ def _require_sound(path: Path, *, verify: bool) -> None:
         raise Damaged(
             f"{path}: damaged after it was written, the checksum of {broken} in it is wrong"
         )
+    return Counter(sizes)
 
 
 def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> tuple[Table, Path]:
