@@ -356,6 +356,21 @@ def test_pixels_that_are_scaled_or_resized_otherwise_are_read_or_refused(their_f
         vitinit.load(folder)
 
 
+@pytest.mark.parametrize("name", ["do_normalize", "do_rescale", "do_center_crop"])
+def test_what_is_true_or_false_is_no_text(name, their_folder):
+    file = their_folder("ViT") / "preprocessor_config.json"
+    for value in ("false", 0):
+        file.write_text(json.dumps(PREPROCESSOR | {name: value}))
+        line = refused(ValueError, vitinit.load, file.parent)
+        assert line.startswith(f"{file}: ") and f"({name} is {value!r}, expected true" in line
+    recipes = []
+    for change in ({}, {name: None}):  # null: as if it were not there
+        stated = {key: value for key, value in PREPROCESSOR.items() if key != name}
+        file.write_text(json.dumps(stated | change))
+        recipes.append(vitinit.load(file.parent).recipe)
+    assert recipes[0] == recipes[1]
+
+
 def test_labels_without_names_are_numbers_and_positions_those_of_the_size_stated(their_folder):
     """transformers writes id2label only where it is not its default, of two labels. As many patches
     may be of another grid, which only the file shows."""

@@ -12,7 +12,8 @@ keeps to its own recipe, which runs/start.py compares with them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,10 +116,17 @@ def read_description(path: Path) -> ForeignConfig | None:
     """
     file = path.with_name("config.json")  # if the folder is the model's
     config = _table(file) if path.name in FOREIGN_WEIGHTS else {}
-    try:
+    with as_they_write(file):
         if "model_type" in config:
             return _of_transformers(config, file)
         return _of_timm(config, file) if "pretrained_cfg" in config else None
+
+
+@contextmanager
+def as_they_write(file: Path) -> Iterator[None]:
+    """A context that turns what is wrong with values of a file into CheckpointError, naming it."""
+    try:
+        yield
     except FileError:
         raise
     except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
@@ -152,6 +160,15 @@ def _table(file: Path) -> Table:
         raise CheckpointError(f"{file}: is no object of JSON ({in_brief(error)})") from None
 
 
+def flag(table: Table, name: str, default: bool = False) -> bool:
+    """What a table says by true or false; TypeError for a text, of which "false" is one."""
+    value = table.get(name)
+    try:
+        return default if value is None else convert(value, bool)
+    except TypeError as error:
+        raise TypeError(f"{name} is {error}") from None
+
+
 def _of_timm(config: Table, file: Path) -> ForeignConfig:
     arguments = config.get("model_args") or {}
     for name in ("act_layer", "norm_layer"):
@@ -164,7 +181,7 @@ def _of_timm(config: Table, file: Path) -> ForeignConfig:
         if name in stated:
             changes[key] = stated[name]
     options = _timm_options(arguments)
-    if arguments.get("use_rot_pos_emb"):
+    if flag(arguments, "use_rot_pos_emb"):
         options |= _eva_options(arguments, config["architecture"])
     for option, value in options.items():
         changes[f"model.options.{option}"] = value
@@ -195,8 +212,8 @@ def _eva_options(arguments: Table, architecture: str) -> Table:
     if kind == "dinov3":
         coordinates = "centred"
     return {
-        "pos_embed": "learned+rope" if arguments.get("use_abs_pos_emb", True) else "rope",
-        "mlp": "swiglu" if arguments.get("swiglu_mlp") else "gelu",
+        "pos_embed": "learned+rope" if flag(arguments, "use_abs_pos_emb", True) else "rope",
+        "mlp": "swiglu" if flag(arguments, "swiglu_mlp") else "gelu",
         "norm_eps": 1e-5 if "dinov3" in architecture else 1e-6,
         "rope_frequencies": "mixed" if kind == "mixed" else "axial",
         "rope_coordinates": coordinates,
@@ -217,7 +234,7 @@ def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
 def _of_transformers(config: Table, file: Path) -> ForeignConfig:
     kind = config["model_type"]
     name = (config.get("architectures") or ["no architecture"])[0]
-    activation = "silu" if config.get("use_gated_mlp") else "gelu"  # of DINOv3's gate
+    activation = "silu" if flag(config, "use_gated_mlp") else "gelu"  # of DINOv3's gate
     stated = config.get("hidden_act", "gelu")
     if name not in ARCHITECTURES.get(kind, ()) or stated != activation:
         raise CheckpointError(
@@ -238,7 +255,9 @@ def _of_transformers(config: Table, file: Path) -> ForeignConfig:
         labels = config.get("id2label") or {}
         changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
         classes = _names(labels, len(labels))
-    changes |= _preparation(_table(file.with_name("preprocessor_config.json")))
+    prepared = file.with_name("preprocessor_config.json")
+    with as_they_write(prepared):
+        changes |= _preparation(_table(prepared))
     return ForeignConfig(file, recipe, changes, classes)
 
 
@@ -275,7 +294,7 @@ def _vit_options(config: Table, architecture: str) -> Table:
             "rope_base": config["rope_theta"],
             "layer_scale": config["layerscale_value"],
             "qkv_bias": config["query_bias"],
-            "mlp": "swiglu" if config["use_gated_mlp"] else "gelu",
+            "mlp": "swiglu" if flag(config, "use_gated_mlp") else "gelu",
         }
     return options
 
@@ -291,13 +310,13 @@ def _preparation(config: Table) -> Table:
     pixels times rescale_factor, we those over 255; where it squeezes, proportions are kept here.
     """
     factor = 255.0
-    if config.get("do_rescale", True):
+    if flag(config, "do_rescale", True):
         factor = 255 * config.get("rescale_factor", 1 / 255)
     mean, std = config.get("image_mean"), config.get("image_std")
-    if not config.get("do_normalize", True):
+    if not flag(config, "do_normalize", True):
         mean, std = [0.0] * 3, [1.0] * 3
     size = _by_side(config.get("size"))
-    crop = _by_side(config.get("crop_size")) if config.get("do_center_crop") else {}
+    crop = _by_side(config.get("crop_size")) if flag(config, "do_center_crop") else {}
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
     changes: Table = {}
