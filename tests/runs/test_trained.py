@@ -164,6 +164,17 @@ def test_what_a_checkpoint_lacks_and_weights_sizes_and_devices_that_are_none_are
         assert problem in refused(ValueError, vitinit.load, RUN, **arguments)
 
 
+def test_one_image_in_place_of_several_is_one(tmp_path):
+    trained, path = vitinit.load(RUN), tmp_path / "a.png"
+    Image.fromarray(as_tensor(drawn_image()).permute(1, 2, 0).numpy()).save(path)
+    expected = [trained.predict(path)]
+    for image in (path, str(path), path.read_bytes(), Image.open(path), as_tensor(drawn_image())):
+        assert trained.predict_batch(image) == expected
+    several = torch.stack([as_tensor(drawn_image())] * 3)
+    assert trained.predict_batch(several) == expected * 3
+    assert trained.predict_batch(iter([path, path])) == expected * 2
+
+
 def test_what_is_no_image_is_one_line():
     trained, good = vitinit.load(RUN), as_tensor(drawn_image())
     for image, problem in (

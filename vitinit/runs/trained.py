@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,6 +58,13 @@ def as_uint8(image: ImageLike) -> Tensor:
     )
 
 
+def as_several(images: Any) -> list[ImageLike]:
+    """One image, or several, as a list. An array or a tensor of four dimensions is several."""
+    if isinstance(images, ImageLike) and getattr(images, "ndim", 3) in (2, 3):
+        return [images]
+    return list(images)
+
+
 @dataclass(frozen=True)
 class Trained:
     """A trained model together with its class names and its preprocessing. `load` makes one.
@@ -87,15 +94,12 @@ class Trained:
         with room_for(name):
             return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 
-    def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
+    def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Turn one image, or several, into input of the model, as `eval.py` does, but upright:
         (B, 3, *image_size), resized, centre-cropped and normalised, on the model's device and in
         its precision. Raises ValueError if there is no image, or one cannot be read.
         """
-        # An array or a tensor of four dimensions is several images.
-        if isinstance(images, ImageLike) and getattr(images, "ndim", 3) in (2, 3):
-            images = [images]
-        views = [self.view(image) for image in cast(Sequence[ImageLike], images)]
+        views = [self.view(image) for image in as_several(images)]
         if not views:
             raise DataError("no image was given; expected at least one")
         return self.inputs(torch.stack(views))
@@ -116,15 +120,17 @@ class Trained:
         return self.predict_batch([image], top)[0]
 
     def predict_batch(
-        self, images: Iterable[ImageLike], top: int | None = 5
+        self, images: ImageLike | Iterable[ImageLike], top: int | None = 5
     ) -> list[list[tuple[str, float]]]:
-        """What `predict` returns for each of several images, 64 of which pass through at a time."""
+        """What `predict` returns, for each of several images, or for one: a list of as many. 64 of
+        them pass through the model at a time.
+        """
         if top is not None and not (isinstance(top, Integral) and top > 0):
             raise ValueError(
                 f"top is {top!r}, expected an integer of at least 1, or None for all classes"
             )
         self.require_classifier()
-        images = list(images)
+        images = as_several(images)
         guesses = []
         for start in range(0, len(images), BATCH):
             inputs = self.preprocess(images[start : start + BATCH])
