@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 
 import torch
@@ -126,6 +127,19 @@ def test_one_finding_is_a_line_for_each_weights_and_json_and_classes_are_sorted(
         )
         in printed
     )
+
+
+def test_numbers_that_are_not_finite_are_null_as_json_has_none(capsys):
+    def unknown(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    results = {
+        "model": dataclasses.replace(MODEL, loss=math.nan),
+        "ema": dataclasses.replace(EMA, loss=math.inf),
+    }
+    print_results([finding(**results)], per_class=False, json_file=STDOUT)
+    row = json.loads(capsys.readouterr().out.splitlines()[2], parse_constant=unknown)
+    assert row["model"]["loss"] is row["ema"]["loss"] is None and row["model"]["top1"] == 50.0
 
 
 def test_what_no_image_counts_for_has_no_score():

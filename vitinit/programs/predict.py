@@ -14,7 +14,6 @@ FILE.png draws a contact sheet of the images with their predictions, marked as r
 --attention adds a map of what the model attends to. --sheet needs the extra `figures`.
 """
 
-import json
 import math
 import os
 import sys
@@ -37,6 +36,7 @@ from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
 from ..train.device import this_device
 from .shared.command_line import Output, Parser, add_run, integer, main_of, run_arguments
 from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save, subplots
+from .shared.results import json_line
 
 SHEET = 60  # most images on a contact sheet, evenly chosen if there are more
 UNKNOWN = "0.35"  # a grey, where the true class is not known
@@ -64,7 +64,7 @@ class Guess(NamedTuple):
             "problem": self.problem,
             "classes": [{"class": name, "probability": share} for name, share in self.ranked],
         }
-        return json.dumps({key: value for key, value in facts.items() if value})
+        return json_line({key: value for key, value in facts.items() if value})
 
 
 class Tile(NamedTuple):
@@ -236,7 +236,7 @@ def predict(trained: Trained, paths: Sequence[str], args: Namespace) -> int:
     last_line = share_right(guesses)
     if last_line:
         print(last_line, flush=True)
-    deliver("".join(f"{guess.as_json()}\n" for guess in guesses), args.json)
+    deliver("".join(guess.as_json() for guess in guesses), args.json)
     if args.csv:
         likeliest = [(guess.path, *guess.ranked[0]) for guess in guesses if guess.ranked]
         with written_atomically(args.csv) as file:

@@ -64,6 +64,27 @@ def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch
     assert [*dict.fromkeys(corners)] == [(12.0, 8.0), (2.0, 0.0)]  # of patches of 2×2 pixels
 
 
+@pytest.mark.parametrize("heads, shown", [(1, 1), (2, 2), (3, 3), (13, 3)])
+def test_the_first_three_heads_are_shown_as_far_as_there_are(
+    heads, shown, sizes, image_tree, panels, tmp_path
+):
+    size = ("--set", f"model.options.num_heads={heads}", "--set", "model.options.embed_dim=78")
+    paths = (str(image_tree / "val" / "red" / "03.png"), "--out", str(tmp_path / "a.png"))
+    assert main(["attention", *paths, "--recipe", "quickstart", *sizes, *size]) == 0
+    titles = [axis.get_title() for axis in panels if axis.get_title()]
+    assert titles == ["photograph", *(f"head {head}" for head in range(shown))]
+
+
+def test_blocks_of_fewer_heads_leave_the_last_places_empty(image_tree, panels, tmp_path):
+    sizes = "{depths = [1, 1], num_heads = [1, 2], embed_dim = 12, window_size = 4, patch_size = 4}"
+    model = ["--set", "data.image_size=32", "--set", f"model.options={sizes}", "--init", "lecun"]
+    model += ["--recipe", "quickstart", "--set", "model.name=swin_tiny"]
+    paths = (str(image_tree / "val" / "red" / "03.png"), "--out", str(tmp_path / "a.png"))
+    assert main(["attention", *paths, *model, "--blocks", "0", "1"]) == 0
+    places = [axis for axis in panels if axis.get_label() != "<colorbar>"]
+    assert [axis.axison for axis in places] == [True, True, False, True, True, True]
+
+
 def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch):
     grids = []
     real = attention.heat_maps

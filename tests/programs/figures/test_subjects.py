@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vitinit.base.files import CheckpointError
 from vitinit.data import shapes
 from vitinit.data.images import decode_image, resize_and_centre_crop
 from vitinit.programs.figures.subjects import fresh, of_runs, photographs
+from vitinit.runs.folder import RunFolder
 
 
 @pytest.fixture
@@ -43,6 +45,13 @@ def test_models_of_runs_are_those_kept_and_fresh_models_equal_epoch_0(run, image
     (other,) = fresh(["quickstart"], ["deep_impulse"], seed=None, sets=sets + ["data.root=unused"])
     assert "no folder unused: noise stands in for them" in capsys.readouterr().out
     assert not torch.equal(other.model.norm.weight, start.model.norm.weight)
+
+
+def test_epochs_stand_in_the_order_of_their_numbers(tmp_path):
+    for epoch in (10_000, 9_999, 10):
+        RunFolder(tmp_path).kept(epoch).touch()
+    with pytest.raises(CheckpointError, match="keeps no epoch 3; it has 10, 9999, 10000$"):
+        list(of_runs([tmp_path], [3], "model"))
 
 
 def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run):

@@ -48,6 +48,7 @@ FIGURE_KINDS = {
 OFFSETS = ("mean attention", "patches down", "patches right", False)  # the same of `kernels`
 RADIUS = 3  # largest offset of a kernel, in patches
 SHOWN = 0.995  # share of Q Kᵀ's entries within the colour scale
+FIRST = (0, 1, 2)  # heads of which `attention` shows as many as there are
 PARTS = {"centre": "centre heads", "others": "other heads"}  # of a Mass
 
 
@@ -228,14 +229,14 @@ def draw_attention(
     photograph: Path,
     *,
     blocks: Sequence[int],
-    heads: Sequence[int],
+    heads: Sequence[int] | None,
     queries: Sequence[tuple[int, int]],
 ) -> None:
     """Draw one row per model, block and query: the photograph, then one heat map per head.
 
     The query patch is framed in each. All maps have one scale, which rises with the square root of
-    attention, since that may spread over all patches or lie on one. queries: (row, column); if
-    empty, the patch in the middle.
+    attention, since that may spread over all patches or lie on one. heads: None for the first
+    three, as far as there are. queries: (row, column); if empty, the patch in the middle.
     """
     rows = []
     for subject in fitting(subjects, "attention", (*VITS, SwinTransformer)):
@@ -246,7 +247,7 @@ def draw_attention(
         matrices = mixing_matrices(subject.model, inputs, blocks=blocks)
         for block in blocks:
             weights, grid = matrices[block][0], grids[block]  # (h, N, N)
-            weights = weights[indices("head", heads, len(weights))]
+            weights = weights[indices("head", heads, len(weights))][: len(heads or FIRST)]
             label = f"{subject.state}\nblock {block}"
             for query in queries or [(grid[0] // 2, grid[1] // 2)]:
                 rows.append((label, image, query, heat_maps(weights, grid, query)))
@@ -254,6 +255,7 @@ def draw_attention(
     plt = pyplot()
     largest = max(maps.max().item() for *_, maps in rows)
     scale = plt.matplotlib.colors.PowerNorm(0.5, 0.0, largest)
+    heads = heads or FIRST[: max(len(maps) for *_, maps in rows)]
     columns = len(heads) + 1
     figure, axes = subplots(len(rows), columns, 1.5 * columns + 1.0, 1.55 * len(rows) + 0.5)
     for (photo, *others), (label, image, query, maps) in zip(axes, rows):
@@ -261,6 +263,9 @@ def draw_attention(
         down, across = height / maps.shape[1], width / maps.shape[2]  # a patch in pixels
         photo.imshow(pixels(image), extent=(0, width, height, 0))
         photo.set_ylabel(label, fontsize=9)
+        for axis in others[len(maps) :]:  # the block has fewer heads than another one
+            axis.set_axis_off()
+        others = others[: len(maps)]
         for axis, heat in zip(others, maps):
             layer = draw_heat(axis, image, heat, scale)
         corner = (query[1] * across, query[0] * down)

@@ -117,12 +117,14 @@ def blocks_and_heads(figure: Parser) -> None:
     index = integer(-(2**31))  # range checked once the model is known
     figure.add_argument("--blocks", nargs="+", type=index, default=[0])
     figure.add_argument(
-        "--heads", nargs="+", type=index, help="default: all, and 0 1 2 for the figure attention"
+        "--heads",
+        nargs="+",
+        type=index,
+        help="default: all; for the figure attention, the first three",
     )
 
 
 def queries(figure: Parser) -> None:
-    figure.set_defaults(heads=[0, 1, 2])
     figure.add_argument(
         "--queries",
         nargs="+",

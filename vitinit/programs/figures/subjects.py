@@ -92,7 +92,7 @@ def of_runs(
     Raises CheckpointError for an epoch of which there is no checkpoint, with those there are.
     """
     for run in runs:
-        kept = sorted(run.glob("epoch_*.pt"))
+        kept = sorted(run.glob("epoch_*.pt"), key=lambda path: (len(path.name), path.name))
         if epochs == "all":
             paths = [*kept, run]
         else:

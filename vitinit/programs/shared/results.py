@@ -121,12 +121,18 @@ def as_dict(result: Evaluation, classes: Sequence[str]) -> Json:
     }
 
 
+def json_line(value: Json) -> str:
+    """A line of JSON, which has no NaN and no Infinity: null stands for these."""
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(finite) + "\n"
+
+
 def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
     """Print the findings, a single one as lines and several as a table, and their JSON, a line per
     finding, by `deliver`: first to a file, which a closed terminal then does not cost. per_class:
     also print a table of all classes per finding. Raises FileError if the file cannot be written.
     """
-    text = "".join(json.dumps(finding.as_dict()) + "\n" for finding in findings)
+    text = "".join(json_line(finding.as_dict()) for finding in findings)
     if json_file != STDOUT:
         deliver(text, json_file)
     for finding in findings:
