@@ -27,13 +27,13 @@ from vitinit.data.images import (
     DataError,
     crop,
     crop_and_flip,
-    dark_in_16_bits,
     decode_bytes,
     decode_image,
     from_pillow,
     resize,
     resize_and_centre_crop,
 )
+from vitinit.watch.survey import dark_in_16_bits
 
 CIFAR10 = Path(__file__).parent / "cifar10"  # 50 JPEG files
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -448,3 +448,29 @@ def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):
             os.remove(path)
     assert min(decoded, refused) > count // 6 and not heard
     assert list(broken_files(60)) == list(broken_files(60)) != list(broken_files(60, seed=1))
+
+
+@pytest.mark.parametrize(
+    "mode, meaning", [("RGBA", 0), ("RGBA", 1), ("RGBA", 2), ("RGBA", None), ("LA", 0), ("LA", 2)]
+)
+def test_a_band_of_a_tiff_that_is_not_called_alpha_is_refused(tmp_path, mode, meaning):
+    """Pillow writes 2, alpha that colours are not multiplied by, into its tag ExtraSamples, 338."""
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 5, len(mode)), np.uint8)
+    Image.fromarray(pixels, mode).save(tmp_path / "a.tif")
+    content = (tmp_path / "a.tif").read_bytes()
+    tag = struct.pack("<HHIHH", 338, 3, 1, 2, 0)
+    assert content.count(tag) == 1
+    other = (65_000, 2) if meaning is None else (338, meaning)
+    content = content.replace(tag, struct.pack("<HHIHH", other[0], 3, 1, other[1], 0))
+    if meaning in (1, 2):
+        assert decode_bytes(content, "a").shape == (3, 7, 5)
+        return
+    assert refused(DataError, decode_bytes, content, "a") == (
+        f"a: not a readable image, {len(content)} bytes (a TIFF with bands beside its colours, none of "
+        "which it calls alpha; expected RGB)"
+    )
+
+
+def test_the_address_of_an_image_is_refused_with_the_way():
+    line = refused(DataError, decode_image, "https://example.org/a.jpg")
+    assert line.endswith("; fetch an image from its address first")

@@ -87,12 +87,37 @@ def test_one_list_has_splits_by_any_of_their_names_or_none(image_tree):
         (
             "",
             None,
-            "/train.csv: no columns path and label, with commas between, in its first line (em",
+            "/train.csv: expected the columns path and label, each once, with commas between, in its "
+            "first line (em",
         ),
         (
             "path;label\na.png;a",
             None,
-            "/train.csv: no columns path and label, with commas between, in",
+            "/train.csv: has semicolons between columns; expected commas: replace each ; by one (path;",
+        ),
+        ("path\tlabel\na.png\ta", None, "/train.csv: has tabs between columns; expected commas"),
+        (
+            "path,label\0",
+            None,
+            "/train.csv: is in UTF-16; expected UTF-8: iconv -f UTF-16 -t UTF-8",
+        ),
+        (
+            "label,label\na.png,a",
+            None,
+            "/train.csv: expected the columns path and label, each once, with commas between, in its "
+            "first line (label,label)",
+        ),
+        (
+            "path,label,Label\na.png,a,b",
+            None,
+            "/train.csv: expected the columns path and label, each",
+        ),
+        (
+            'path,label\na.png ,a\n"b.png\n",b\n c.png,c',
+            None,
+            ": 3 lines cannot be used: train.csv:2 has no file a.png with a space beside its name: take "
+            "it away, train.csv:4 has no file b.png with a space beside its name: take it away, "
+            "train.csv:5 has no file c.png with a space",
         ),
         ('path,label\n"a.png,a\n', None, "/train.csv:2: unexpected end of data"),
         (
@@ -216,3 +241,30 @@ def test_a_list_has_at_most_as_many_bytes_as_a_file_of_an_image(tmp_path, monkey
     assert refusal(str(tmp_path), "train", 0) == (
         f"{tmp_path}/train.csv: has 22 bytes, expected a file of at most 20"
     )
+
+
+def test_a_list_in_utf_16_is_named_as_such(tmp_path):
+    (tmp_path / "train.csv").write_bytes("path,label\na.png,a\n".encode("utf-16"))
+    assert refusal(str(tmp_path), "train", 0).startswith(
+        f"{tmp_path}/train.csv: is in UTF-16; expected UTF-8: iconv -f UTF-16 -t UTF-8 makes it ("
+    )
+
+
+def test_labels_are_composed(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.png").touch()
+    rows = "path,label\na.png,cafe\u0301\nb.png,caf\u00e9\nc.png,z\n"
+    (tmp_path / "images.csv").write_text(rows)
+    source = open_split("image_list", str(tmp_path), "train", 2)
+    assert source.classes == ["caf\u00e9", "z"] and source.labels.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("sign", ["\r", "\n", "\r\n", ",", '"', ";", "\t"])
+def test_what_is_written_as_a_list_is_read_again_whatever_names_hold(tmp_path, sign):
+    names = [f"a{sign}b.png", "c.png"]
+    for name in names:
+        (tmp_path / name).touch()
+    guesses = [(str(tmp_path / name), label, 0.5) for name, label in zip(names, "xy")]
+    (tmp_path / "images.csv").write_bytes(lists.as_list(guesses, tmp_path))
+    source = open_split("image_list", str(tmp_path), "train", 2)
+    assert source.paths == [str(tmp_path / name) for name in names] and source.classes == ["x", "y"]

@@ -22,7 +22,7 @@ from torchvision.datasets.folder import make_dataset
 from vitinit.base.keys import Purpose, keyed_generator
 from vitinit.data import sources
 from vitinit.data.datasets import open_split
-from vitinit.data.folders import EXTENSIONS, images_below, in_words
+from vitinit.data.folders import EXTENSIONS, OF_SYSTEMS, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.data.sources import (
     ImageFiles,
@@ -178,14 +178,97 @@ def test_what_is_left_out_is_counted_by_suffix(tmp_path):
     )
     source = ImageFolder(tmp_path)
     assert source.left_out == (
-        "left out: 2 .heic, 1 .jpg of no class, 1 .mov, 1 without suffix in "
+        "left out: 2 .heic, 1 .jpg of no class, 1 .mov, 1 .x/, 1 without suffix in "
         f"{tmp_path}; {HEIF_REMEDY}"
     )
     assert source.part([1]).left_out == source.left_out  # held-out images are validated on
     images_below(tmp_path, found := Counter())
-    assert found == Counter({".heic": 2, ".mov": 1, "without suffix": 1})
+    assert found == Counter({".heic": 2, ".mov": 1, ".x/": 1, "without suffix": 1})
     assert in_words(Counter({".b\n": 5}), "x") == "left out: 5 .b in x"
     assert in_words(Counter(), "x") == ""
+
+
+@pytest.mark.parametrize("name", [*OF_SYSTEMS, ".@__thumb", ".ipynb_checkpoints"])
+def test_folders_that_systems_make_are_no_class_and_hold_no_images_and_are_counted(tmp_path, name):
+    root = tree(
+        tmp_path / "set",
+        "a/1.png",
+        "b/2.png",
+        f"a/{name}/1.png/THUMB.jpg",
+        f"b/deep/{name}/2.jpg",
+        f"{name}/3.jpg",
+        "b/Thumbs.db",
+    )
+    source = ImageFolder(root)
+    assert source.classes == ["a", "b"] and [*map(os.path.basename, source.paths)] == [
+        "1.png",
+        "2.png",
+    ]
+    assert source.left_out == f"left out: 3 {name}/, 1 .db in {root}"
+    loose = LooseImages(root)
+    assert loose.paths == source.paths and loose.left_out == source.left_out
+    tree(
+        tmp_path / "split", "train/a/1.png", "val/a/1.png", f"{name}/1.png", f"train/{name}/a/1.png"
+    )
+    assert open_split("image_folder", str(tmp_path / "split"), "val", 1).left_out == ""
+
+
+CAFE = "caf\u00e9", "cafe\u0301"  # the same to a reader
+
+
+def test_folders_whose_composed_names_are_equal_are_one_class(tmp_path):
+    """Images stay in the order of folders, by which runs began; macOS cannot hold both."""
+    tree(tmp_path, f"{CAFE[0]}/1.png", f"{CAFE[1]}/2.png", "cafz/3.png")
+    source = ImageFolder(tmp_path)
+    assert source.classes == sorted(["cafz", CAFE[0]])
+    named = {
+        Path(path).name: source.classes[label] for path, label in zip(source.paths, source.labels)
+    }
+    assert named == {"1.png": CAFE[0], "2.png": CAFE[0], "3.png": "cafz"}
+    assert [*map(os.path.basename, source.paths)] == ["2.png", "3.png", "1.png"]
+    for split, (cafe, other) in {"train": CAFE, "val": CAFE[::-1]}.items():
+        tree(tmp_path / "splits", f"{split}/{cafe}/1.png", f"{split}/{other}x/1.png")
+        opened = open_split("image_folder", str(tmp_path / "splits"), "train", 2)
+        assert opened.classes == [CAFE[0], f"{CAFE[0]}x"]
+    assert open_split("image_folder", str(tmp_path / "splits"), "val", 2).classes == opened.classes
+    for known, wanted in (CAFE, CAFE[::-1]):
+        assert class_indices(["tea", known], [wanted, "tea"]) == [1, 0]
+
+
+@pytest.mark.parametrize("split", ["valid", "TEST"])
+def test_images_that_are_there_to_validate_on_are_named_if_others_are_held_out(tmp_path, split):
+    names = [
+        f"{part}/{kind}/{n}.png" for part in ("train", split) for kind in "ab" for n in range(3)
+    ]
+    tree(tmp_path, *names)
+    rows = "".join(f"{name},{name[-7]},{name.partition('/')[0]}\n" for name in names)
+    (tmp_path / "images.csv").write_text(f"path,label,split\n{rows}")
+    for kind, there in (("image_folder", f"{split}/"), ("image_list", "6 images of images.csv")):
+        sets = [f"data.name={kind}", f"data.root={tmp_path}"]
+        for held_out, line in (
+            (
+                1,
+                f"left out: {there} in {tmp_path}, as data.held_out_per_class validates on images to ",
+            ),
+            (0, ""),
+        ):
+            recipe = load_recipe(
+                "photos", overrides(sets=[*sets, f"data.held_out_per_class={held_out}"])
+            )
+            whole, _, held = data.open_sets(recipe.data, 0)
+            assert whole.left_out.startswith(line) and (line or not whole.left_out)
+            assert len(held) == (2 if held_out else 6)
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "photos.tar", "1.png"])
+def test_a_flat_folder_is_refused_with_what_is_in_it_and_the_ways(tmp_path, name):
+    line = refusal(ImageFolder, tree(tmp_path, name))
+    for words in (
+        f"{tmp_path}: no class folders in it; expected {tmp_path}/<class>/<image>, with archives",
+        "--set data.name=image_list reads images.csv, with the columns path and label",
+        f"; left out: 1 {Path(name).suffix}",
+    ):
+        assert words in line
 
 
 def test_heic_is_an_image_where_pillow_heif_reads_it(tmp_path, monkeypatch, without_heif):

@@ -240,6 +240,10 @@ def test_what_cannot_be_predicted_is_one_line(tmp_path, monkeypatch, capsys):
         ("nowhere x.png", "nowhere: no such checkpoint"),
         (f"{RUN} x.png", "x.png: no such file or folder"),
         (f"{RUN} empty", "empty: no images in it"),
+        (
+            f"{RUN} https://a.org/b.png",
+            "/b.png: an address; expected a file: curl -O https://a.org/",
+        ),
         (f"{RUN}", "the following arguments are required: IMAGE|FOLDER"),
         (f"{RUN} empty --attention", "--attention is drawn on a contact sheet; give --sheet F"),
         (f"{RUN} empty --top 0", "0: expected an integer"),
@@ -248,3 +252,43 @@ def test_what_cannot_be_predicted_is_one_line(tmp_path, monkeypatch, capsys):
         assert predicted(*arguments.split()) == 2
         assert problem in capsys.readouterr().err.splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "empty"]
+
+
+RED, GREEN = "red", "gr\u00fcn"  # composed; the names of folders may be decomposed
+
+
+@pytest.mark.parametrize(
+    "argument, path, truth",
+    [
+        ("set", "red/1.png", RED),
+        ("set", "red/day/1.png", RED),  # at any depth
+        ("set", "red/gru\u0308n/1.png", RED),  # as in training, and not the folder next to it
+        ("set/red", "red/gru\u0308n/1.png", RED),
+        ("set/red/day", "red/day/1.png", RED),
+        ("set/red/gru\u0308n/1.png", "red/gru\u0308n/1.png", RED),
+        ("set/red/day/1.png", "red/day/1.png", RED),
+        ("set", "gru\u0308n/1.png", GREEN),
+        (".", "gru\u0308n/1.png", GREEN),  # though the folder of the set is below one called red
+        ("other", "../other/red/1.png", RED),  # beside what is no class
+        ("other", "../other/unsorted/1.png", None),
+    ],
+)
+def test_the_truth_of_an_image_is_the_class_that_training_reads(tmp_path, argument, path, truth):
+    root = tmp_path / "red" / "photos"
+    for name in ("red/1.png", "red/day/1.png", "red/gru\u0308n/1.png", "gru\u0308n/1.png"):
+        (root / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "set" / name).touch()
+    for name in ("red/1.png", "unsorted/1.png"):
+        (root / "other" / name).parent.mkdir(parents=True)
+        (root / "other" / name).touch()
+    (tmp_path / "neighbour").mkdir()
+    paths, truths = predict_module.images_of([str(root / argument)], [RED, GREEN])
+    assert (
+        dict(zip(map(os.path.realpath, paths), truths))[os.path.realpath(root / "set" / path)]
+        == truth
+    )
+    if argument == "set":  # as training says
+        source = open_split("image_folder", str(root / "set"), "train", 2)
+        assert [source.classes[label] for label in source.labels] == [
+            dict(zip(paths, truths))[path] for path in source.paths
+        ]

@@ -281,3 +281,26 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(
     ]
     report = (folder / "images.txt").read_text(encoding="utf-8")
     assert report.splitlines() == [line for line in whole if line.startswith(("classes", "files"))]
+
+
+@pytest.mark.parametrize("warmup, cautioned", [(2, True), (1, False), (0, False)])
+def test_a_warm_up_as_long_as_the_run_is_a_caution(warmup, cautioned):
+    recipe = load_recipe(
+        "photos",
+        overrides(
+            sets=[
+                "data.root=x",
+                "init.checkpoint=y",
+                "schedule.epochs=2",
+                f"schedule.warmup_epochs={warmup}",
+            ]
+        ),
+    )
+    lines = cautions(recipe, DATA, (14, 14), torch.device("meta"))
+    assert cautioned == any("all epochs are warm-up" in line for line in lines)
+
+
+def test_a_caution_takes_at_most_two_lines_of_a_terminal():
+    lines = ["run     x", f"warning {200 * 'long '}", f"note    {300 * 'x'}", "warning short"]
+    _, first, note, last = at_a_glance(lines, "there")
+    assert max(map(len, (first, note))) == 160 and first.endswith("…") and last == "warning short"

@@ -1,5 +1,7 @@
 """What is said of a set of images: counts, copies of files, kinds; and only then."""
 
+import struct
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -53,7 +55,7 @@ def test_files_with_the_same_bytes_are_named_by_what_they_confuse(tree, monkeypa
     read.clear()
     found = said(tree)
     assert [caution for caution in found.cautions if "byte by byte" in caution] == [
-        "1 image to validate on and to train on is there twice, byte by byte: "
+        "1 image to validate on and to train on is there more than once, byte by byte: "
         "ant/2.png = cow/2.png = cow/0.png",
         "1 image of several classes is there twice, byte by byte: bee/1.png = cow/1.png",
         "1 image of one class is there twice, byte by byte: ant/0.png = ant/copy.png",
@@ -92,13 +94,20 @@ def test_classes_and_kinds_of_files_are_counted_and_mistakes_named(tree):
     assert "byte by byte" not in cautions
     for words in (
         "3 of 51 files looked at cannot be opened; --dry-run --read-images lists all "
-        f"such files: {tree}/train/bee/empty.png, {tree}/val/bee/broken.png",
+        "such files: bee/empty.png, bee/broken.png, bee/empty.png",
         "1 of 51 files looked at have a colour profile that is not sRGB, which is "
-        f"ignored: {tree}/val/ant/p3.jpg",
+        "ignored: ant/p3.jpg",
         "2 of 51 files looked at have an alpha channel, and where they are transparent, "
-        f"colours that nobody sees are trained on: {tree}/val/bee/clear.png",
+        "unseen colours are trained on: bee/clear.png",
     ):
         assert words in cautions
+    for path in (
+        "train/bee/empty.png",
+        "val/bee/broken.png",
+        "val/ant/p3.jpg",
+        "val/bee/clear.png",
+    ):
+        assert f"{tree}/{path}" in str(found).splitlines()  # images.txt
     assert "sideways" not in cautions and "enlarged" not in cautions
     (sideways,) = set(said(tree, upright=False).cautions) - set(found.cautions)
     assert (
@@ -128,3 +137,58 @@ def test_images_that_are_much_smaller_than_views_are_named(tree):
     sets = [open_split("image_folder", str(tree), split, 0) for split in ("train", "val")]
     for side, named in ((26, False), (27, True)):
         assert ("--set data.image_size=13" in str(survey(*sets, side).cautions)) == named
+
+
+def test_a_caution_names_three_files_and_takes_two_lines_and_images_txt_has_all(tree):
+    """Of ten equal files, and of many with names so long that fewer fit, or one in part."""
+    copies = [tree / "train" / "ant" / f"copy {number}.png" for number in range(9)]
+    for path in copies:
+        path.write_bytes((tree / "train" / "ant" / "0.png").read_bytes())
+    (ten,) = said(tree).cautions
+    assert ten == (
+        "1 image of one class is there more than once, byte by byte: ant/0.png = ant/copy 0.png = "
+        "ant/copy 1.png and 7 more"
+    )
+    for length, shown in ((20, 1), (200, 1)):
+        for number in range(5):
+            (tree / "val" / "bee" / f"{number}{length * 'x'}.png").write_bytes(b"%d" % number)
+        *_, unread = said(tree).cautions
+        assert len(f"warning {unread}") <= 160 and unread.count(".png") == shown
+    lines = str(said(tree)).splitlines()
+    for path in [*copies, *(tree / "val" / "bee").glob("*x.png")]:
+        assert str(path) in lines
+
+
+def test_classes_whose_names_differ_in_case_alone_are_named(tmp_path):
+    for name in ("Oak", "oak", "oak ", "elm"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (13, 13)).save(tmp_path / name / "a.png")
+    source = open_split("image_folder", str(tmp_path), "train", 4)
+    assert survey(source, source.part([]), SIDE).cautions[0] == (
+        "2 classes differ from another in case or spaces alone, perhaps by mistake: "
+        "Oak beside oak, Oak beside oak "
+    )
+
+
+def test_a_tiff_with_bands_of_unknown_meaning_is_named_and_has_no_alpha_channel(tree):
+    file = tree / "train" / "ant" / "infrared.tif"
+    Image.new("RGBA", (13, 17), (1, 2, 3, 4)).save(file)
+    content, (called, not_called) = (
+        file.read_bytes(),
+        (struct.pack("<HHIHH", 338, 3, 1, meaning, 0) for meaning in (2, 0)),
+    )
+    file.write_bytes(content.replace(called, not_called))
+    found = said(tree)
+    assert "unknown bands 1; " in found.lines[1] and "0 with an alpha channel" in found.lines[1]
+    assert found.cautions == [
+        "1 of 22 files looked at are TIFFs with bands beside colours, none of them alpha, and are "
+        "refused: ant/infrared.tif"
+    ]
+
+
+def test_dark_images_of_16_bits_are_named(tree):
+    for number in range(5):
+        dark = Image.fromarray(np.full((13, 17), 4095, np.uint16))
+        dark.save(tree / "train" / "ant" / f"{number}.png")
+    caution = said(tree).cautions[-1]
+    assert caution.startswith("5 images of 16 bits were looked at") and len(caution) <= 152

@@ -22,7 +22,16 @@ import torch
 
 from ..base.messages import OneLineError, counted, in_brief
 from . import shapes
-from .folders import SPLITS, TEST, TRAIN, VAL, folders_in, listed, splits_in
+from .folders import (
+    SPLITS,
+    TEST,
+    TRAIN,
+    VAL,
+    classes_in,
+    folders_in,
+    listed,
+    splits_in,
+)
 from .images import DataError
 from .lists import open_list
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, LooseImages, Source, folder_of
@@ -54,6 +63,8 @@ def open_folder(root: Path, split: str) -> ImageFolder:
         require_the_classes_of(root / splits[TRAIN], source, root / name)
     if others:
         source.note(f"left out: {counted(len(others), 'folder')} in {root}: {listed(others)}")
+    if split == "train" and held in splits:
+        source.to_validate_on = f"{splits[held]}/"
     return source
 
 
@@ -83,7 +94,7 @@ def refuse_split(
 
 def require_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
     """Refuse the images in `held` if there is a training set with other classes."""
-    trained_on = set(folders_in(train))
+    trained_on = set(classes_in(train))
     unshared = trained_on ^ set(source.classes)
     if trained_on and unshared:
         raise DataError(

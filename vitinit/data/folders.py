@@ -2,26 +2,37 @@
 
 A folder with one of the names in SPLITS, in any case, is a split; without one, all folders are
 classes. A file is an image if its name has one of the EXTENSIONS, or one of HEIF that can be read
-here. Hidden files and folders are left out (such as .ipynb_checkpoints and macOS's ._x.jpg); what
-else is left out is counted. Links are followed, but each real folder is read once, as of the class
-that it lies in (README.md).
+here. Hidden files are left out (such as macOS's ._x.jpg), and so are hidden folders and those OF_SYSTEMS;
+but for hidden files, what is left out is counted. Links are followed, but each real folder is read
+once, as of the class that it lies in (README.md).
 """
 
 import fnmatch
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from pathlib import Path
 
-from ..base.messages import in_brief, one_line
+from ..base.messages import counted, in_brief, one_line, shortened
 from .images import HEIF_REMEDY, DataError, heif_formats
 
 EXTENSIONS = tuple(".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm".split())
 HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}  # Pillow's names
 TRAIN, VAL, TEST = range(3)
 VISIBLE = "[!.]*"  # the pattern of names that are not hidden
+# Folders of thumbnails and of deleted or lost files, which network drives and desktops make.
+OF_SYSTEMS = {
+    "@eaDir",
+    "#recycle",
+    "#snapshot",
+    "@Recycle",
+    "__MACOSX",
+    "$RECYCLE.BIN",
+    "lost+found",
+}
 SPLITS = {
     "train": TRAIN,
     "training": TRAIN,
@@ -35,9 +46,28 @@ SPLITS = {
 
 
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted, not hidden ones; [] if it cannot be listed."""
+    """The names of the folders in `folder`, sorted, without those that are left out; [] if it cannot
+    be listed.
+    """
     _, names, _ = next(os.walk(folder), ("", [], []))
-    return sorted(fnmatch.filter(names, VISIBLE))
+    return sorted(name for name in names if not is_left_out(name))
+
+
+def is_left_out(name: str) -> bool:
+    """Whether a folder of this name is left out: a hidden one, or one of OF_SYSTEMS."""
+    return name.startswith(".") or name in OF_SYSTEMS
+
+
+def composed(name: str) -> str:
+    """The name of a class with composed letters (NFC): macOS often stores "é" as "e" and an accent,
+    which are one letter to a reader.
+    """
+    return unicodedata.normalize("NFC", name)
+
+
+def classes_in(folder: Path) -> list[str]:
+    """The classes whose folders lie in `folder`, sorted."""
+    return sorted({*map(composed, folders_in(folder))})
 
 
 def listed(names: Iterable[str]) -> str:
@@ -84,7 +114,7 @@ def shared_folders(root: Path, names: list[str]) -> str:
     nested = []
     for name in names:
         if not any(map(is_image, os.listdir(root / name))):
-            nested.append(set(folders_in(root / name)))
+            nested.append(set(classes_in(root / name)))
     if len(nested) < 2 or 2 * len(nested) <= len(names):
         return ""
     shared = set.intersection(*nested)
@@ -96,8 +126,8 @@ def shared_folders(root: Path, names: list[str]) -> str:
 def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, list[str]]]:
     """The folders under `folder` in alphabetical order, itself included, each with its images.
 
-    left_out: to which are added files that are no images, by suffix, and links that are not
-    followed. Raises DataError for a folder that cannot be listed.
+    left_out: to which are added files that are no images, by suffix, folders that are left out, by
+    name, and links that are not followed. Raises DataError for a folder that cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
@@ -114,8 +144,11 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
             continue
         seen.add(real)
         _, folders, files = next(os.walk(parent, onerror=refuse))
-        for name in fnmatch.filter(folders, VISIBLE):
+        for name in folders:
             path = os.path.join(parent, name)
+            if is_left_out(name):
+                left_out[f"{name}/"] += 1
+                continue
             if not os.path.islink(path):
                 heappush(waiting, (0, path, os.path.join(real, name)))
                 continue
@@ -141,6 +174,22 @@ def is_image(name: str) -> bool:
 def suffix_of(name: str) -> str:
     """The suffix of a file's name in lower case, or "without suffix"."""
     return os.path.splitext(name)[1].lower() or "without suffix"
+
+
+def since_left_out(root: Path) -> str:
+    """What to say of images in folders OF_SYSTEMS, where a run does not find those that it began
+    with, perhaps by an earlier version, which took them for photographs; "" if there are none.
+    """
+    found = []
+    for path in sorted(root.glob("**/*")):
+        if is_image(path.name) and OF_SYSTEMS & {*path.parts}:
+            found.append(str(path.relative_to(root)))
+    if not found:
+        return ""
+    return (
+        f"; {counted(len(found), 'image')} in it are left out, on which earlier versions trained: "
+        f"{shortened(found)}; the git_commit in the run's run.json goes on with them"
+    )
 
 
 def in_words(left_out: Counter[str], folder: str | Path) -> str:

@@ -5,8 +5,7 @@ and torch's antialiased interpolation of uint8 is fastest with that layout.
 """
 
 import io
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -101,7 +100,8 @@ def decode_image(
         try:
             content = read_bytes(path, limit=LARGEST_FILE)
         except FileError as error:
-            raise DataError(error) from None
+            way = "; fetch an image from its address first" if "://" in path else ""
+            raise DataError(f"{error}{way}") from None
         except ValueError as error:  # of a zero byte in the name
             raise DataError(f"{path}: cannot be read: {error}") from None
         return view(decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation))
@@ -119,7 +119,8 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
         pillow-heif a HEIC, whose EXIF data then no longer say so.
 
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
-    image, if it has 32-bit values, or more pixels than Pillow reads (178,956,970 by default).
+    image, if it has 32-bit values or bands of unknown meaning, or more pixels than Pillow reads
+    (178,956,970 by default).
     """
     formats = list(FORMATS)
     if content[4:8] == b"ftyp":
@@ -145,8 +146,21 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     raise DataError(f"{name}: not a readable image, {len(content)} bytes ({reason})")
 
 
+def has_unknown_bands(image: Image.Image) -> bool:
+    """Whether a TIFF has bands beside its colours, such as infrared, and calls none of them alpha.
+    Pillow drops them, or takes the fourth for alpha.
+    """
+    if image.format != "TIFF":
+        return False
+    unstated = 0 if image.mode == "RGBA" else 1
+    meanings = image.tag_v2.get(338, [unstated])  # type: ignore[attr-defined]  # ExtraSamples
+    return {1, 2}.isdisjoint(meanings)  # the two kinds of alpha
+
+
 def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> Tensor:
-    """A Pillow image as RGB, (3, H, W) uint8, channels-last; DataError for 32-bit values."""
+    """A Pillow image as RGB, (3, H, W) uint8, channels-last; DataError for 32-bit values, and for
+    bands whose meaning is not known.
+    """
     # Pillow may read 16-bit values as 32-bit integers, too; PNG and PPM have no others.
     if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
         tags = getattr(image, "tag_v2", {})  # of a TIFF; 258 is its BitsPerSample
@@ -154,6 +168,10 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
         raise DataError(
             f"an image of {bits}-bit values, whose black and white are not known; "
             "expected 8 or 16 bits per channel"
+        )
+    if has_unknown_bands(image):
+        raise DataError(
+            "a TIFF with bands beside its colours, none of which it calls alpha; expected RGB"
         )
     image.load()  # turns a TIFF in any case
     if apply_exif_orientation:
@@ -165,27 +183,6 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
         image = Image.fromarray(higher.astype(np.uint8))
     flat = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)
-
-
-def dark_in_16_bits(paths: Iterable[str]) -> str:
-    """A caution if some of these files have 16 bits and all of those are dark, or ""."""
-    highest = []  # value of each file of 16 bits, white being 1
-    for path in filter(os.path.isfile, paths):  # a pipe may wait for ever
-        # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
-        with suppress(Exception), without_warnings():
-            with Image.open(path, formats=("PNG", "TIFF", "PPM")) as image:
-                raw_modes = str(image.tile)
-                if ";16" in raw_modes or ";12" in raw_modes:
-                    grey = image.mode.startswith("I")
-                    values = np.asarray(image if grey else image.convert("RGB"))
-                    highest.append(values.max() / (65_535 if grey else 255))
-    if max(highest, default=1.0) >= 0.25:
-        return ""
-    return (
-        f"{len(highest):,} images of 16 bits were looked at, and their highest value is "
-        f"{100 * max(highest):.1f} % of white: of 16 bits the higher 8 are kept, so that they are "
-        "nearly black; multiply values of 12 bits, say, by 16"
-    )
 
 
 def resize(image: Tensor, size: HeightWidth, interpolation: str) -> Tensor:

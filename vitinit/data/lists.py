@@ -24,13 +24,19 @@ from numpy import ndarray
 
 from ..base.files import in_one_line, opened
 from ..base.messages import counted, in_brief, shortened
-from .folders import SPLITS, TEST, TRAIN, VAL, in_words, is_image, suffix_of
+from .folders import SPLITS, TEST, TRAIN, VAL, composed, in_words, is_image, suffix_of
 from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles
 
 ALL = 3  # beside TRAIN, VAL and TEST: of a list without splits
 LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": ALL}  # the split of all its images
 LONGEST_ROW = 2**20  # most characters of a row, over all its lines
+# What spreadsheets write in place of a list, by a character of the first line that tells it.
+OF_SPREADSHEETS = {
+    "\0": "is in UTF-16; expected UTF-8: iconv -f UTF-16 -t UTF-8 makes it",
+    ";": "has semicolons between columns; expected commas: replace each ; by one",
+    "\t": "has tabs between columns; expected commas: replace each tab by one",
+}
 
 
 class ListedLines:
@@ -56,7 +62,7 @@ class ListedLines:
             return None
         values = dict(zip(columns, row))
         path = values["path"]
-        label = values["label"].strip()
+        label = composed(values["label"].strip())
         if not path or not label:
             self.refuse(f"{place} has no {'label' if path else 'path'}")
             return None
@@ -106,6 +112,8 @@ def open_list(root: Path, split: str) -> ImageFiles:
     labels = list(lines.labels)
     of_test = len(images) - to_train.sum() - to_hold.sum()
     source = readable_part(listed, labels, of_test, root)
+    if split == "train" and to_hold.any():
+        source.to_validate_on = f"{counted(to_hold.sum(), 'image')} of {names[-1]}"
     classes = [labels[number] for number in known]
     classes.sort(key=int if all(map(str.isdecimal, classes)) else None)
     source.classes = classes
@@ -122,8 +130,8 @@ def lists_in(root: Path) -> list[str]:
     names = [name for name in LISTS if os.path.isfile(root / name)]
     if not names or "images.csv" in names[1:]:
         raise DataError(
-            f"{root}: {' beside '.join(names) or 'no list'} in it; expected train.csv "
-            "and val.csv, or images.csv alone, with the columns path and label"
+            f"{root}: {' beside '.join(names) or 'no list'} in it; expected train.csv and val.csv, or "
+            f"images.csv alone, with the columns path and label"
         )
     return names
 
@@ -165,12 +173,7 @@ def read_list(file: Path, lines: ListedLines) -> Iterator[str]:
         text = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape", newline="")
         rows = csv.reader(limited(), strict=True)
         try:
-            columns = [name.strip().lower() for name in next(rows, [])]
-            if not {"path", "label"} <= set(columns):
-                raise DataError(
-                    f"{file}: no columns path and label, with commas between, in its "
-                    f"first line ({in_brief(','.join(columns) or 'empty')})"
-                )
+            columns = columns_in(file, next(rows, []))
             length = 0
             for row in rows:
                 length = 0
@@ -181,6 +184,21 @@ def read_list(file: Path, lines: ListedLines) -> Iterator[str]:
                     yield path
         except csv.Error as error:
             raise DataError(f"{file}:{rows.line_num}: {error}") from None
+
+
+def columns_in(file: Path, row: list[str]) -> list[str]:
+    """The names of a list's columns, which its first row states; DataError for what is no list."""
+    columns = [name.strip().lower() for name in row]
+    if columns.count("path") == columns.count("label") == 1:
+        return columns
+    header = ",".join(row) or "empty"
+    problem = (
+        "expected the columns path and label, each once, with commas between, in its first line"
+    )
+    for sign, words in OF_SPREADSHEETS.items():
+        if sign in header:
+            problem = words
+    raise DataError(f"{file}: {problem} ({in_brief(header)})")
 
 
 def check_lines(
@@ -222,7 +240,9 @@ def check_lines(
             named = in_brief(labels[label])
             lines.refuse(f"{place(index)} has the label '{named}', which none to train on has")
         elif used[index] and not is_there(path):
-            lines.refuse(f"{place(index)} has no file {in_brief(path.removeprefix(start))}")
+            name = path.removeprefix(start)
+            space = "" if name == name.strip() else " with a space beside its name: take it away"
+            lines.refuse(f"{place(index)} has no file {in_brief(name)}{space}")
     if lines.wrong:
         raise DataError(
             f"{root}: {counted(lines.wrong, 'line')} cannot be used: "
@@ -238,7 +258,11 @@ def as_list(guesses: Iterable[tuple[str, str, float]], folder: Path) -> bytes:
         name = os.path.abspath(path).removeprefix(start)
         rows[name] = name, label, f"{share:.6f}"
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    # A writer whose lines end in "\n" leaves "\r" unquoted, which ends a line for a reader.
+    broken = any("\r" in "".join(row) for row in rows.values())
+    writer = csv.writer(
+        text, lineterminator="\n", quoting=csv.QUOTE_ALL if broken else csv.QUOTE_MINIMAL
+    )
     writer.writerow(("path", "label", "probability"))
     writer.writerows(rows.values())
     return text.getvalue().encode("utf-8", "surrogateescape")

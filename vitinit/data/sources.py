@@ -17,7 +17,15 @@ from torch import Tensor
 
 from ..base.keys import Purpose, keyed_generator
 from ..base.messages import in_brief, one_line
-from .folders import EXTENSIONS, folders_in, images_below, in_words, suffix_of
+from .folders import (
+    EXTENSIONS,
+    classes_in,
+    composed,
+    folders_in,
+    images_below,
+    in_words,
+    suffix_of,
+)
 from .images import DataError, decode_image, jpeg_decoder
 
 SIZES = "sizes of files"  # the name of their digest among what a run records
@@ -29,6 +37,7 @@ class Source:
 
     pixels: Callable[[int], Tensor]  # of an image that is in memory
     left_out = ""  # lines about what is left out of a folder
+    to_validate_on = ""  # what else there is, beside images to train on, such as "val/"
 
     def __init__(self, stored: Tensor, labels: Sequence[int] | ndarray, classes: list[str]) -> None:
         self.stored = stored
@@ -109,28 +118,42 @@ class ImageFiles(Source):
 
 
 class ImageFolder(ImageFiles):
-    """Images `folder`/<class>/**/<image>, sorted; DataError for no class, or one without images."""
+    """Images `folder`/<class>/**/<image>, sorted; DataError for no class, or one without images.
+
+    Folders are one class if their composed names are equal.
+    """
 
     def __init__(self, folder: Path) -> None:
-        classes = folders_in(folder)
-        if not classes:
-            reason = "no class folders in it" if os.path.isdir(folder) else "no such folder"
-            raise DataError(f"{folder}: {reason}; expected {folder}/<class>/<image>")
-        paths = defaultdict[str, list[str]](list)  # of each class, and in `folder` itself, of none
+        if not os.path.isdir(folder):
+            raise DataError(f"{folder}: no such folder; expected {folder}/<class>/<image>")
+        names = folders_in(folder)
+        paths = defaultdict[str, list[str]](
+            list
+        )  # of each folder, and of no class in `folder` itself
         left_out = Counter[str]()
         for parent, files in images_below(folder, left_out):
             name, *_ = os.path.relpath(parent, folder).split(os.sep)
             paths[name] += [os.path.join(parent, file) for file in files]
         left_out.update(f"{suffix_of(path)} of no class" for path in paths[os.curdir])
         self.left_out = in_words(left_out, folder)
-        for name in classes:
+        if not names:
+            raise DataError(
+                f"{folder}: no class folders in it; expected {folder}/<class>/<image>, with archives "
+                "unpacked, or a list: --set data.name=image_list reads images.csv, with the columns "
+                f"path and label{self.left_out and '; '}{self.left_out}"
+            )
+        for name in names:
             if not paths[name]:
                 raise DataError(
                     f"{folder / name}: no image in this class; expected files ending in "
                     f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}"
                 )
-        labels = np.repeat(range(len(classes)), [len(paths[name]) for name in classes])
-        super().__init__(chain.from_iterable(paths[name] for name in classes), labels, classes)
+        classes = classes_in(folder)
+        numbers = {name: number for number, name in enumerate(classes)}
+        labels = np.repeat(
+            [numbers[composed(name)] for name in names], [len(paths[name]) for name in names]
+        )
+        super().__init__(chain.from_iterable(paths[name] for name in names), labels, classes)
 
 
 class LooseImages(ImageFiles):
@@ -170,8 +193,9 @@ def are_names(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
 
 def rows_by_name(classes: Sequence[str]) -> dict[str, int]:
     """The index of each class whose name no other one has; ImageNet has two that are cranes."""
-    counts = Counter(classes)
-    return {name: index for index, name in enumerate(classes) if counts[name] == 1}
+    names = [*map(composed, classes)]
+    counts = Counter(names)
+    return {name: index for index, name in enumerate(names) if counts[name] == 1}
 
 
 def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
@@ -180,12 +204,12 @@ def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> l
     """
     indices = rows_by_name(model_classes)
     for name in set_classes:
-        if name not in indices:
+        if composed(name) not in indices:
             raise DataError(
                 f"class '{name}' is {model_classes.count(name) or 'none'} of the "
                 f"model's {len(model_classes):,} classes ({in_brief(', '.join(model_classes))})"
             )
-    return [indices[name] for name in set_classes]
+    return [indices[composed(name)] for name in set_classes]
 
 
 def fingerprint(source: Source, root: str) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..base.messages import ProgressBar, nearest, say
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_classes
-from ..data.images import DataError, dark_in_16_bits
+from ..data.images import DataError
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
 from ..data.sources import Source, class_indices
@@ -42,6 +42,7 @@ from ..train.distributed import Processes
 from ..train.interruption import StopRequest
 from ..train.loop import set_precision
 from ..train.metrics import Evaluation
+from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.results import Finding, print_results
 

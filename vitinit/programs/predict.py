@@ -4,9 +4,10 @@
     vitinit predict runs/base photographs/ --json guesses.jsonl --sheet guesses.png
 
 One line is printed per image: its path, then the likeliest classes with their probabilities. Images
-come in the order given, those of a folder sorted by name. If the folder that an image is in has the
-name of a class, that class counts as the truth, and the last line says how many images were
-classified correctly. An image that cannot be read is named and skipped, and the exit status is 1.
+come in the order given, those of a folder sorted by name. If an image lies below a folder that has the
+name of a class, at any depth, that class counts as the truth, as in training, and the last line says
+how many images were classified correctly. An image that cannot be read is named and skipped, and the
+exit status is 1.
 
 --json FILE writes one JSON object per image and line, --csv FILE the path, likeliest class and its
 probability of each image that can be read, which data.name = "image_list" reads again. --sheet
@@ -20,6 +21,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +30,14 @@ from torch import Tensor
 
 from ..base.files import deliver, require_no_input, written_atomically
 from ..base.messages import ProgressBar, in_brief, one_line, say
-from ..data.images import DataError, dark_in_16_bits
+from ..data.folders import classes_in, composed
+from ..data.images import DataError
 from ..data.lists import as_list
 from ..data.sources import LooseImages
 from ..mixing import block_grids, mixing_matrices
 from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
 from ..train.device import this_device
+from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_run, integer, main_of, run_arguments
 from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save, subplots
 from .shared.results import json_line
@@ -48,7 +52,7 @@ STRONG = 4.0  # the scale of attention ends, at least, in multiples of uniform
 
 class Guess(NamedTuple):
     path: str
-    truth: str | None  # the name of its folder, if that is a class
+    truth: str | None  # the class of its folder; None: not known
     ranked: list[tuple[str, float]]  # the likeliest classes and their probabilities
     problem: str = ""  # why it could not be read; `ranked` is then empty
 
@@ -73,24 +77,76 @@ class Tile(NamedTuple):
     heat: Tensor | None  # (rows, columns), the attention on each patch; None: not shown
 
 
-def images_of(arguments: Sequence[str]) -> list[str]:
-    """The paths of all images: files as given, and the images below each folder, sorted."""
-    paths = []
+def images_of(
+    arguments: Sequence[str], classes: Sequence[str]
+) -> tuple[list[str], list[str | None]]:
+    """The paths of all images: files as given, and the images below each folder, sorted; and the
+    true class of each, where it is known.
+    """
+    paths: list[str] = []
+    truths: list[str | None] = []
+    truth_of = Truths(classes)
     for argument in arguments:
+        if argument.startswith(("http://", "https://")):
+            raise DataError(
+                f"{argument}: an address; expected a file: curl -O {argument} fetches it"
+            )
         if not os.path.exists(argument):
             raise DataError(f"{argument}: no such file or folder")
         if os.path.isdir(argument):
             images = LooseImages(argument)
             if images.left_out:
                 say(f"vitinit predict: {images.left_out}", sys.stderr)
-            paths += images.paths
+            found = images.paths
         else:
-            paths.append(argument)
-    return paths
+            found = [argument]
+        paths += found
+        truths += [truth_of(path, argument) for path in found]
+    return paths, truths
+
+
+class Truths:
+    """Finds the class folder that an image lies in, as training does, which is given the folder of
+    all classes: there, an image in oak/elm/ is one of oak.
+    """
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.known = {composed(name): name for name in classes}
+        self.classes_beside = cache(self._classes_beside)
+
+    def _classes_beside(self, folder: Path) -> int:
+        """How many classes a folder holds, up to two; 0 if it holds other folders, too."""
+        names = classes_in(folder)
+        return min(2, len(names)) if self.known.keys() >= {*names} else 0
+
+    def __call__(self, path: str, argument: str) -> str | None:
+        """The class of an image that `argument` names, or that lies below it; None if not known.
+
+        Of the folders with the name of a class, the first one counts that lies beside other classes
+        alone. Folders in the argument come first, from above; then those above it, from below, of
+        which only the image's own counts if it is not in a set of classes. If no folder is in one,
+        the nearest counts.
+        """
+        folders = Path(os.path.abspath(path)).parents
+        start = os.path.abspath(argument)
+        inside = [folder for folder in folders if folder.is_relative_to(start)]
+        order = [*reversed(inside), *folders[len(inside) :]]
+        beside = {}
+        for folder in order:
+            if composed(folder.name) in self.known:
+                count = self.classes_beside(folder.parent)
+                if count == 2 or folder in inside or folder == folders[0]:
+                    beside[folder] = count
+        if not beside:
+            return None
+        best = max(beside, key=lambda folder: beside[folder])
+        if not beside[best]:
+            best = max(beside, key=lambda folder: len(folder.parts))
+        return self.known[composed(best.name)]
 
 
 def classify(
-    trained: Trained, paths: Sequence[str], *, top: int
+    trained: Trained, paths: Sequence[str], truths: Sequence[str | None], *, top: int
 ) -> Iterator[tuple[Guess, Tensor | None]]:
     """Yield for each file, in order, its prediction and the view it was made from.
 
@@ -112,9 +168,8 @@ def classify(
             if readable:
                 shares = trained.probabilities(trained.inputs(torch.stack(readable)))
                 ranked = [*trained.ranked(shares, top)]
-            for path, (view, problem) in zip(chunk, views):
-                folder = Path(os.path.abspath(path)).parent.name
-                truth = folder if folder in trained.classes else None
+            known = truths[start : start + BATCH]
+            for path, truth, (view, problem) in zip(chunk, known, views):
                 yield Guess(path, truth, [] if problem else ranked.pop(0), problem), view
 
 
@@ -216,12 +271,14 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     save(figure, out, heading)
 
 
-def predict(trained: Trained, paths: Sequence[str], args: Namespace) -> int:
+def predict(
+    trained: Trained, paths: Sequence[str], truths: Sequence[str | None], args: Namespace
+) -> int:
     """Print the predictions, write the requested files, and return the exit status."""
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
     tiles = []
-    items = classify(trained, paths, top=args.top)
+    items = classify(trained, paths, truths, top=args.top)
     with ProgressBar("predict", len(paths), items=items, shown=sys.stderr.isatty()) as bar:
         for guess, view in bar:
             if view is None:
@@ -290,12 +347,12 @@ def run_predict(args: Namespace) -> int:
     trained.require_classifier()
     if args.attention:
         require_attention(trained)
-    paths = images_of(args.images)
+    paths, truths = images_of(args.images, trained.classes)
     for out in filter(None, (args.sheet, args.json, args.csv)):
         require_no_input(out, paths)  # links may lead to it
     if caution := dark_in_16_bits(paths[:BATCH]):
         say(f"vitinit predict: warning {caution}", sys.stderr)
-    return predict(trained, paths, args)
+    return predict(trained, paths, truths, args)
 
 
 main = main_of("vitinit predict", parse_arguments, run_predict)

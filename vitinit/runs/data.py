@@ -69,6 +69,11 @@ def open_sets(data: DataSection, run_seed: int) -> tuple[Source, Source, Source]
     """The whole training set of a recipe, the part that is trained on, and what validates it."""
     whole, part = open_training_set(data, run_seed)
     if data.held_out_per_class:
+        if whole.to_validate_on:
+            whole.note(
+                f"left out: {whole.to_validate_on} in {data.root}, as data.held_out_per_class "
+                "validates on images to train on"
+            )
         return whole, part, open_held_out(data, whole)
     return whole, part, open_split(data.name, data.root, "val", len(whole.classes))
 

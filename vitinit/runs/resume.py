@@ -24,6 +24,7 @@ import torch
 from ..base.files import CheckpointError, in_one_line, require_no_links
 from ..base.messages import warn
 from ..base.values import plain, to_toml
+from ..data.folders import composed, since_left_out
 from ..data.sources import SIZES
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
@@ -340,10 +341,15 @@ def require_same_data(
         began |= numbered(saved.get("classes") or classes)
         # Images that had to be mended have other sizes since the last start.
         began[SIZES] = folder.data_of(-1).get(SIZES, now.get(SIZES))
-        now = {**numbered(classes), **now}
-        require_same(folder.path, {key: began.get(key, now[key]) for key in now}, now)
+        root = Path(now["root"] or os.devnull)
+        now = numbered(classes) | {key: value for key, value in now.items() if key != "root"}
+        began = {key: began.get(key, value) for key, value in now.items()}
+        try:
+            require_same(folder.path, began, now)
+        except RecipeError as error:
+            raise RecipeError(f"{error}{since_left_out(root)}") from None
 
 
 def numbered(classes: Sequence[str]) -> dict[str, str]:
     """The classes as facts that are compared one by one."""
-    return {f"class {number}": name for number, name in enumerate(classes)}
+    return {f"class {number}": composed(name) for number, name in enumerate(classes)}

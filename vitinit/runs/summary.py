@@ -7,9 +7,8 @@ from typing import cast
 
 import torch
 
-from ..base.messages import counted, one_line, times
+from ..base.messages import counted, in_brief, one_line, times
 from ..base.values import to_toml
-from ..data.images import dark_in_16_bits
 from ..data.pipeline import Data
 from ..models.layers import Classifier
 from ..recipe.files import building
@@ -162,11 +161,12 @@ def start_lines(
 
 def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
     """Of all that there is to say at the start, what a terminal shows: at most MOST_LINES, cut to
-    WIDTH, and MOST_CAUTIONS. elsewhere: where all of it is.
+    WIDTH, and MOST_CAUTIONS, cut to twice that. elsewhere: where all of it is.
     """
     kinds = [kind for kind in AT_A_GLANCE if any(line.startswith(kind) for line in lines)]
     shown = [line for line in lines if line.startswith(tuple(kinds[:MOST_LINES]))]
-    warnings = [line for line in lines if line.startswith(("note", "warning"))]
+    cautious = [line for line in lines if line.startswith(("note", "warning"))]
+    warnings = [in_brief(line, 2 * WIDTH) for line in cautious]
     if len(warnings) > MOST_CAUTIONS:
         hidden = len(warnings) - MOST_CAUTIONS + 1
         warnings = warnings[: MOST_CAUTIONS - 1]
@@ -194,6 +194,11 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
             f"{counted(updates, 'update')} in all: from scratch, such a model needs thousands; "
             f"--set schedule.epochs={epochs} makes {FEW_UPDATES:,}"
         )
+    if recipe.schedule.warmup_epochs == recipe.schedule.epochs:
+        lines.append(
+            "all epochs are warm-up, so that the learning rate never falls: more schedule.epochs, or "
+            "fewer schedule.warmup_epochs, let it"
+        )
     if min(grid) < SMALL_GRID:
         height, width = recipe.data.image_size
         largest = min(height, width) // SMALL_GRID
@@ -202,9 +207,6 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
             f"{times(grid)} patches per image show a model little: --set "
             f"model.options.patch_size={max(sizes, default=1)} makes more"
         )
-    dark = dark_in_16_bits(data.train_set.some_paths())
-    if dark:
-        lines.append(dark)
     return lines + faster_amp(recipe.engine.amp, device)
 
 

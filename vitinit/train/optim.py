@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
+from ..base.messages import OneLineError
 from ..base.values import (
     LARGEST,
     TINIEST,
@@ -157,6 +158,11 @@ def parameter_groups(
             by_adamw, exempt = name not in matrices, not decays(name, parameter)
             factor = layer_decay ** (last - layers[name])
             members.setdefault((by_adamw, exempt, factor), []).append(parameter)
+    if not members:
+        raise OneLineError(
+            "no weight of this model requires a gradient, as vitinit.load and ema leave them; "
+            "model.requires_grad_(True) makes them trainable"
+        )
     groups = []
     for kind in sorted(members, key=lambda kind: kind[:2]):  # keeps the layers' order
         by_adamw, exempt, factor = kind
