@@ -314,6 +314,27 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
             after.rename(before)
 
 
+def test_images_that_are_left_out_now_are_named_to_a_run_that_began_with_them(
+    stopped, refused, image_tree, monkeypatch
+):
+    """Such as thumbnails, which an earlier version took for photographs; here four of them."""
+    for number in range(4):
+        thumbnail = image_tree / "train" / "red" / "@eaDir" / f"0{number}.png" / "THUMB.png"
+        thumbnail.parent.mkdir(parents=True)
+        thumbnail.write_bytes((image_tree / "train" / "red" / f"0{number}.png").read_bytes())
+    with monkeypatch.context() as earlier:
+        earlier.setattr("vitinit.data.folders.OF_SYSTEMS", set())
+        folder, arguments = stopped()
+    names = ", ".join(f"train/red/@eaDir/0{number}.png/THUMB.png" for number in range(4))
+    for command in (arguments, ["--resume", str(folder)]):
+        refused(
+            folder,
+            command,
+            f"--set init.checkpoint={folder}; 4 images in it are left out, on which earlier versions "
+            f"trained: {names}; the git_commit in the run's run.json goes on with them",
+        )
+
+
 def test_other_images_of_the_same_names_are_not_gone_on_with_unless_they_were_mended(
     train_program, stopped, refused, image_tree, capsys
 ):

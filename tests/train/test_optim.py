@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from refused import refused
+from torch import nn
 
 import vitinit
+from vitinit.base.messages import OneLineError
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train.optim import LearningRate, Schedule, parameter_groups
 
@@ -87,3 +90,11 @@ def test_one_cycle_is_conv_mixers_interpolation(step_on):
         assert LearningRate(schedule, peak, steps)(step) == pytest.approx(
             expected, rel=1e-12, abs=1e-18
         )
+
+
+def test_a_model_without_weights_to_train_is_refused_with_the_way():
+    model = nn.Linear(3, 5).requires_grad_(False)
+    assert refused(OneLineError, parameter_groups, model, 0.05) == (
+        "no weight of this model requires a gradient, as vitinit.load and ema leave them; "
+        "model.requires_grad_(True) makes them trainable"
+    )

@@ -182,7 +182,7 @@ def since_left_out(root: Path) -> str:
     """
     found = []
     for path in sorted(root.glob("**/*")):
-        if is_image(path.name) and OF_SYSTEMS & {*path.parts}:
+        if is_image(path.name) and OF_SYSTEMS & {*path.parts} and path.is_file():
             found.append(str(path.relative_to(root)))
     if not found:
         return ""

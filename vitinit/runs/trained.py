@@ -182,8 +182,8 @@ def load(
             change: how images are prepared.
 
     For a checkpoint of another project, a line on standard error says what is assumed that tensors
-    do not show. Returns a `Trained`, whose model is in evaluation mode and does not require
-    gradients. Without names in the checkpoint, the classes of a model of 1000 are ImageNet's synset
+    do not show. Returns a `Trained`, whose model is in evaluation mode and frozen: no weight requires
+    a gradient, until `trained.model.requires_grad_(True)`. Without names in the checkpoint, the classes of a model of 1000 are ImageNet's synset
     ids (such as "n01440764"), otherwise "0", "1", …. A checkpoint without a classifier has no
     classes, and its model returns the pooled features. Raises ValueError for whatever is wrong.
     """
