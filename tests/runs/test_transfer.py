@@ -172,6 +172,10 @@ ANIMALS = ("cat", "dog", "eel")
         ),
         ("keep", "photos", ANIMALS, ("ant", "eel", "cat"), "all 3 rows, taken for", [0, 1, 2]),
         ("drop", "imagenet", ANIMALS, ANIMALS, "as drawn: init.checkpoint_head is drop", None),
+        *(
+            ("match", "photos", (known, "dog", "eel"), ("dog", wanted), "2 of 2 rows by", [1, 0])
+            for known, wanted in (("caf\u00e9", "cafe\u0301"), ("cafe\u0301", "caf\u00e9"))
+        ),
     ],
 )
 def test_which_rows_a_run_starts_from(choice, data, known, classes, words, rows, tmp_path):

@@ -12,6 +12,7 @@ from ..base.files import CheckpointError
 from ..base.keys import Purpose, keyed_generator
 from ..base.messages import in_brief
 from ..base.values import ReadOnly, flat, plain, to_toml
+from ..data.folders import composed
 from ..data.sources import Source, are_names, rows_by_name
 from ..init import family_of, init_weights, reads_images
 from ..models.layers import Classifier, draw_drop_path
@@ -249,7 +250,7 @@ def _classifier_rows(
         why = "init.checkpoint_head is drop"
     elif choice == "match" and are_names(known) and are_names(classes):
         row_of = rows_by_name(known)
-        rows = [row_of.get(name) for name in classes]
+        rows = [row_of.get(composed(name)) for name in classes]
         lost = rows.count(None)
         return rows, f"{wanted - lost} of {wanted} rows by class name, {lost} as drawn"
     elif count != wanted:
