@@ -282,13 +282,12 @@ def test_the_truth_of_an_image_is_the_class_that_training_reads(tmp_path, argume
         (root / "other" / name).parent.mkdir(parents=True)
         (root / "other" / name).touch()
     (tmp_path / "neighbour").mkdir()
-    paths, truths = predict_module.images_of([str(root / argument)], [RED, GREEN])
-    assert (
-        dict(zip(map(os.path.realpath, paths), truths))[os.path.realpath(root / "set" / path)]
-        == truth
-    )
+    truth_of = predict_module.Truths([RED, GREEN])
+    images = predict_module.images_of([str(root / argument)])
+    truths = {os.path.realpath(one): truth_of(one, given) for one, given in images}
+    assert truths[os.path.realpath(root / "set" / path)] == truth
     if argument == "set":  # as training says
         source = open_split("image_folder", str(root / "set"), "train", 2)
         assert [source.classes[label] for label in source.labels] == [
-            dict(zip(paths, truths))[path] for path in source.paths
+            truths[os.path.realpath(one)] for one in source.paths
         ]

@@ -77,15 +77,11 @@ class Tile(NamedTuple):
     heat: Tensor | None  # (rows, columns), the attention on each patch; None: not shown
 
 
-def images_of(
-    arguments: Sequence[str], classes: Sequence[str]
-) -> tuple[list[str], list[str | None]]:
-    """The paths of all images: files as given, and the images below each folder, sorted; and the
-    true class of each, where it is known.
+def images_of(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """The paths of all images, each with the argument that names it, or a folder above it: files as
+    given, and the images below each folder, sorted.
     """
-    paths: list[str] = []
-    truths: list[str | None] = []
-    truth_of = Truths(classes)
+    found = []
     for argument in arguments:
         if argument.startswith(("http://", "https://")):
             raise DataError(
@@ -97,12 +93,10 @@ def images_of(
             images = LooseImages(argument)
             if images.left_out:
                 say(f"vitinit predict: {images.left_out}", sys.stderr)
-            found = images.paths
+            found += [(path, argument) for path in images.paths]
         else:
-            found = [argument]
-        paths += found
-        truths += [truth_of(path, argument) for path in found]
-    return paths, truths
+            found.append((argument, argument))
+    return found
 
 
 class Truths:
@@ -347,11 +341,14 @@ def run_predict(args: Namespace) -> int:
     trained.require_classifier()
     if args.attention:
         require_attention(trained)
-    paths, truths = images_of(args.images, trained.classes)
+    images = images_of(args.images)
+    paths = [path for path, _ in images]
     for out in filter(None, (args.sheet, args.json, args.csv)):
         require_no_input(out, paths)  # links may lead to it
     if caution := dark_in_16_bits(paths[:BATCH]):
         say(f"vitinit predict: warning {caution}", sys.stderr)
+    truth_of = Truths(trained.classes)
+    truths = [truth_of(path, argument) for path, argument in images]
     return predict(trained, paths, truths, args)
 
 
