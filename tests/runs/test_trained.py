@@ -131,7 +131,7 @@ def test_images_have_the_precision_of_the_model(dtype, tmp_path):
     Image.fromarray(pixels).save(path := str(tmp_path / "image.png"))
     trained.model.to(dtype)
     assert trained.preprocess(path).dtype == dtype
-    ((guess, view),) = classify(trained, [path], top=3)  # of the program
+    ((guess, view),) = classify(trained, [path], [None], top=3)  # of the program
     for ranked in (trained.predict(path), guess.ranked):
         assert dict(ranked) == pytest.approx(expected, abs=0.02)
     assert attended(trained, view).isfinite().all()
