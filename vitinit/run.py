@@ -122,7 +122,9 @@ class Run:
                 fetch_weights(choice.recipe, processes)
 
             # The data: the images, and this process's batches of them.
-            data = open_data(choice.recipe, processes, strided=choice.strided)
+            data = open_data(
+                choice.recipe, processes, strided=choice.strided, classes=choice.classes
+            )
             recipe = choice.recipe.with_data(num_classes=len(data.classes))
 
             # The task: labels, what a teacher says of the images, or their hidden patches.

@@ -21,6 +21,7 @@ from torchvision.datasets.folder import make_dataset
 
 from vitinit.base.keys import Purpose, keyed_generator
 from vitinit.data import sources
+from vitinit.data.classes import class_indices
 from vitinit.data.datasets import open_split
 from vitinit.data.folders import EXTENSIONS, OF_SYSTEMS, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
@@ -29,7 +30,6 @@ from vitinit.data.sources import (
     ImageFolder,
     ImagesInMemory,
     LooseImages,
-    class_indices,
     file_sizes,
     fingerprint,
     held_out_part,

@@ -389,7 +389,7 @@ def test_timms_hub_states_preparation_and_sizes_and_names_of_other_functions_are
     config = {
         "architecture": "vit",
         "num_classes": 3,
-        "label_names": {"0": "ant", "2": "eel"},
+        "label_names": {"0": "ant", "1": "bee", "2": "eel"},
         "model_args": {
             "num_heads": 3,
             "reg_tokens": 2,
@@ -409,7 +409,7 @@ def test_timms_hub_states_preparation_and_sizes_and_names_of_other_functions_are
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = read_description(tmp_path / "model.safetensors")
-    assert found.classes == ("ant", "1", "eel") and found.values == {
+    assert found.classes == ("ant", "bee", "eel") and found.values == {
         "data.image_size": (15, 20),
         "data.num_classes": 3,
         "model.options.num_heads": 3,

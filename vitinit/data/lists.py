@@ -85,8 +85,8 @@ class ListedLines:
 def open_list(root: Path, split: str) -> ImageFiles:
     """Open a split of the images that are listed in `root`, in the order of their list.
 
-    Classes are the labels to train on, or else to validate on, sorted as words, or as numbers if
-    all are. split: as of `open_folder`; "whole" are all images of an images.csv without splits.
+    Classes are the labels to train on, or else to validate on, sorted as
+    texts. split: as of `open_folder`; "whole" are all images of an images.csv without splits.
     Raises DataError that names lines which cannot be used, or if a split or class has no images.
     """
     names = lists_in(root)
@@ -114,8 +114,7 @@ def open_list(root: Path, split: str) -> ImageFiles:
     source = readable_part(listed, labels, of_test, root)
     if split == "train" and to_hold.any():
         source.to_validate_on = f"{counted(to_hold.sum(), 'image')} of {names[-1]}"
-    classes = [labels[number] for number in known]
-    classes.sort(key=int if all(map(str.isdecimal, classes)) else None)
+    classes = sorted(labels[number] for number in known)
     source.classes = classes
     new_numbers = np.full(len(labels), -1)
     new_numbers[[lines.labels[label] for label in classes]] = range(len(classes))

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from ..base.keys import Purpose, keyed_generator
-from ..base.messages import in_brief, one_line
+from ..base.messages import one_line
+from .classes import class_indices
 from .folders import (
     EXTENSIONS,
     classes_in,
@@ -67,6 +68,15 @@ class Source:
         part.stored = self.stored[indices]
         part.labels = self.labels[indices]
         return part
+
+    def in_order(self, classes: Sequence[str]) -> Self:
+        """The same images, with their classes in this order if these are the same ones."""
+        if list(classes) == self.classes or sorted(classes) != sorted(self.classes):
+            return self
+        ordered = copy.copy(self)
+        ordered.labels = np.array(class_indices(classes, self.classes))[self.labels]
+        ordered.classes = list(classes)
+        return ordered
 
 
 class ImagesInMemory(Source):
@@ -184,32 +194,6 @@ def oriented(source: Source, apply_exif_orientation: bool) -> Source:
 def folder_of(root: str) -> Path:
     """The path of a data set's folder as a recipe or a command line states it; ~ is the home."""
     return Path(root).expanduser()
-
-
-def are_names(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
-    """Whether classes have names: not if none are known, or only numbers such as 0, 1, …, 11."""
-    return classes is not None and not all(map(str.isdecimal, classes))
-
-
-def rows_by_name(classes: Sequence[str]) -> dict[str, int]:
-    """The index of each class whose name no other one has; ImageNet has two that are cranes."""
-    names = [*map(composed, classes)]
-    counts = Counter(names)
-    return {name: index for index, name in enumerate(names) if counts[name] == 1}
-
-
-def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
-    """For each class of a data set its index among a model's; DataError names one that it lacks, or
-    has more than once.
-    """
-    indices = rows_by_name(model_classes)
-    for name in set_classes:
-        if composed(name) not in indices:
-            raise DataError(
-                f"class '{name}' is {model_classes.count(name) or 'none'} of the "
-                f"model's {len(model_classes):,} classes ({in_brief(', '.join(model_classes))})"
-            )
-    return [indices[composed(name)] for name in set_classes]
 
 
 def fingerprint(source: Source, root: str) -> str:

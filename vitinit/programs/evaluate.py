@@ -11,8 +11,10 @@ A run folder (its last.pt is read) and the checkpoints in it contain their recip
 moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own, --recipe describes
 the model, unless it is a folder of transformers with its config.json; a line says what is assumed
 that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
-recipe. A single result is printed as a line per set of weights, several as a table. One JSON object
-per checkpoint and data set is written to the FILE of --json, or printed after them by --json -.
+recipe. Classes are matched by name; --classes states those of checkpoints without names, whose
+outputs are else taken to be in the data set's order. A single result is printed as a line per set
+of weights, several as a table. One JSON object per checkpoint and data set is written to the FILE
+of --json, or printed after them by --json -.
 """
 
 import argparse
@@ -24,11 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from ..base.messages import ProgressBar, nearest, say
+from ..data.classes import class_indices
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_classes
 from ..data.images import DataError
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
-from ..data.sources import Source, class_indices
+from ..data.sources import Source
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
 from ..runs.data import evaluation_batches
@@ -44,6 +47,7 @@ from ..train.loop import set_precision
 from ..train.metrics import Evaluation
 from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_options, run_program
+from .shared.orders import order_taken
 from .shared.results import Finding, print_results
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
@@ -123,24 +127,38 @@ def open_set(eval_set: EvaluatedSet, processes: Processes) -> Source:
     return source
 
 
+def known_classes(saved: Saved, labels: Sequence[str]) -> Sequence[str] | None:
+    """The class of each logit of a model, or None if nothing names them. A model of 1000 classes
+    that no synset ids name counts as an ImageNet-1K model if these labels, of a data set, are
+    ImageNet's synset ids.
+    """
+    classes = saved.classes
+    named = saved.state.get("classes") is not None
+    if classes is not None and all(map(is_wnid, classes)):
+        named = True
+    if not named and all(map(is_wnid, labels)):  # config.json may call them by words
+        return unnamed_classes(saved.recipe.data.num_classes) or classes
+    return classes
+
+
 def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor | None:
     """The indices (K,) int64 of the logits that belong to the data set's K classes, in order; None
-    if the model has exactly these classes in this order. A model of 1000 classes that no synset
-    ids name counts as an ImageNet-1K model if the data set's classes are ImageNet's synset ids.
-    Raises DataError if the model does not know a class of the data set.
+    if the model has exactly these classes in this order, or as many without names. Raises DataError
+    if the model does not know a class of the data set.
     """
     count = saved.recipe.data.num_classes
-    labels, classes = source.classes, saved.classes
+    labels = source.classes
+    classes = known_classes(saved, labels)
     if count == 0:
         raise DataError(
             f"{saved.name}: learned to reconstruct images, and has no classes to "
             "evaluate; init.checkpoint starts a classifier from it"
         )
-    named = saved.state.get("classes") is not None
-    if classes is not None and all(map(is_wnid, classes)):
-        named = True
-    if not named and all(map(is_wnid, labels)):  # config.json may call them by words
-        classes = unnamed_classes(count) or classes
+    if classes is not None and len(classes) != count:
+        raise DataError(
+            f"{saved.name}: is a model of {count} classes with {len(classes)} names; expected a "
+            "name of each"
+        )
     if classes is None and len(labels) != count:
         raise DataError(
             f"{eval_set}: {len(labels)} classes found, and {saved.name} is a model of "
@@ -173,6 +191,11 @@ def evaluate_checkpoints(
             (eval_set, number): columns_of(checkpoints[number], eval_set, sources[eval_set])
             for eval_set, number in pairs
         }
+    for eval_set, number in pairs:
+        labels = sources[eval_set].classes
+        taken = order_taken(labels)
+        if taken and known_classes(checkpoints[number], labels) is None:
+            processes.say(f"{checkpoints[number].name}: {taken}")
     models = [models_of(saved, processes) for saved in checkpoints]
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
@@ -289,7 +312,9 @@ def sets_for(
     it was trained on, if they are asked for; without either, what its recipe validates on.
     """
     sets = [trained_set(saved.recipe), *named] if train_images else list(named)
-    return list(dict.fromkeys(sets)) or [own_set(saved.recipe.data)]
+    parts = list(dict.fromkeys(sets)) or [own_set(saved.recipe.data)]
+    order = tuple(saved.classes or ())
+    return [part._replace(order=order) if part.data else part for part in parts]
 
 
 def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
@@ -306,6 +331,7 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                         changes=overrides(sets=args.set),
                         changeable=EVALUATION_KEYS,
                         image_size=args.image_size,
+                        classes=args.classes,
                     )
                     for path in args.checkpoint
                 ]

@@ -65,7 +65,7 @@ def metadata(trained: Trained) -> Json:
     recipe = trained.recipe.with_data(image_size=trained.image_size)
     return {
         "made_by": f"vitinit {__version__}",
-        "classes": trained.classes,
+        "classes": known_classes(trained),
         "image_size": trained.image_size,
         "mean": recipe.data.mean,
         "std": recipe.data.std,
@@ -74,6 +74,12 @@ def metadata(trained: Trained) -> Json:
         "model": recipe.model.name,
         "recipe": for_others(recipe).as_toml(),
     }
+
+
+def known_classes(trained: Trained) -> list[str] | None:
+    """The names of a model's classes; None if there are none, and numbers stand in for them."""
+    numbers = tuple(map(str, range(len(trained.classes))))
+    return list(trained.classes) if trained.named or trained.classes != numbers else None
 
 
 def for_others(recipe: Recipe) -> Recipe:
@@ -126,10 +132,13 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     files = {}
     if library == "transformers":
         prefix = f"{arguments['model_type']}."
+        labels: Sequence[str] = trained.classes
+        if known_classes(trained) is None:
+            labels = [f"LABEL_{number}" for number in labels]  # their stand-in for a name
         files["config.json"] = arguments | {
             "architectures": [name],
-            "id2label": dict(enumerate(trained.classes)),
-            "label2id": {label: index for index, label in enumerate(trained.classes)},
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: index for index, label in enumerate(labels)},
         }
         files["preprocessor_config.json"] = preprocessor_config(trained.recipe, trained.image_size)
     else:
@@ -142,7 +151,7 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
         files["config.json"] = {
             "architecture": name,
             "num_classes": len(trained.classes),
-            "label_names": trained.classes,
+            "label_names": known_classes(trained),
             "model_args": arguments,
             "pretrained_cfg": {
                 "input_size": [3, *trained.image_size],
@@ -249,12 +258,10 @@ def export_run(trained: Trained, out: Path) -> str:
     of_run = "recipe" in stored
     recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
     recipe = for_others(recipe)
-    classes: list[str] | None = list(trained.classes)
-    if classes == [*map(str, range(len(trained.classes)))]:  # invented
-        classes = stored.get("classes")
     weights = {}
     for name, value in trained.model.state_dict().items():
         weights[name] = value.half() if value.is_floating_point() else value
+    classes = known_classes(trained)
     state = {"model": weights, "ema": None, "classes": classes, "recipe": recipe.as_dict()}
     state |= {name: stored[name] for name in stored.keys() & {"grid", "step", "progress"}}
     with new_folder(out):

@@ -6,8 +6,9 @@
 One line is printed per image: its path, then the likeliest classes with their probabilities. Images
 come in the order given, those of a folder sorted by name. If an image lies below a folder that has the
 name of a class, at any depth, that class counts as the truth, as in training, and the last line says
-how many images were classified correctly. An image that cannot be read is named and skipped, and the
-exit status is 1.
+how many images were classified correctly. Where nothing names the classes of a checkpoint, --classes
+does, or they are those of the images' folders if these are as many, sorted as eval.py sorts them; a
+line says so. An image that cannot be read is named and skipped, and the exit status is 1.
 
 --json FILE writes one JSON object per image and line, --csv FILE the path, likeliest class and its
 probability of each image that can be read, which data.name = "image_list" reads again. --sheet
@@ -21,6 +22,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from ..base.files import deliver, require_no_input, written_atomically
 from ..base.messages import ProgressBar, in_brief, one_line, say
+from ..data.datasets import is_wnid
 from ..data.folders import classes_in, composed
 from ..data.images import DataError
 from ..data.lists import as_list
@@ -39,6 +42,7 @@ from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
 from ..train.device import this_device
 from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_run, integer, main_of, run_arguments
+from .shared.orders import order_taken
 from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save, subplots
 from .shared.results import json_line
 
@@ -165,6 +169,30 @@ def classify(
             known = truths[start : start + BATCH]
             for path, truth, (view, problem) in zip(chunk, known, views):
                 yield Guess(path, truth, [] if problem else ranked.pop(0), problem), view
+
+
+def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
+    """A model whose classes nothing names, with the names of the images' folders, sorted as texts,
+    if they are as many, as eval.py takes them. Otherwise no folder counts as the truth.
+    """
+    if trained.named:
+        return trained
+    names = tuple(sorted({folder_of(path) for path in paths}))
+    if len(names) != len(trained.classes):
+        return replace(trained, named=is_wnid(trained.classes[0]))
+    if names != trained.classes:
+        words = order_taken(names) or "--classes FILE states all names, one per line"
+        say(
+            f"vitinit predict: {trained.path}: does not name its classes, which are taken for the "
+            f"{len(names):,} folders of the images; {words}",
+            sys.stderr,
+        )
+    return replace(trained, classes=names, named=True)
+
+
+def folder_of(path: str) -> str:
+    """The name of the folder that an image is in."""
+    return Path(os.path.abspath(path)).parent.name
 
 
 def share_right(guesses: Sequence[Guess]) -> str:
@@ -343,11 +371,12 @@ def run_predict(args: Namespace) -> int:
         require_attention(trained)
     images = images_of(args.images)
     paths = [path for path, _ in images]
+    trained = named_by_folders(trained, paths)
     for out in filter(None, (args.sheet, args.json, args.csv)):
         require_no_input(out, paths)  # links may lead to it
     if caution := dark_in_16_bits(paths[:BATCH]):
         say(f"vitinit predict: warning {caution}", sys.stderr)
-    truth_of = Truths(trained.classes)
+    truth_of = Truths(trained.classes if trained.named else ())
     truths = [truth_of(path, argument) for path, argument in images]
     return predict(trained, paths, truths, args)
 

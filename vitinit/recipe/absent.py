@@ -10,6 +10,8 @@ from ..train.optim import NO_TEACHER
 SECTIONS_LEFT_OUT: Table = {"distill": NO_TEACHER, "task": {"name": "classify"}}
 KEYS_LEFT_OUT: Table = {
     "init.checkpoint_head": "keep",
+    "init.checkpoint_classes": "",
+    "distill.classes": "",
     "optim.train": "all",
     "schedule.cosine_after_warmup": False,
 }

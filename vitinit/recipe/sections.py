@@ -87,6 +87,7 @@ class InitSection:
     checkpoint_weights: Literal["model", "ema"]  # which weights in the checkpoint
     # match: its classifier's rows by class name; keep: all rows, if as many as classes; drop: none.
     checkpoint_head: Literal["match", "keep", "drop"]
+    checkpoint_classes: str  # a file of its classes' names, one per line, if it has none; or ""
     options: Mapping[str, Any]  # keyword arguments of that init
 
 
@@ -230,8 +231,9 @@ def _of_schedule(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _of_weights(recipe: Recipe) -> Iterator[Contradiction]:
-    if recipe.distill.weights and not recipe.distill.teacher:
-        yield ("distill.weights", "distill.teacher"), "none, as there is no teacher"
+    for key in ("weights", "classes"):
+        if getattr(recipe.distill, key) and not recipe.distill.teacher:
+            yield (f"distill.{key}", "distill.teacher"), "none, as there is no teacher"
     if recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"):
         yield ("optim.train", "model.name"), "all, as the BatchNorm below would go on changing"
     if not recipe.ema.decay:

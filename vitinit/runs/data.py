@@ -1,6 +1,6 @@
 """The data of a run: its images, this process's batches of them, and views for the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -34,11 +34,14 @@ from ..train.distributed import Processes
 from .model import task_of
 
 
-def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]:
+def open_training_set(
+    data: DataSection, run_seed: int, classes: Sequence[str] = ()
+) -> tuple[Source, Source]:
     """The whole training set of a recipe, and the part of it that is trained on, perhaps drawn by
-    the recipe's run.seed. Raises DataError if it cannot be opened, or has a single class.
+    the recipe's run.seed. classes: in the order that a run began with, if it has begun. Raises
+    DataError if it cannot be opened, or has a single class.
     """
-    stored = open_split(data.name, data.root, "train", data.num_classes)
+    stored = open_split(data.name, data.root, "train", data.num_classes).in_order(classes)
     whole = oriented(stored, data.apply_exif_orientation)
     if len(whole.classes) < 2 and data.name != "images":
         raise DataError(
@@ -65,9 +68,11 @@ def open_held_out(data: DataSection, whole: Source) -> Source:
     return held_out_part(whole, images_per_class=data.held_out_per_class, seed=held_out_seed(data))
 
 
-def open_sets(data: DataSection, run_seed: int) -> tuple[Source, Source, Source]:
+def open_sets(
+    data: DataSection, run_seed: int, classes: Sequence[str] = ()
+) -> tuple[Source, Source, Source]:
     """The whole training set of a recipe, the part that is trained on, and what validates it."""
-    whole, part = open_training_set(data, run_seed)
+    whole, part = open_training_set(data, run_seed, classes)
     if data.held_out_per_class:
         if whole.to_validate_on:
             whole.note(
@@ -75,7 +80,8 @@ def open_sets(data: DataSection, run_seed: int) -> tuple[Source, Source, Source]
                 "validates on images to train on"
             )
         return whole, part, open_held_out(data, whole)
-    return whole, part, open_split(data.name, data.root, "val", len(whole.classes))
+    held = open_split(data.name, data.root, "val", len(whole.classes))
+    return whole, part, held.in_order(whole.classes)
 
 
 def masks_of(recipe: Recipe) -> Masks | None:
@@ -125,10 +131,16 @@ def evaluation_batches(
 
 
 def open_data(
-    recipe: Recipe, processes: Processes, *, dry_run: bool = False, strided: bool = False
+    recipe: Recipe,
+    processes: Processes,
+    *,
+    dry_run: bool = False,
+    strided: bool = False,
+    classes: Sequence[str] = (),
 ) -> Data:
     """Open the data sets and make this process's batches. dry_run: neither download nor decode.
-    strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs.
+    strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs. classes: as of
+    `open_training_set`.
     """
     data = recipe.data
     prepare_workers(data.workers)
@@ -136,7 +148,7 @@ def open_data(
         if processes.local_rank == 0 and not dry_run:
             download(data.name, data.root)
     with processes.together():
-        whole_set, train_set, val_set = open_sets(data, recipe.run.seed)
+        whole_set, train_set, val_set = open_sets(data, recipe.run.seed, classes)
         with building(f"recipe {recipe.name}", "optim"):
             plan = plan_of(recipe, processes, strided=strided)
             sampler = TrainSampler(

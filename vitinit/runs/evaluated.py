@@ -20,6 +20,7 @@ class EvaluatedSet(NamedTuple):
     run_seed: int = 0  # of that recipe, where it decides which images they are
     whole: bool = False  # all of an image folder or list, if it has no splits
     classes: int = 0  # so many in place of the set's own number; 0: that
+    order: tuple[str, ...] = ()  # of a part's classes, as the run began with them
 
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name
@@ -32,7 +33,8 @@ class EvaluatedSet(NamedTuple):
             if number > 0:  # else as many classes as the folder holds
                 number = self.classes or number
             return open_split(self.name, self.root, split, number)
-        whole, trained_on = open_training_set(self.data, self.run_seed)
+        # Which images they are depends on the number of each class.
+        whole, trained_on = open_training_set(self.data, self.run_seed, self.order)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)
 
 

@@ -12,6 +12,7 @@ from ..base.files import CheckpointError, NoCheckpoint
 from ..base.messages import in_brief, nearest, say, times
 from ..base.table import find
 from ..base.values import Size, Table, convert
+from ..data.classes import read_classes
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, load_recipe
@@ -134,8 +135,10 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
     return 0
 
 
-def open_file(path: Path) -> tuple[Path, Table, Any]:
-    """The file of a checkpoint, by path or name (see `by_name`), its contents, and its reader."""
+def open_file(path: Path, classes: str = "") -> tuple[Path, Table, Any]:
+    """The file of a checkpoint, by path or name (see `by_name`), its contents, and its reader.
+    classes: a file of the names of its classes, if it contains none; "": there is no such file.
+    """
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(by_name(path), mmap=True)
     state = {
@@ -143,6 +146,12 @@ def open_file(path: Path) -> tuple[Path, Table, Any]:
         for key, part in state.items()
         if part is not None and key not in ("optimizer", "scaler")
     }
+    if classes and state.get("classes"):
+        raise CheckpointError(
+            f"{path}: names its classes itself; {classes} is for checkpoints that do not"
+        )
+    if classes:
+        state["classes"] = read_classes(classes)
     return path, state, find(READERS["tensors"])(path, state)
 
 
@@ -153,6 +162,7 @@ def open_saved(
     changes: Sequence[Override] = (),
     changeable: Sequence[str] = (),
     image_size: Any = None,
+    classes: str = "",
 ) -> Saved:
     """Open a checkpoint, a run folder, or a model of recipes/trained (see `read_checkpoint`).
 
@@ -160,11 +170,12 @@ def open_saved(
         recipe: the name or the file of a recipe, for a checkpoint that contains none.
         changes: of the recipe; where the checkpoint contains it, only of the keys `changeable`.
         image_size: in pixels: 288 or (192, 256); None: that of the recipe.
+        classes: see `open_file`.
 
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe, or two
     of them, or a value is invalid.
     """
-    path, state, reader = open_file(path)
+    path, state, reader = open_file(path, classes)
     if "recipe" in state:
         if recipe is not None:
             raise RecipeError(

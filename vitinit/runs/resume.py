@@ -35,7 +35,14 @@ from .folder import RunFolder
 
 # Keys that may change on resume. The teacher's file may have moved: its digest among the data's facts
 # shows that it is the same one.
-MAY_CHANGE = ("root", "data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
+MAY_CHANGE = (
+    "root",
+    "data.root",
+    "distill.teacher",
+    "distill.weights",
+    "distill.classes",
+    *MACHINE_KEYS,
+)
 MAY_DIFFER_BETWEEN_PROCESSES = ("data.root", "data.workers")
 LEFT_OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
 # The locks that this process holds, by its number and the folder: a record lock keeps out other
@@ -84,6 +91,7 @@ class Choice(NamedTuple):
     recipe: Recipe
     saved: dict[str, Any] | None  # the checkpoint to go on from; None for a new run
     written_root: str  # data.root as it was written, which checkpoints keep
+    classes: Sequence[str] = ()  # in the order that it began with; (): none are known
     strided: bool = False  # how images that are mixed share a micro-batch, see `BatchPlan` in data/
 
 
@@ -300,7 +308,8 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     if written == stored.data.root and not (typed and request.resume != "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
     # Before runs recorded it, pairs were strided.
-    return Choice(recipe, state, written, folder.data_of(-1).get("strided pairs", True))
+    classes, strided = state.get("classes") or (), folder.data_of(-1).get("strided pairs", True)
+    return Choice(recipe, state, written, classes, strided)
 
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:

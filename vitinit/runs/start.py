@@ -12,8 +12,9 @@ from ..base.files import CheckpointError
 from ..base.keys import Purpose, keyed_generator
 from ..base.messages import in_brief
 from ..base.values import ReadOnly, flat, plain, to_toml
+from ..data.classes import rows_by_name
 from ..data.folders import composed
-from ..data.sources import Source, are_names, rows_by_name
+from ..data.sources import Source
 from ..init import family_of, init_weights, reads_images
 from ..models.layers import Classifier, draw_drop_path
 from ..recipe.files import RecipeError, building
@@ -207,7 +208,7 @@ def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:
             f"init.checkpoint = {name}, of a {weights.model}, with model.name = "
             f"{recipe.model.name}; expected --set model.name={weights.model}"
         )
-    path, state, reader = open_file(Path(name))
+    path, state, reader = open_file(Path(name), recipe.init.checkpoint_classes)
     saved = Saved(path, state, recipe, recipe.data.image_size, reader)
     grid, description = state.get("grid"), reader.config
     if description is None:
@@ -240,7 +241,8 @@ def _classifier_rows(
     saved: Saved, tensors: Mapping[str, Tensor], classes: Sequence[str]
 ) -> tuple[list[int | None], str]:
     """For each class of a run the row of the classifiers that it starts from, or None for the
-    init's; and in words. saved: with the run's recipe.
+    init's; and in words. saved: with the run's recipe. Raises CheckpointError if all rows are to
+    stay in order, and the names are those of the classes in another order.
     """
     choice, known = saved.recipe.init.checkpoint_head, saved.classes
     wanted, count = len(classes), rows_of(tensors)
@@ -248,7 +250,7 @@ def _classifier_rows(
         why = "the checkpoint has none"
     elif choice == "drop":
         why = "init.checkpoint_head is drop"
-    elif choice == "match" and are_names(known) and are_names(classes):
+    elif choice == "match" and known:
         row_of = rows_by_name(known)
         rows = [row_of.get(composed(name)) for name in classes]
         lost = rows.count(None)
@@ -256,9 +258,11 @@ def _classifier_rows(
     elif count != wanted:
         why = f"the checkpoint's has {count} rows, and {wanted} are expected"
     elif choice == "match" and saved.recipe.data.name != "imagenet":
-        why = (
-            "not all classes have names; if they are the same, init.checkpoint_head=keep takes "
-            f"its {count} rows"
+        why = "the checkpoint names no classes; init.checkpoint_classes=FILE does, a name per line"
+    elif known and list(known) != list(classes) and sorted(known) == sorted(classes):
+        raise CheckpointError(
+            f"{saved.path}: has these classes in another order, and init.checkpoint_head is keep; "
+            "expected --set init.checkpoint_head=match, which takes rows by name"
         )
     else:
         return list(range(count)), f"all {count} rows, taken for the same classes"

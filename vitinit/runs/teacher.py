@@ -16,9 +16,9 @@ from ..base.files import parse_json
 from ..base.messages import in_brief, nearest
 from ..base.values import PositiveNumber, convert
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
+from ..data.classes import class_indices, read_classes
 from ..data.datasets import unnamed_classes
 from ..data.images import DataError
-from ..data.sources import are_names, class_indices
 from ..recipe.files import RecipeError
 from ..recipe.sections import Recipe
 from ..tasks.distillation import Distillation, Teacher
@@ -74,8 +74,20 @@ def open_teacher(
     else:
         opened = program(Path(name), recipe, device)
     model = opened.teacher.model
+    tensors = dict(model.state_dict())
+    file = recipe.distill.classes
+    if file:
+        names = read_classes(file)
+        if opened.classes or len(names) != opened.outputs:
+            raise RecipeError(
+                f"distill.classes {file}: has {len(names)} names; expected {opened.outputs}, of a "
+                "teacher that does not name its classes itself"
+            )
+        opened = opened._replace(classes=names)
     columns, order = columns_for(name, opened, classes)
-    digest = weights_digest(model.state_dict())
+    if file:  # which may be another one by the time that the run goes on
+        tensors["columns"] = torch.tensor(columns)
+    digest = weights_digest(tensors)
     if columns != list(range(opened.outputs)):
         model = SomeLogits(model, columns)
     model.requires_grad_(False).to(device)
@@ -111,7 +123,7 @@ def of_run(name: str, weights: Any) -> Opened:
     trained.require_classifier()
     data = trained.recipe.data
     teacher = Teacher(trained.model, data.mean, data.std, trained.image_size)
-    return Opened(teacher, trained.classes, len(trained.classes))
+    return Opened(teacher, trained.classes if trained.named else None, len(trained.classes))
 
 
 def of_torchvision(name: str, weights: str) -> Opened:
@@ -141,7 +153,7 @@ def of_torchvision(name: str, weights: str) -> Opened:
     if hasattr(model, "image_size"):  # vit_b_16 and such
         size = (model.image_size, model.image_size)
     teacher = Teacher(model, IMAGENET_MEAN, IMAGENET_STD, size)
-    return Opened(teacher, unnamed_classes(outputs), outputs)
+    return Opened(teacher, None, outputs)
 
 
 def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
@@ -197,19 +209,26 @@ def _read_program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
-    """For each class of the student the teacher's logit, and in words how they were matched."""
-    if opened.classes and are_names(opened.classes) and are_names(classes):
+    """For each class of the student the teacher's logit, and in words how they were matched: by
+    name if the teacher's are known, and else by position.
+    """
+    known = opened.classes or unnamed_classes(opened.outputs)
+    if known:
         try:
-            return class_indices(opened.classes, classes), "matched by name"
+            return class_indices(known, classes), "matched by name"
         except DataError as error:
-            raise RecipeError(f"distill.teacher {name}: {error}") from None
+            raise RecipeError(
+                f"distill.teacher {name}: {error}; where a teacher does not name its classes, "
+                "distill.classes=FILE does, a name per line"
+            ) from None
     if len(classes) != opened.outputs:
         raise RecipeError(
             f"distill.teacher {name}: has {opened.outputs} classes without names, "
             f"and the student {len(classes)}; expected the same ones in the same "
             "order"
         )
-    return list(range(opened.outputs)), "without names, assumed to be in the student's order"
+    words = "without names, assumed to be in the student's order; distill.classes states another"
+    return list(range(opened.outputs)), words
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -83,6 +83,7 @@ class Trained:
     recipe: Recipe  # of the training, with every option written out
     image_size: Size  # (height, width) of the model's input
     path: Path  # of the checkpoint
+    named: bool = True  # whether anything names the classes; else they may be numbers
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +164,7 @@ def load(
     device: str | torch.device | None = None,
     recipe: str | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
+    classes: str | os.PathLike = "",
 ) -> Trained:
     """Load a trained model with its class names and preprocessing.
 
@@ -180,11 +182,14 @@ def load(
         overrides: values for keys of the recipe, such as {"eval.crop_pct": 1.0}, or texts such as
             "eval.crop_pct=1.0". Of a recipe that the checkpoint contains, only `VIEW_KEYS` can
             change: how images are prepared.
+        classes: a file with the names of the classes, one per line in the order of the logits, for
+            a checkpoint that contains none.
 
     For a checkpoint of another project, a line on standard error says what is assumed that tensors
     do not show. Returns a `Trained`, whose model is in evaluation mode and frozen: no weight requires
-    a gradient, until `trained.model.requires_grad_(True)`. Without names in the checkpoint, the classes of a model of 1000 are ImageNet's synset
-    ids (such as "n01440764"), otherwise "0", "1", …. A checkpoint without a classifier has no
+    a gradient, until `trained.model.requires_grad_(True)`. Without names in the checkpoint, the
+    classes of a model of 1000 are ImageNet's synset ids (such as "n01440764"), otherwise "0", "1",
+    …, and `named` is false. A checkpoint without a classifier has no
     classes, and its model returns the pooled features. Raises ValueError for whatever is wrong.
     """
     if weights not in ("model", "ema"):
@@ -196,16 +201,18 @@ def load(
         changes=recipe_changes(sets=overrides),
         changeable=VIEW_KEYS,
         image_size=image_size,
+        classes=os.fspath(classes),
     )
     model = saved.model(weights, or_backbone=not saved.brings_recipe)
     model.eval().requires_grad_(False).to(device)
     if not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions(weights)}", sys.stderr)
     count = model.num_classes
-    classes: Sequence[str] = ()
+    names: Sequence[str] = ()
     if count:
-        classes = saved.classes or unnamed_classes(count) or [str(n) for n in range(count)]
-    return Trained(model, tuple(classes), saved.recipe, saved.size, saved.path)
+        names = saved.classes or unnamed_classes(count) or [str(n) for n in range(count)]
+    named = bool(saved.classes)
+    return Trained(model, tuple(names), saved.recipe, saved.size, saved.path, named)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

@@ -85,13 +85,14 @@ class Distill:
     teacher: str  # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
     # of torch.export, or torchvision:NAME; "": none
     weights: str  # torchvision: the file of weights; a run: "model" or "ema"; or ""
+    classes: str  # a file of its classes' names, one per line, if it has none; "": there is none
     kind: Literal["hard", "soft"]  # learn its decision, or its probabilities
     alpha: Proportion  # the teacher's share of the loss
     tau: PositiveNumber  # soft: the temperature of both
 
 
 # The section of a recipe that states none: the constants of DeiT's code, for a --set of a teacher.
-NO_TEACHER = dict(teacher="", weights="", kind="hard", alpha=0.5, tau=1.0)
+NO_TEACHER = dict(teacher="", weights="", classes="", kind="hard", alpha=0.5, tau=1.0)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

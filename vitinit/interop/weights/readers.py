@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...base.files import CheckpointError, FileError, parse_json, read_bytes
 from ...base.messages import in_brief
-from ...base.values import Count, Size, Table, convert, to_toml
+from ...base.values import Size, Table, convert, to_toml
 from ...models.layers import hidden_width
 from ...recipe.sections import Recipe
 from ...runs.checkpoint import FOREIGN_WEIGHTS
@@ -190,7 +190,7 @@ def _of_timm(config: Table, file: Path) -> ForeignConfig:
     classes = config.get("num_classes")
     if classes:  # 0: a backbone
         changes["data.num_classes"] = classes
-    return ForeignConfig(file, "", changes, _names(config.get("label_names"), classes))
+    return ForeignConfig(file, "", changes, _names(config.get("label_names"), classes, file))
 
 
 def _timm_options(arguments: Table) -> Table:
@@ -220,15 +220,21 @@ def _eva_options(arguments: Table, architecture: str) -> Table:
     }
 
 
-def _names(labels: Any, count: int | None) -> tuple[str, ...] | None:
+def _names(labels: Any, count: int | None, file: Path) -> tuple[str, ...] | None:
     """The name of each of `count` classes, of a list or of a table by their number."""
     if isinstance(labels, list):
         labels = dict(enumerate(labels))
-    labels = {str(index): label for index, label in (labels or {}).items()}
+    labels = {str(index): str(label) for index, label in (labels or {}).items()}
     if not labels or "LABEL_0" in labels.values():  # transformers' stand-in for a name
         return None
-    indices = map(str, range(min(convert(count, Count), 2**20)))
-    return tuple(str(labels.get(index, index)) for index in indices)
+    missing = [index for index in map(str, range(len(labels))) if index not in labels]
+    if len(labels) != count or missing:
+        lacks = f", none of them for class {missing[0]}" if missing else ""
+        raise CheckpointError(
+            f"{file}: has {len(labels)} names of {count} classes{lacks}; expected a name of each, "
+            "or none"
+        )
+    return tuple(labels[str(index)] for index in range(len(labels)))
 
 
 def _of_transformers(config: Table, file: Path) -> ForeignConfig:
@@ -254,7 +260,7 @@ def _of_transformers(config: Table, file: Path) -> ForeignConfig:
     if "Classification" in name:  # transformers omits its default of 2 labels
         labels = config.get("id2label") or {}
         changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
-        classes = _names(labels, len(labels))
+        classes = _names(labels, len(labels), file)
     prepared = file.with_name("preprocessor_config.json")
     with as_they_write(prepared):
         changes |= _preparation(_table(prepared))

@@ -206,8 +206,9 @@ def judge(
     if not saved.recipe.task.kind.learns_classes:
         raise CheckpointError(f"{path}: learned no classes")
     recipe = saved.recipe.with_data(root=data_dir) if data_dir else saved.recipe
-    data_set = own_set(recipe.data)
-    source = data_set.open()
+    known = tuple(saved.classes or ())
+    data_set = own_set(recipe.data)._replace(order=known)
+    source = data_set.open().in_order(known)
     require_same_images(data_set, source, path)
     classes = list(source.classes)
     number = len(classes)

@@ -136,11 +136,12 @@ def run_arguments(args: Namespace) -> dict[str, Any]:
         "image_size": args.image_size,
         "recipe": args.recipe,
         "overrides": args.set,
+        "classes": args.classes,
     }
 
 
 def add_options(parser: Parser, changeable: Sequence[str]) -> None:
-    """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
+    """Add --image-size, --recipe, --classes and --set. changeable: see `open_saved`."""
     parser.add_argument(
         "--image-size",
         type=parse_sides,
@@ -148,6 +149,12 @@ def add_options(parser: Parser, changeable: Sequence[str]) -> None:
         help="in pixels, if it is to differ from the recipe's",
     )
     parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
+    parser.add_argument(
+        "--classes",
+        default="",
+        metavar="FILE",
+        help="names the classes of checkpoints that do not, one per line in the order of outputs",
+    )
     add_set(
         parser,
         "override any key of the recipe given by --recipe, and of any recipe "
