@@ -385,6 +385,24 @@ def test_labels_without_names_are_numbers_and_positions_those_of_the_size_stated
     assert "pos_embed 1×9 → 3×3 resized" in start
 
 
+@pytest.mark.parametrize(
+    "labels, words",
+    [
+        (["ant", "bee"], "has 2 names of 3 classes; expected a name of each, or none"),
+        ({"0": "ant", "2": "eel"}, "has 2 names of 3 classes, none of them for class 1; expected"),
+        (
+            {"1": "ant", "2": "bee", "3": "eel"},
+            "has 3 names of 3 classes, none of them for class 0",
+        ),
+    ],
+)
+def test_a_name_too_few_does_not_shift_the_others(labels, words, tmp_path):
+    config = {"num_classes": 3, "label_names": labels, "pretrained_cfg": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=words):
+        read_description(tmp_path / "model.safetensors")
+
+
 def test_timms_hub_states_preparation_and_sizes_and_names_of_other_functions_are_traps(tmp_path):
     config = {
         "architecture": "vit",

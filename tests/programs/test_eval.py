@@ -20,6 +20,7 @@ from vitinit.data.datasets import imagenet_wnids, open_split
 from vitinit.data.images import DataError, resize_and_centre_crop
 from vitinit.data.sources import ImageFiles
 from vitinit.interop.weights.readers import ForeignConfig
+from vitinit.programs import predict
 from vitinit.programs.evaluate import EvaluatedSet, columns_of
 from vitinit.programs.figures.report import judge
 from vitinit.recipe.files import overrides
@@ -307,6 +308,66 @@ def test_a_foreign_checkpoint_needs_only_a_recipe_and_one_that_misfits_is_one_li
         assert eval_program.main([str(tmp_path / "a.pth"), *arguments]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+def test_outputs_without_names_have_one_order_in_eval_and_predict_and_a_file_states_another(
+    eval_program, tmp_path, capsys
+):
+    names = [str(number) for number in range(12)]
+    root = write_images(tmp_path / "images", names, seed=2)
+    torch.save(tiny_vit(12).state_dict(), tmp_path / "a.pth")
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    shares = []
+    for more, columns in (
+        ([], range(12)),
+        (["--classes", tmp_path / "names.txt"], map(int, sorted(names))),
+    ):
+        assert (
+            eval_program.main(
+                [
+                    *map(str, [tmp_path / "a.pth", "--data", f"image_folder={root}", *more]),
+                    *as_recipe(12),
+                    *("--json", "-"),
+                ]
+            )
+            == 0
+        )
+        printed = capsys.readouterr().out
+        found = json.loads(printed.splitlines()[-1])["model"]
+        source = open_split("image_folder", str(root), "val", 12)
+        assert found == by_hand(tiny_vit(12), source, list(columns))
+        given = [tmp_path / "a.pth", root / "val", *more, "--set", "eval.crop_pct=0.875"]
+        assert predict.main([*map(str, given), *as_recipe(12)]) == 0
+        guessed = capsys.readouterr()
+        right = round(found["top1"] * len(source) / 100)
+        assert f"{right} of {len(source)} images are classified as their folder" in guessed.out
+        shares.append(found["top1"])
+        for text in (printed, guessed.err):
+            assert ("output 2 has no name and is taken for '10'" in text) == (not more)
+    assert shares[0] != shares[1]
+    # Folders that are not all of them show no order, so that none is the truth.
+    assert (
+        predict.main(list(map(str, [tmp_path / "a.pth", root / "val" / "2"])) + as_recipe(12)) == 0
+    )
+    assert "as their folder says" not in capsys.readouterr().out
+
+
+def test_names_of_another_number_than_the_outputs_and_names_twice_are_one_line(
+    eval_program, one_epoch_run, image_tree, tmp_path, capsys
+):
+    torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
+    (tmp_path / "names.txt").write_text("blue\ngreen")
+    data = ["--data", f"image_folder={image_tree}", "--classes", str(tmp_path / "names.txt")]
+    for arguments, words in (
+        (
+            [str(tmp_path / "a.pth"), *as_recipe(3)],
+            "is a model of 3 classes with 2 names; expected",
+        ),
+        ([str(one_epoch_run)], "last.pt: names its classes itself; "),
+    ):
+        assert eval_program.main([*arguments, *data]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
 
 
 def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_path, capsys):

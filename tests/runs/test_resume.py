@@ -594,3 +594,70 @@ def test_a_run_of_an_earlier_version_is_read_but_by_the_commit_that_is_named(
             "bb39c50 reads those of versions 1 to 11"
         )
     assert read_run(folder).keys["mix.group"] == 4
+
+
+def write_list(root: Path) -> None:
+    """A list of the training images, whose labels, of numbers, have two orders."""
+    labels = {"red": "2", "green": "10", "blue": "1"}
+    paths = sorted((root / "train").glob("*/*.png"))
+    lines = [f"train/{path.parent.name}/{path.name},{labels[path.parent.name]}" for path in paths]
+    (root / "images.csv").write_text("\n".join(["path,label", *lines]))
+
+
+@pytest.mark.parametrize("task", ["classify", "reconstruct"])
+def test_a_run_on_a_list_goes_on_in_the_order_of_classes_that_it_began_with(
+    task, train_program, eval_program, small_run, tmp_path, image_tree, monkeypatch, stop_before
+):
+    """Labels that are all numbers were sorted as such. Which images are held out depends on it."""
+    write_list(image_tree)
+    sets = {
+        "data.name": "image_list",
+        "data.held_out_per_class": "3",
+        "data.images_per_class": "8",
+        "task.name": task,
+    }
+    if task == "reconstruct":
+        sets |= {"checkpoint.best_by": "val_loss", "model.options.pool": "class"}
+        sets |= {"mix.mixup_alpha": "0.0", "mix.cutmix_alpha": "0.0", "mix.label_smoothing": "0.0"}
+        sets |= {"task.options.decoder_dim": "16", "task.options.decoder_depth": "1"}
+        sets |= {"task.options.decoder_heads": "2"}
+        sets |= {"augment.erase_probability": "0.0", "model.options.patch_size": "2"}
+    changes = {key.replace(".", "__"): value for key, value in sets.items()}
+
+    def as_numbers(known, key):
+        return sorted(known, key=lambda number: int(key(number)))
+
+    folders = [tmp_path / name for name in ("whole", "cut")]
+    with monkeypatch.context() as before:
+        before.setattr("vitinit.data.lists.sorted", as_numbers, raising=False)
+        assert train_program.main(small_run(folders[0], **changes)) == 0
+        before.setattr("vitinit.run.StopRequest", stop_before(3))
+        assert train_program.main(small_run(folders[1], **changes)) == 143
+    for folder in folders:  # an earlier commit had not this key
+        text = (folder / "recipe.toml").read_text().replace('checkpoint_classes = ""\n', "")
+        (folder / "recipe.toml").write_text(text)
+    with monkeypatch.context() as again:
+        again.setattr("vitinit.run.StopRequest", stop_before(2))
+        assert train_program.main(["--resume", str(folders[1])]) == 143
+    assert train_program.main(["--resume", str(folders[1])]) == 0
+    assert_same_run(*folders)
+    if task == "classify":
+        assert checkpoint(folders[1])["classes"] == ["1", "2", "10"]
+        for more in ([], ["--train-images"]):
+            assert eval_program.main([str(folders[1]), *more]) == 0  # the same images
+
+
+def test_a_finished_run_is_finished_though_its_recipe_lacks_keys_that_came_later(
+    train_program, small_run, tmp_path, capsys
+):
+    folder = tmp_path / "run"
+    assert train_program.main(small_run(folder, **ONE_EPOCH)) == 0
+    for name in ("last.pt", "previous.pt"):
+        (folder / name).unlink()
+    text = (folder / "recipe.toml").read_text()
+    for line in ('checkpoint_classes = ""\n', 'classes = ""\n', "cosine_after_warmup = false\n"):
+        assert line in text
+        text = text.replace(line, "")
+    (folder / "recipe.toml").write_text(text)
+    assert train_program.main(small_run(folder, "--resume", "auto", **ONE_EPOCH)) == 0
+    assert "all epochs, by its metrics.jsonl" in capsys.readouterr().out

@@ -17,16 +17,17 @@ import vitinit
 from vitinit.base.messages import OneLineError
 from vitinit.programs import compare, export
 from vitinit.recipe.files import Override, load_recipe
-from vitinit.runs.teacher import open_teacher
+from vitinit.runs.teacher import Opened, columns_for, open_teacher
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN, CLASSES = Path(__file__).parent / "data" / "version_12", ["blue", "green", "red"]
 CPU = torch.device("cpu")
 
 
-def opened(teacher: str, classes: list[str] = CLASSES, **values):
+def opened(teacher: str, classes: list[str] = CLASSES, names: str = "", **values):
     sets = {f"distill.{key}": value for key, value in values.items()} | {
         "distill.teacher": teacher,
+        "distill.classes": names,
         "data.mean": [0.1, 0.2, 0.3],
         "data.std": [0.7, 0.6, 0.5],
     }
@@ -87,6 +88,46 @@ def test_torchvisions_models_read_views_of_any_size(tmp_path):
     assert torch.equal(teacher.model(views), model(views)) and teacher.size is None
     assert teacher.mean == (0.485, 0.456, 0.406)
     assert "assumed to be in the student's order" in teacher.name
+
+
+def numbered(classes: list[str], path: Path) -> str:
+    """The run as a checkpoint with these names of classes, or with none."""
+    state = torch.load(RUN / "last.pt", weights_only=True)
+    torch.save(state | {"classes": classes}, path)
+    return str(path)
+
+
+def test_names_that_are_numbers_are_matched_by_name(images, tmp_path):
+    expected = vitinit.load(RUN).model(images)
+    teacher = opened(numbered(["1", "2", "10"], tmp_path / "a.pt"), ["1", "10", "2"])
+    close(teacher.model(images), expected[:, [0, 2, 1]])
+    assert "matched by name" in teacher.name
+    assert columns_for("t", Opened(None, ["2", "10"], 2), ["10", "2"]) == (
+        [1, 0],
+        "matched by name",
+    )
+
+
+def test_a_file_names_the_classes_of_a_teacher_that_does_not(images, tmp_path):
+    """It is part of what the teacher answers, so that a run goes on with the same names alone."""
+    expected, bare = vitinit.load(RUN).model(images), numbered(None, tmp_path / "a.pt")
+    file = tmp_path / "names.txt"
+    digests = set()
+    for names, columns in ((["1", "2", "10"], [0, 2, 1]), (["10", "2", "1"], [2, 0, 1])):
+        file.write_text("\n".join(names))
+        teacher = opened(bare, ["1", "10", "2"], names=str(file))
+        close(teacher.model(images), expected[:, columns])
+        digests.add(teacher.digest)
+    teacher = opened(bare, ["1", "10", "2"])
+    close(teacher.model(images), expected)
+    assert "without names, assumed to be in the student's order; distill.classes" in teacher.name
+    assert len(digests | {teacher.digest}) == 3
+    file.write_text("1\n2")
+    for known, words in (
+        (bare, "has 2 names; expected 3"),
+        (str(RUN), "does not name its classes"),
+    ):
+        assert words in refused(OneLineError, opened, known, names=str(file))
 
 
 def write_program(path: Path, shape: tuple[int, ...], *, batch_is_free: bool) -> str:

@@ -194,6 +194,43 @@ def test_which_rows_a_run_starts_from(choice, data, known, classes, words, rows,
         assert torch.equal(now, before if row is None else tensors["head.weight"][row])
 
 
+def started(classes: tuple[str, ...], folder: Path, known, *sets: str) -> list[int]:
+    """The rows of a checkpoint's classifier that a run on these classes starts from."""
+    recipe = load_recipe(
+        RECIPES / "deit_tiny.toml", overrides(sets=[f"init.checkpoint={folder}/a.pt", *sets])
+    )
+    recipe = replace(recipe, data=replace(recipe.data, name="photos"))
+    model, source = vit(0, classes=len(classes)), vit(1, classes=3)
+    tensors = state_of(source)
+    torch.save(
+        tensors | {} if known is None else {"model": tensors, "classes": known}, folder / "a.pt"
+    )
+    fine_tune(model, recipe, task_of(recipe, classes))
+    rows = tensors["head.weight"].tolist()
+    return [rows.index(row.tolist()) for row in model.head.weight]
+
+
+def test_a_file_names_the_classes_of_a_checkpoint_that_does_not(tmp_path):
+    (tmp_path / "names.txt").write_text("1\n2\n10\n")
+    file = f"init.checkpoint_classes={tmp_path}/names.txt"
+    assert started(("1", "10", "2"), tmp_path, None, file) == [0, 2, 1]
+    message = refused(CheckpointError, started, ("1", "10", "2"), tmp_path, ("1", "2", "3"), file)
+    assert message.endswith(
+        f"names its classes itself; {tmp_path}/names.txt is for checkpoints that do not"
+    )
+    (tmp_path / "names.txt").write_text("1\n2\n")
+    message = refused(CheckpointError, started, ("1", "10", "2"), tmp_path, None, file)
+    assert message.endswith("names 2 classes, and its classifier has 3 rows")
+
+
+def test_rows_are_kept_in_order_only_where_the_classes_have_that_order(tmp_path):
+    keep, known = "init.checkpoint_head=keep", ("1", "2", "10")
+    assert started(known, tmp_path, known, keep) == [0, 1, 2]
+    assert started(("a", "b", "c"), tmp_path, known, keep) == [0, 1, 2]  # under other names
+    message = refused(CheckpointError, started, ("1", "10", "2"), tmp_path, known, keep)
+    assert "in another order" in message and "init.checkpoint_head=match" in message
+
+
 def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():
     """Any grids, stated or, if square, recognised; one of them with as many positions as before."""
     grids = [((3, 5), (3, 5), False), ((3, 5), (5, 3), True)]

@@ -35,7 +35,7 @@ def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> l
     return [indices[composed(name)] for name in set_classes]
 
 
-def read_classes(file: str) -> list[str]:
+def read_classes(file: str | Path) -> list[str]:
     """The names in a file, one per line, in order. Names of folders need not be UTF-8."""
-    text = read_bytes(Path(file)).decode("utf-8-sig", "surrogateescape")
+    text = read_bytes(file).decode("utf-8-sig", "surrogateescape")
     return [line.strip() for line in text.strip().split("\n")]

@@ -114,10 +114,10 @@ def open_list(root: Path, split: str) -> ImageFiles:
     source = readable_part(listed, labels, of_test, root)
     if split == "train" and to_hold.any():
         source.to_validate_on = f"{counted(to_hold.sum(), 'image')} of {names[-1]}"
-    classes = sorted(labels[number] for number in known)
-    source.classes = classes
+    numbers = sorted(known, key=labels.__getitem__)  # of the classes, sorted as texts
+    source.classes = [labels[number] for number in numbers]
     new_numbers = np.full(len(labels), -1)
-    new_numbers[[lines.labels[label] for label in classes]] = range(len(classes))
+    new_numbers[numbers] = range(len(numbers))
     source.labels = new_numbers[source.labels]
     if whole:
         source.note(f"{root}: no splits in it, so that all {len(source):,} images are evaluated")

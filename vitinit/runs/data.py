@@ -35,14 +35,18 @@ from .model import task_of
 
 
 def open_training_set(
-    data: DataSection, run_seed: int, classes: Sequence[str] = ()
+    data: DataSection, run_seed: int, classes: Sequence[str] | None = ()
 ) -> tuple[Source, Source]:
     """The whole training set of a recipe, and the part of it that is trained on, perhaps drawn by
-    the recipe's run.seed. classes: in the order that a run began with, if it has begun. Raises
-    DataError if it cannot be opened, or has a single class.
+    the recipe's run.seed. classes: in the order that a run began with, if it has begun; None: a
+    run of a commit that sorted a list's as numbers. Raises DataError if the set cannot be opened,
+    or has a single class.
     """
-    stored = open_split(data.name, data.root, "train", data.num_classes).in_order(classes)
-    whole = oriented(stored, data.apply_exif_orientation)
+    stored = open_split(data.name, data.root, "train", data.num_classes)
+    if classes is None and data.name == "image_list":
+        if all(map(str.isdecimal, stored.classes)):
+            classes = sorted(stored.classes, key=int)
+    whole = oriented(stored.in_order(classes or ()), data.apply_exif_orientation)
     if len(whole.classes) < 2 and data.name != "images":
         raise DataError(
             f"{data.root}: one class found, '{whole.classes[0]}'; expected two at least"
@@ -69,7 +73,7 @@ def open_held_out(data: DataSection, whole: Source) -> Source:
 
 
 def open_sets(
-    data: DataSection, run_seed: int, classes: Sequence[str] = ()
+    data: DataSection, run_seed: int, classes: Sequence[str] | None = ()
 ) -> tuple[Source, Source, Source]:
     """The whole training set of a recipe, the part that is trained on, and what validates it."""
     whole, part = open_training_set(data, run_seed, classes)
@@ -136,7 +140,7 @@ def open_data(
     *,
     dry_run: bool = False,
     strided: bool = False,
-    classes: Sequence[str] = (),
+    classes: Sequence[str] | None = (),
 ) -> Data:
     """Open the data sets and make this process's batches. dry_run: neither download nor decode.
     strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs. classes: as of

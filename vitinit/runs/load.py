@@ -135,7 +135,7 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
     return 0
 
 
-def open_file(path: Path, classes: str = "") -> tuple[Path, Table, Any]:
+def open_file(path: Path, classes: str | Path = "") -> tuple[Path, Table, Any]:
     """The file of a checkpoint, by path or name (see `by_name`), its contents, and its reader.
     classes: a file of the names of its classes, if it contains none; "": there is no such file.
     """
@@ -146,12 +146,13 @@ def open_file(path: Path, classes: str = "") -> tuple[Path, Table, Any]:
         for key, part in state.items()
         if part is not None and key not in ("optimizer", "scaler")
     }
-    if classes and state.get("classes"):
-        raise CheckpointError(
-            f"{path}: names its classes itself; {classes} is for checkpoints that do not"
-        )
     if classes:
-        state["classes"] = read_classes(classes)
+        if state.get("classes"):
+            raise CheckpointError(
+                f"{path}: names its classes itself; {classes} is for checkpoints that do not"
+            )
+        # A bare state dict holds tensors alone.
+        state = {"model": state, **state, "classes": read_classes(classes)}
     return path, state, find(READERS["tensors"])(path, state)
 
 
@@ -162,7 +163,7 @@ def open_saved(
     changes: Sequence[Override] = (),
     changeable: Sequence[str] = (),
     image_size: Any = None,
-    classes: str = "",
+    classes: str | Path = "",
 ) -> Saved:
     """Open a checkpoint, a run folder, or a model of recipes/trained (see `read_checkpoint`).
 

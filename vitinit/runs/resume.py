@@ -91,7 +91,7 @@ class Choice(NamedTuple):
     recipe: Recipe
     saved: dict[str, Any] | None  # the checkpoint to go on from; None for a new run
     written_root: str  # data.root as it was written, which checkpoints keep
-    classes: Sequence[str] = ()  # in the order that it began with; (): none are known
+    classes: Sequence[str] | None = ()  # as of `open_training_set`
     strided: bool = False  # how images that are mixed share a micro-batch, see `BatchPlan` in data/
 
 
@@ -307,9 +307,11 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     # A relative path of the run's was relative to elsewhere; one that is typed now is meant here.
     if written == stored.data.root and not (typed and request.resume != "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
+    classes = state.get("classes") or None
+    if classes is None and "init.checkpoint_classes" in folder.keys():
+        classes = ()  # the key is younger than the order that lists have now
     # Before runs recorded it, pairs were strided.
-    classes, strided = state.get("classes") or (), folder.data_of(-1).get("strided pairs", True)
-    return Choice(recipe, state, written, classes, strided)
+    return Choice(recipe, state, written, classes, folder.data_of(-1).get("strided pairs", True))
 
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ def open_teacher(
     else:
         opened = program(Path(name), recipe, device)
     model = opened.teacher.model
-    tensors = dict(model.state_dict())
+    digest = weights_digest(model.state_dict())
     file = recipe.distill.classes
     if file:
         names = read_classes(file)
@@ -86,8 +86,7 @@ def open_teacher(
         opened = opened._replace(classes=names)
     columns, order = columns_for(name, opened, classes)
     if file:  # which may be another one by the time that the run goes on
-        tensors["columns"] = torch.tensor(columns)
-    digest = weights_digest(tensors)
+        digest += weights_digest({"columns": torch.tensor(columns)})
     if columns != list(range(opened.outputs)):
         model = SomeLogits(model, columns)
     model.requires_grad_(False).to(device)

@@ -164,7 +164,7 @@ def load(
     device: str | torch.device | None = None,
     recipe: str | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
-    classes: str | os.PathLike = "",
+    classes: str | Path = "",
 ) -> Trained:
     """Load a trained model with its class names and preprocessing.
 
@@ -201,7 +201,7 @@ def load(
         changes=recipe_changes(sets=overrides),
         changeable=VIEW_KEYS,
         image_size=image_size,
-        classes=os.fspath(classes),
+        classes=classes,
     )
     model = saved.model(weights, or_backbone=not saved.brings_recipe)
     model.eval().requires_grad_(False).to(device)
