@@ -572,3 +572,15 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
         said = capsys.readouterr().err
         assert problem in said and said.count("\n") == 1
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)
+@pytest.mark.parametrize("names", ["timm", "transformers"])
+def test_numbers_that_stand_in_for_names_are_not_written_as_names(names, checkpoint, tmp_path):
+    """Read again, they would be matched by name."""
+    state = torch.load(checkpoint)
+    torch.save({**state, "classes": None}, checkpoint)
+    assert not vitinit.load(checkpoint).named
+    out = tmp_path / "out"
+    assert exported(checkpoint, "--to", "safetensors", "--names", names, "--out", out) == 0
+    assert read_description(out / "model.safetensors").classes is None
