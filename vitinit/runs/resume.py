@@ -26,6 +26,7 @@ from ..base.messages import warn
 from ..base.values import plain, to_toml
 from ..data.folders import composed, since_left_out
 from ..data.sources import SIZES
+from ..recipe.absent import KEYS_LEFT_OUT
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..train.device import fastest_amp
@@ -262,9 +263,9 @@ def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
                 "it, with --resume auto, starts it again"
             )
         if folder.recipe.exists():
-            require_same(folder.path, folder.keys(), recipe.keys)
+            require_same(folder.path, KEYS_LEFT_OUT | folder.keys(), recipe.keys)
         return ToDo.BEGIN
-    began = folder.keys()
+    began = KEYS_LEFT_OUT | folder.keys()  # which are younger than some runs
     done = len(folder.metrics.rows())
     if recipe is not None:
         require_same(folder.path, began, recipe.keys)
