@@ -16,7 +16,7 @@ ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)
 
 
 def settings(kind: str = "hard", alpha: float = 0.3, tau: float = 1.7) -> Distill:
-    return Distill(teacher="given", weights="", kind=kind, alpha=alpha, tau=tau)
+    return Distill(teacher="given", weights="", classes="", kind=kind, alpha=alpha, tau=tau)
 
 
 def seeded(*shape: int, seed: int = 1) -> torch.Tensor:
