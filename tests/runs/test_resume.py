@@ -661,3 +661,19 @@ def test_a_finished_run_is_finished_though_its_recipe_lacks_keys_that_came_later
     (folder / "recipe.toml").write_text(text)
     assert train_program.main(small_run(folder, "--resume", "auto", **ONE_EPOCH)) == 0
     assert "all epochs, by its metrics.jsonl" in capsys.readouterr().out
+
+
+def test_a_run_whose_classes_an_earlier_version_did_not_compose_goes_on_with_their_names_and_order(
+    train_program, stopped, image_tree, monkeypatch
+):
+    """Between blue and green came "e" with an accent; behind them comes the letter "é"."""
+    for split in ("train", "val"):
+        (image_tree / split / "red").rename(image_tree / split / "e\u0301")
+    with monkeypatch.context() as earlier:
+        earlier.setattr("unicodedata.normalize", lambda form, name: name)
+        folder, arguments = stopped(**ONE_EPOCH)
+        straight = shutil.copytree(folder, folder.with_name("straight"))
+        assert train_program.main(["--resume", str(straight)]) == 0
+    assert train_program.main(arguments) == 0
+    assert checkpoint(folder)["classes"] == ["blue", "e\u0301", "green"]
+    assert_same_run(folder, straight)

@@ -70,8 +70,9 @@ class Source:
         return part
 
     def in_order(self, classes: Sequence[str]) -> Self:
-        """The same images, with their classes in this order if these are the same ones."""
-        if list(classes) == self.classes or sorted(classes) != sorted(self.classes):
+        """The same images, with their classes in this order, and spelt so, if these are the same."""
+        own, known = (sorted(map(composed, names)) for names in (self.classes, classes))
+        if list(classes) == self.classes or own != known:
             return self
         ordered = copy.copy(self)
         ordered.labels = np.array(class_indices(classes, self.classes))[self.labels]
