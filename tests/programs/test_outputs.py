@@ -42,6 +42,7 @@ PROGRAMS = {
 NO_OUTPUTS = (
     "--across",
     "--checkpoint",
+    "--classes",
     "--data-dir",
     "--init",
     "--log",
