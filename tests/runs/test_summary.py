@@ -298,9 +298,3 @@ def test_a_warm_up_as_long_as_the_run_is_a_caution(warmup, cautioned):
     )
     lines = cautions(recipe, DATA, (14, 14), torch.device("meta"))
     assert cautioned == any("all epochs are warm-up" in line for line in lines)
-
-
-def test_a_caution_takes_at_most_two_lines_of_a_terminal():
-    lines = ["run     x", f"warning {200 * 'long '}", f"note    {300 * 'x'}", "warning short"]
-    _, first, note, last = at_a_glance(lines, "there")
-    assert max(map(len, (first, note))) == 160 and first.endswith("…") and last == "warning short"

@@ -161,7 +161,7 @@ def start_lines(
 
 def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
     """Of all that there is to say at the start, what a terminal shows: at most MOST_LINES, cut to
-    WIDTH, and MOST_CAUTIONS, cut to twice that, but for notes. elsewhere: where all of it is.
+    WIDTH, and MOST_CAUTIONS. elsewhere: where all of it is.
     """
     kinds = [kind for kind in AT_A_GLANCE if any(line.startswith(kind) for line in lines)]
     shown = [line for line in lines if line.startswith(tuple(kinds[:MOST_LINES]))]
