@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from ..base.messages import counted, in_brief, one_line, times
+from ..base.messages import counted, one_line, times
 from ..base.values import to_toml
 from ..data.pipeline import Data
 from ..models.layers import Classifier
@@ -165,8 +165,7 @@ def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
     """
     kinds = [kind for kind in AT_A_GLANCE if any(line.startswith(kind) for line in lines)]
     shown = [line for line in lines if line.startswith(tuple(kinds[:MOST_LINES]))]
-    cautious = [line for line in lines if line.startswith(("note", "warning"))]
-    warnings = [line if line.startswith("note") else in_brief(line, 2 * WIDTH) for line in cautious]
+    warnings = [line for line in lines if line.startswith(("note", "warning"))]
     if len(warnings) > MOST_CAUTIONS:
         hidden = len(warnings) - MOST_CAUTIONS + 1
         warnings = warnings[: MOST_CAUTIONS - 1]
