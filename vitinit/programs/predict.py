@@ -177,7 +177,7 @@ def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
     """
     if trained.named:
         return trained
-    names = tuple(sorted({folder_of(path) for path in paths}))
+    names = tuple(sorted({name_of_folder(path) for path in paths}))
     if len(names) != len(trained.classes):
         return replace(trained, named=is_wnid(trained.classes[0]))
     if names != trained.classes:
@@ -190,7 +190,7 @@ def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
     return replace(trained, classes=names, named=True)
 
 
-def folder_of(path: str) -> str:
+def name_of_folder(path: str) -> str:
     """The name of the folder that an image is in."""
     return Path(os.path.abspath(path)).parent.name
 
