@@ -15,6 +15,7 @@ from forks import in_two_processes
 from same_run import TIMES, assert_same_run, checkpoint, family_run, rows_of
 
 import vitinit.run
+from vitinit.data.folders import since_left_out
 from vitinit.programs import train
 from vitinit.programs.figures.subjects import of_runs
 from vitinit.programs.shared.records import read_run
@@ -333,6 +334,7 @@ def test_images_that_are_left_out_now_are_named_to_a_run_that_began_with_them(
             f"--set init.checkpoint={folder}; 4 images in it are left out, on which earlier versions "
             f"trained: {names}; the git_commit in the run's run.json goes on with them",
         )
+    assert since_left_out(image_tree, 4) != "" == since_left_out(image_tree, -1)  # one is new
 
 
 def test_other_images_of_the_same_names_are_not_gone_on_with_unless_they_were_mended(

@@ -176,15 +176,16 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(name)[1].lower() or "without suffix"
 
 
-def since_left_out(root: Path) -> str:
-    """What to say of images in folders OF_SYSTEMS, where a run does not find those that it began
-    with, perhaps by an earlier version, which took them for photographs; "" if there are none.
+def since_left_out(root: Path, fewer: int) -> str:
+    """What to say of images in folders OF_SYSTEMS, where a run finds so many images fewer than it
+    began with, perhaps by an earlier version, which took these for photographs; "" if there are
+    not as many of them, so that it has not lost these.
     """
     found = []
     for path in sorted(root.glob("**/*")):
         if is_image(path.name) and OF_SYSTEMS & {*path.parts} and path.is_file():
             found.append(str(path.relative_to(root)))
-    if not found:
+    if not found or len(found) != fewer:
         return ""
     return (
         f"; {counted(len(found), 'image')} in it are left out, on which earlier versions trained: "

@@ -179,7 +179,14 @@ def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
         return trained
     names = tuple(sorted({name_of_folder(path) for path in paths}))
     if len(names) != len(trained.classes):
-        return replace(trained, named=is_wnid(trained.classes[0]))
+        synsets = is_wnid(trained.classes[0])
+        if not synsets:
+            say(
+                f"vitinit predict: {trained.path}: does not name its classes: 0, 1, … are its "
+                "outputs; --classes FILE states the names, one per line",
+                sys.stderr,
+            )
+        return replace(trained, named=synsets)
     if names != trained.classes:
         words = order_taken(names) or "--classes FILE states all names, one per line"
         say(

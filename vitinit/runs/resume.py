@@ -354,12 +354,15 @@ def require_same_data(
         # Images that had to be mended have other sizes since the last start.
         began[SIZES] = folder.data_of(-1).get(SIZES, now.get(SIZES))
         root = Path(now["root"] or os.devnull)
+        fewer = sum(
+            began.get(key, 0) - now[key] for key in ("training images", "validation images")
+        )
         now = numbered(classes) | {key: value for key, value in now.items() if key != "root"}
         began = {key: began.get(key, value) for key, value in now.items()}
         try:
             require_same(folder.path, began, now)
         except RecipeError as error:
-            raise RecipeError(f"{error}{since_left_out(root)}") from None
+            raise RecipeError(f"{error}{since_left_out(root, fewer)}") from None
 
 
 def numbered(classes: Sequence[str]) -> dict[str, str]:
