@@ -36,14 +36,7 @@ from .folder import RunFolder
 
 # Keys that may change on resume. The teacher's file may have moved: its digest among the data's facts
 # shows that it is the same one.
-MAY_CHANGE = (
-    "root",
-    "data.root",
-    "distill.teacher",
-    "distill.weights",
-    "distill.classes",
-    *MACHINE_KEYS,
-)
+MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", "distill.classes", *MACHINE_KEYS)
 MAY_DIFFER_BETWEEN_PROCESSES = ("data.root", "data.workers")
 LEFT_OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
 # The locks that this process holds, by its number and the folder: a record lock keeps out other
