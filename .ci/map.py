@@ -1,14 +1,13 @@
 """Write the map of the package into vitinit/README.md: a phrase for each file, and what to read.
 
-    python .ci/map.py [--check]
+    python .ci/map.py
 
 The phrase is the beginning of a module's docstring, and lengths are of lines, rounded to 50. A test
-compares the page with what this writes; --check does, too, with exit status 1 if they differ.
+compares the page with what this writes.
 """
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -90,8 +89,4 @@ def mapped(page: str) -> str:
 
 
 if __name__ == "__main__":
-    before = PAGE.read_text(encoding="utf-8")
-    after = mapped(before)
-    if "--check" in sys.argv:
-        sys.exit(before != after)
-    PAGE.write_text(after, encoding="utf-8")
+    PAGE.write_text(mapped(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
