@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..base.messages import ProgressBar, nearest, say
+from ..base.messages import nearest, say
 from ..data.classes import class_indices
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_classes
 from ..data.images import DataError
@@ -34,7 +34,7 @@ from ..data.pipeline import EvaluationBatches
 from ..data.sources import Source
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
-from ..runs.data import evaluation_batches
+from ..runs.data import evaluation_batches, validation_bar
 from ..runs.evaluated import EvaluatedSet, own_set, require_same_images, trained_set
 from ..runs.load import Saved, open_saved
 from ..runs.model import compiled
@@ -243,13 +243,7 @@ def results_of(
     num_classes: of the images. columns: as of `columns_of`.
     """
     set_precision(engine.tf32)
-    bar = ProgressBar(
-        what,
-        len(batches),
-        items=batches,
-        shown=processes.is_main,
-        scale=batches.batch_size * processes.world_size,
-    )
+    bar = validation_bar(batches, what, processes)
     with bar, memory_for("eval.batch_size", batches.batch_size):
         for model in models:
             model.to(processes.device).to(memory_format=batches.prepare.format)

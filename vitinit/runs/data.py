@@ -134,6 +134,19 @@ def evaluation_batches(
     )
 
 
+def validation_bar(batches: EvaluationBatches, what: str, processes: Processes) -> ProgressBar:
+    """A bar over this process's batches, which the main process shows; its rate is that of all.
+    what: the words before it.
+    """
+    return ProgressBar(
+        what,
+        len(batches),
+        items=batches,
+        shown=processes.is_main,
+        scale=batches.batch_size * processes.world_size,
+    )
+
+
 def open_data(
     recipe: Recipe,
     processes: Processes,

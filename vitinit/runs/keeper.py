@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..base.files import write_text_atomically
-from ..base.messages import ProgressBar, counted, warn
+from ..base.messages import counted, warn
 from ..data.images import DataError
 from ..data.pipeline import Data
 from ..recipe.sections import Recipe
@@ -27,6 +27,7 @@ from ..train.metrics import (
     training_flops,
 )
 from ..train.state import TrainState
+from .data import validation_bar
 from .folder import Lines, RunFolder
 from .model import compiled
 from .resume import Request, RunLock
@@ -162,13 +163,7 @@ class RunKeeper(Keeper):
         training, batches = self.training, self.data.val_batches
         processes = training.processes
         processes.share(*self.models)
-        bar = ProgressBar(
-            "validate",
-            len(batches),
-            items=batches,
-            shown=processes.is_main,
-            scale=batches.batch_size * processes.world_size,
-        )
+        bar = validation_bar(batches, "validate", processes)
         with bar, memory_for("eval.batch_size", batches.batch_size):
             return self.task.measure(
                 self.models,
