@@ -111,6 +111,7 @@ class Truths:
     def __init__(self, classes: Sequence[str]) -> None:
         self.known = {composed(name): name for name in classes}
         self.classes_beside = cache(self._classes_beside)
+        self.in_folder = cache(self._in_folder)  # of which an image is one of many
 
     def _classes_beside(self, folder: Path) -> int:
         """How many classes a folder holds, up to two; 0 if it holds other folders, too."""
@@ -118,22 +119,25 @@ class Truths:
         return min(2, len(names)) if self.known.keys() >= {*names} else 0
 
     def __call__(self, path: str, argument: str) -> str | None:
-        """The class of an image that `argument` names, or that lies below it; None if not known.
+        """The class of an image that `argument` names, or that lies below it; None if not known."""
+        return self.in_folder(Path(os.path.abspath(path)).parent, os.path.abspath(argument))
+
+    def _in_folder(self, own: Path, start: str) -> str | None:
+        """The class of the images whose own folder that is, named by the absolute path `start`.
 
         Of the folders with the name of a class, the first one counts that lies beside other classes
         alone. Folders in the argument come first, from above; then those above it, from below, of
         which only the image's own counts if it is not in a set of classes. If no folder is in one,
         the nearest counts.
         """
-        folders = Path(os.path.abspath(path)).parents
-        start = os.path.abspath(argument)
+        folders = [own, *own.parents]
         inside = [folder for folder in folders if folder.is_relative_to(start)]
         order = [*reversed(inside), *folders[len(inside) :]]
         beside = {}
         for folder in order:
             if composed(folder.name) in self.known:
                 count = self.classes_beside(folder.parent)
-                if count == 2 or folder in inside or folder == folders[0]:
+                if count == 2 or folder in inside or folder == own:
                     beside[folder] = count
         if not beside:
             return None
