@@ -24,6 +24,7 @@ def muon(
     model: nn.Module, *, factor: float, momentum: float, **settings: Any
 ) -> torch.optim.Optimizer:
     """Muon for the matrices of the blocks, and AdamW for all other parameters."""
+    settings = {"muon_dtype": "float32", **settings}
     return optimizer_for(
         model, replace(OPTIM, name="muon", muon_factor=factor, muon_momentum=momentum, **settings)
     )

@@ -86,7 +86,7 @@ def test_saved_bytes_are_those_that_each_layer_needs_for_the_backward_pass(amp, 
 
 def test_memory_says_how_many_images_of_a_recipe_fit(capsys, monkeypatch):
     """Of 1 GiB all 50; .16 GiB leaves 73 MiB, less than 50 images need, and 10 divides 50 next."""
-    monkeypatch.setattr(training, "fastest_amp", None)  # that of another machine
+    monkeypatch.setattr(training, "automatic_values", None)  # that of another machine
     off = "--set", "engine.amp=off"
     for gib, fit in ((1, "50"), (0.16, "10")):
         ((row,),) = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib, *off)

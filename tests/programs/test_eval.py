@@ -145,7 +145,7 @@ def test_auto_is_decided_where_another_projects_checkpoint_is_evaluated(
         "evaluate",
         lambda *given, amp, **more: (taken.append(amp), evaluate(*given, amp=amp, **more))[1],
     )
-    monkeypatch.setattr("vitinit.runs.load.fastest_amp", lambda device: "bf16")
+    monkeypatch.setattr("vitinit.train.device.fastest_amp", lambda device: "bf16")
     torch.save(tiny_vit(3).state_dict(), tmp_path / "theirs.pth")
     sizes = [
         "model.options.pool=class" if word == "engine.amp=off" else word

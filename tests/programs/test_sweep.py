@@ -71,6 +71,7 @@ def test_every_init_has_a_run_before_any_has_a_second_and_train_py_is_told_all(
         "a folder",
         "--set",
         "engine.amp=off",
+        "optim.muon_dtype=float32",
         "--set",
         "optim.eps=1e-6",
         "--variant",
@@ -101,7 +102,12 @@ def test_every_init_has_a_run_before_any_has_a_second_and_train_py_is_told_all(
             dry_run=False,
             log=["tensorboard"],
             out_dir=tmp_path / "quickstart-impulse-long-s3",
-            set=["engine.amp=off", "optim.eps=1e-6", "schedule.epochs=11"],
+            set=[
+                "engine.amp=off",
+                "optim.muon_dtype=float32",
+                "optim.eps=1e-6",
+                "schedule.epochs=11",
+            ],
         ).items()
     )
     (run,) = planned(*GOOD, "--out-dir", tmp_path, "--recipe", "cifar10_10k")
@@ -131,7 +137,7 @@ def test_the_precision_is_decided_once_for_all_runs(monkeypatch, tmp_path, writt
 
     def precisions(fastest: str) -> dict[str, list[str]]:
         """Precision → the runs that are told to take it; "" → those that are told nothing."""
-        monkeypatch.setattr(sweep, "fastest_amp", lambda device: fastest)
+        monkeypatch.setattr("vitinit.train.device.fastest_amp", lambda device: fastest)
         told: dict[str, list[str]] = {}
         for run in planned(*arguments):
             words = [word for word in run.arguments if word.startswith("engine.amp=")]

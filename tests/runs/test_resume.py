@@ -220,7 +220,7 @@ def test_what_belongs_to_the_machine_may_change_and_stays_changed(
 @pytest.fixture
 def machine(monkeypatch):
     """Sets the precision that is fastest on this machine."""
-    return lambda amp: monkeypatch.setattr(choosing, "fastest_amp", lambda device: amp)
+    return lambda amp: monkeypatch.setattr("vitinit.train.device.fastest_amp", lambda device: amp)
 
 
 @pytest.mark.parametrize("how", ["by the command", "by its folder"])
@@ -229,14 +229,16 @@ def test_the_precision_of_auto_is_that_of_the_first_machine(
 ):
     """To the bit; recipe.toml and checkpoints state it."""
     machine("bf16")
-    folder, arguments = stopped(engine__amp="auto", **ONE_EPOCH)
-    assert read_run(folder).keys["engine.amp"] == "bf16"
+    folder, arguments = stopped(engine__amp="auto", optim__muon_dtype="auto", **ONE_EPOCH)
+    keys = read_run(folder).keys
+    assert keys["engine.amp"] == keys["optim.muon_dtype"] == "bf16"
     machine("off")
     if how == "by its folder":
-        arguments = ["--resume", str(folder), "--set", "engine.amp=auto"]
+        arguments = ["--resume", str(folder)]
+        arguments += ["--set", "engine.amp=auto", "--set", "optim.muon_dtype=auto"]
     refused(folder, [*arguments, "--set", "engine.amp=off"], 'engine.amp = "bf16" and not "off"')
     assert train_program.main(arguments) == 0
-    assert_same_run(folder, straight(engine__amp="bf16", **ONE_EPOCH))
+    assert_same_run(folder, straight(engine__amp="bf16", optim__muon_dtype="bf16", **ONE_EPOCH))
 
 
 @pytest.mark.parametrize("stated, taken", [("bf16", "bf16"), ("auto", "off"), ("[1]", "off")])

@@ -23,7 +23,7 @@ from vitinit.programs.bench import training
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.runs import data, model, resume, start
 from vitinit.runs.watching import Watchers
-from vitinit.train import distributed
+from vitinit.train import device, distributed
 from vitinit.train.device import OutOfMemory
 from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
 from vitinit.train.interruption import Interrupted, StopRequest
@@ -153,7 +153,7 @@ def started(processes: Processes, folder: Path) -> dict:
 
 def decided(processes: Processes, folder: Path) -> list[str]:
     """Run in each of two processes: engine.amp of a new run. The other's CPU computes no bf16."""
-    resume.fastest_amp = lambda device: ("bf16", "fp16")[processes.rank]
+    device.fastest_amp = lambda device: ("bf16", "fp16")[processes.rank]
     taken = []
     for changes in ([], [parse_override("engine.amp=off")]):
         request = resume.Request("quickstart", changes, folder / "new", "auto")

@@ -88,6 +88,27 @@ def test_the_iteration_maps_singular_values_by_its_polynomial(rows, columns, dty
 
 
 @pytest.mark.parametrize(
+    "muon_dtype, dtype",
+    [("bf16", torch.bfloat16), ("float32", torch.float32), ("bf16_on_gpu", torch.float32)],
+)
+def test_the_recipe_chooses_the_precision_of_the_iteration(muon_dtype, dtype):
+    """On a CPU, where bf16_on_gpu, which is what version 12 did, is float32."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(7, 11)])})
+    put_gradients(model, 0)
+    weight = model["blocks"][0].weight
+    optimizer = muon(model, muon_dtype=muon_dtype, **OPTIONS | {"weight_decay": 0.0})
+    set_learning_rate(optimizer, 1.0)
+    before, gradient = weight.detach().clone(), weight.grad.clone()
+    optimizer.step()
+    momentum = (1.0 - 0.83) * gradient
+    direction = gradient.lerp(momentum, 0.83)
+    expected = orthogonalised(direction[None], dtype)[0]
+    torch.testing.assert_close(
+        (before - weight.detach()) / (2.3 * 0.2 * 11**0.5), expected, rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
     "family, by_muon", [*((family, True) for family in SMALL), ("vit", False), ("swin", False)]
 )
 def test_an_update_is_its_formula_in_float64(family, by_muon):

@@ -37,9 +37,9 @@ from ..base.files import FileError
 from ..base.messages import ProgressBar, counted, say
 from ..recipe.files import PACKAGE, RecipeError, load_recipe, overrides
 from ..runs.folder import RunFolder
-from ..runs.resume import ToDo, begun_amp, require_same, to_do_in
+from ..runs.resume import ToDo, begun_with, require_same, to_do_in
 from ..runs.watching import Watchers
-from ..train.device import cores, fastest_amp, this_device
+from ..train.device import automatic_values, cores, this_device
 from ..train.interruption import StopRequest
 from .shared.command_line import Parser, add_log, add_set, add_trust, integer, main_of
 from .shared.records import read_run, read_runs
@@ -63,7 +63,7 @@ class PlannedRun(NamedTuple):
     arguments: list[str]  # of the training program
     state: str  # how much of it is done already, in words
     epochs: int  # in all
-    amp: str  # engine.amp of its recipe
+    automatic_keys: list[str]  # which its recipe leaves to the device
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -144,12 +144,12 @@ def plan_runs(args: Namespace) -> list[PlannedRun]:
             "init or name of a variant for each"
         )
     # Runs that are compared have one precision: that of those that have begun, which keep theirs.
-    automatic = [run for run in runs if run.amp == "auto"]
-    amp = begun_amp(run.folder for run in automatic)
+    automatic = [run for run in runs if run.automatic_keys]
+    stated = automatic_values(this_device()) | begun_with(run.folder for run in automatic)
     for run in automatic:
         if not (run.folder / "recipe.toml").exists():
-            amp = amp or fastest_amp(this_device())
-            run.arguments.extend(["--set", f"engine.amp={amp}"])
+            for key in run.automatic_keys:
+                run.arguments.extend(["--set", f"{key}={stated[key]}"])
     return runs
 
 
@@ -184,7 +184,7 @@ def plan_run(
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
     elif to_do_in(run, recipe) is ToDo.NOTHING:  # its checkpoints may be deleted
         state = "done"
-    return PlannedRun(folder, arguments, state, epochs, recipe.engine.amp)
+    return PlannedRun(folder, arguments, state, epochs, recipe.automatic_keys)
 
 
 def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, str]]:

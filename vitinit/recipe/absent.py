@@ -13,6 +13,7 @@ KEYS_LEFT_OUT: Table = {
     "init.checkpoint_classes": "",
     "distill.classes": "",
     "optim.train": "all",
+    "optim.muon_dtype": "bf16_on_gpu",
     "schedule.cosine_after_warmup": False,
 }
 MEANT_IN_RECIPES = flat(SECTIONS_LEFT_OUT)

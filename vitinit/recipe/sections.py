@@ -166,11 +166,19 @@ class Recipe:
         """The recipe with other values of [data], such as the number of classes of the data set."""
         return replace(self, data=replace(self.data, **values))
 
-    def with_amp(self, amp: Any) -> Self:
-        """The recipe with this engine.amp, if its own is "auto"."""
-        if self.engine.amp != "auto":
-            return self
-        return replace(self, engine=replace(self.engine, amp=amp))
+    @property
+    def automatic_keys(self) -> list[str]:
+        """The keys whose values are left to the device."""
+        return [key for key in AUTOMATIC if self.keys[key] == "auto"]
+
+    def with_automatic(self, values: Mapping[str, Any]) -> Self:
+        """The recipe with these values of those keys, by key, that it leaves to the device."""
+        engine, optim = self.engine, self.optim
+        if engine.amp == "auto":
+            engine = replace(engine, amp=values["engine.amp"])
+        if optim.muon_dtype == "auto":
+            optim = replace(optim, muon_dtype=values["optim.muon_dtype"])
+        return replace(self, engine=engine, optim=optim)
 
     @property
     def keys(self) -> Table:
@@ -181,6 +189,7 @@ class Recipe:
 SECTIONS = typing.get_type_hints(Recipe)  # title → dataclass, in the order of the file
 del SECTIONS["name"]
 
+AUTOMATIC = ("engine.amp", "optim.muon_dtype")  # "auto" leaves these to the device
 # Keys that describe the machine and not the experiment: they may change when a run is resumed.
 MACHINE_KEYS = (
     "data.workers",

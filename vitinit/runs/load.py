@@ -17,7 +17,7 @@ from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder
 from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, load_recipe
 from ..recipe.sections import Recipe
-from ..train.device import fastest_amp, this_device
+from ..train.device import automatic_values, this_device
 from ..train.interruption import raising_signals
 from .checkpoint import model_state, read_checkpoint, stored_tensors, without_prefix
 from .folder import RunFolder
@@ -210,8 +210,8 @@ def open_saved(
             f"{path}: recipe {resolved.name} has data.num_classes = 0, which only "
             "training takes from the data; expected the checkpoint's number"
         )
-    if resolved.engine.amp == "auto":  # which a run's recipe never states
-        resolved = resolved.with_amp(fastest_amp(this_device()))
+    if resolved.automatic_keys:  # which a run's recipe never has
+        resolved = resolved.with_automatic(automatic_values(this_device()))
     try:
         size = convert(resolved.data.image_size if image_size is None else image_size, Size)
     except TypeError as error:

@@ -29,16 +29,18 @@ from ..data.sources import SIZES
 from ..recipe.absent import KEYS_LEFT_OUT
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
-from ..train.device import fastest_amp
+from ..train.device import automatic_values
 from ..train.distributed import Processes
 from ..train.loop import AMP_DTYPES
+from ..train.optim import MUON_DTYPES
 from .folder import RunFolder
 
 # Keys that may change on resume. The teacher's file may have moved: its digest among the data's facts
 # shows that it is the same one.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", "distill.classes", *MACHINE_KEYS)
 MAY_DIFFER_BETWEEN_PROCESSES = ("data.root", "data.workers")
-LEFT_OPEN = {"data.num_classes": 0, "engine.amp": "auto"}  # left open: a run goes on with its own
+# Values by which a recipe leaves a key open: a run goes on with its own.
+LEFT_OPEN = {"data.num_classes": 0, "engine.amp": "auto", "optim.muon_dtype": "auto"}
 # The locks that this process holds, by its number and the folder: a record lock keeps out other
 # processes alone, and not another run of the same one.
 TAKEN = dict[tuple[int, Path], "RunLock"]()
@@ -76,7 +78,9 @@ class Decision(NamedTuple):
     """What the main process decides for all, by what it sees on disk."""
 
     to_do: ToDo
-    amp: str  # engine.amp of a new run, where its recipe says auto; else ""
+    automatic: Mapping[
+        str, str
+    ]  # of a new run: what the keys are that its recipe leaves to the device
 
 
 class Choice(NamedTuple):
@@ -171,7 +175,7 @@ def choose_run(
     if decision.to_do is ToDo.NOTHING:
         return folder, None
     if recipe is not None and decision.to_do is ToDo.BEGIN:
-        choice = Choice(recipe.with_amp(decision.amp or recipe.engine.amp), None, recipe.data.root)
+        choice = Choice(recipe.with_automatic(decision.automatic), None, recipe.data.root)
     else:
         with processes.together():
             choice = resumed_run(request, folder, recipe)
@@ -221,21 +225,18 @@ def decide(
         to_do = to_do_in(folder, recipe)
     elif not dry_run:
         folder.require_unused()
-    amp = ""
-    if to_do is ToDo.BEGIN and recipe is not None and recipe.engine.amp == "auto":
-        begun = None if dry_run else begun_amp([folder.path])
-        amp = begun or fastest_amp(device)
-    return Decision(to_do, amp)
+    begun = {} if dry_run else begun_with([folder.path])
+    return Decision(to_do, automatic_values(device) | begun)
 
 
-def begun_amp(folders: Iterable[Path]) -> str | None:
-    """engine.amp of the first run that has begun in one of these folders; None if none has."""
-    begun = (
-        RunFolder(folder).keys().get("engine.amp")
-        for folder in folders
-        if (folder / "recipe.toml").exists()
-    )
-    return next((amp for amp in begun if amp in list(AMP_DTYPES)), None)
+def begun_with(folders: Iterable[Path]) -> dict[str, str]:
+    """What the first run that has begun in one of these folders states for the AUTOMATIC keys."""
+    known = {"engine.amp": [*AMP_DTYPES], "optim.muon_dtype": [*MUON_DTYPES]}
+    for folder in folders:
+        if (folder / "recipe.toml").exists():
+            keys = KEYS_LEFT_OUT | RunFolder(folder).keys()
+            return {key: keys[key] for key, words in known.items() if keys.get(key) in words}
+    return {}
 
 
 def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
@@ -295,7 +296,7 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
             )
         recipe = from_dict(stored.as_dict(), source, request.changes)
     require_same(folder.path, stored.keys, recipe.keys)
-    recipe = recipe.with_amp(stored.engine.amp)
+    recipe = recipe.with_automatic(stored.keys)
     written = recipe.data.root
     typed = any(change.key == "data.root" for change in request.changes)
     # A relative path of the run's was relative to elsewhere; one that is typed now is meant here.

@@ -109,7 +109,8 @@ def lines_on_steps(recipe: Recipe, data: Data, training: Training) -> list[str]:
     optimisers, trained_by = "AdamW", f"AdamW for {by_adamw:,} weights"
     if by_muon:
         optimisers = "Muon and AdamW"
-        settings = f"factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}"
+        dtype = optim.muon_dtype.replace("_", " ")
+        settings = f"factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}, in {dtype}"
         trained_by = f"Muon ({settings}) for {by_muon:,} weights, AdamW for {by_adamw:,}"
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"

@@ -58,6 +58,12 @@ def fastest_amp(device: torch.device) -> str:
     return "bf16" if "amx_bf16" in cpu or "avx512_bf16" in cpu and "AuthenticAMD" in cpu else "off"
 
 
+def automatic_values(device: torch.device) -> dict[str, str]:
+    """What the keys of a recipe that may be "auto" are on a device, by key: what is fastest."""
+    amp = fastest_amp(device)
+    return {"engine.amp": amp, "optim.muon_dtype": "bf16" if amp == "bf16" else "float32"}
+
+
 def peak_gib(device: torch.device) -> float:
     """The most memory so far in GiB: torch's on the GPU; on a CPU, the process's resident one."""
     if device.type == "cuda":

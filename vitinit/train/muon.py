@@ -47,7 +47,8 @@ class MuonWithAdamW(torch.optim.AdamW):
     is at factor 1 (Liu et al., arXiv 2502.16982, §2.2). Weights of 1×1 convolutions, (rows,
     columns, 1, 1), count as matrices.
 
-    factor, momentum: of Muon. lr: of both. betas, eps: of AdamW. This is one optimiser and not two,
+    factor, momentum: of Muon. dtype: of the products in its iteration; None: bfloat16 on a GPU that
+    computes it, else float32. lr: of both. betas, eps: of AdamW. This is one optimiser and not two,
     so that GradScaler finds an overflow in the gradients of either kind and skips both.
     """
 
@@ -57,12 +58,13 @@ class MuonWithAdamW(torch.optim.AdamW):
         *,
         factor: float,
         momentum: float,
+        dtype: torch.dtype | None,
         lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        self.factor, self.momentum = factor, momentum
+        self.factor, self.momentum, self.dtype = factor, momentum, dtype
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a loaded state; AdamW's own method expects its moments in all of it."""
@@ -113,8 +115,11 @@ class MuonWithAdamW(torch.optim.AdamW):
         directions = gradients.unbind()  # views
         torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
         torch._foreach_lerp_(directions, momenta, self.momentum)  # Nesterov's
-        half = gradients.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        updates = orthogonalised(gradients, torch.bfloat16 if half else torch.float32)
+        dtype = self.dtype
+        if dtype is None:
+            half = gradients.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = torch.bfloat16 if half else torch.float32
+        updates = orthogonalised(gradients, dtype)
         if skipped is not None:
             updates = torch.where(skipped, 0.0, updates)
         size = self.factor * ADAMW_RMS * math.sqrt(max(updates.shape[1:]))

@@ -37,6 +37,12 @@ UNDECAYED_NAMES = {
     "mask_token",
     "relative_position_bias_table",
 }
+# None: bfloat16 on a GPU that computes it, else float32.
+MUON_DTYPES: dict[str, torch.dtype | None] = {
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "bf16_on_gpu": None,
+}
 BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 
 
@@ -54,6 +60,8 @@ class Optim:
     layer_decay: Fraction  # rate's factor per layer, from the head down
     muon_factor: PositiveNumber  # on Muon's updates; 1: as large as AdamW's
     muon_momentum: BelowOne
+    # Of the iteration's products. auto: what is fastest at the start. bf16_on_gpu: as in version 12.
+    muon_dtype: Literal["auto", "bf16", "float32", "bf16_on_gpu"]
     clip_norm: NonNegative  # global gradient norm; 0: no clipping
 
     @property
@@ -197,6 +205,7 @@ def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
         groups,
         factor=optim.muon_factor,
         momentum=optim.muon_momentum,
+        dtype=MUON_DTYPES[optim.muon_dtype],
         lr=0.0,
         betas=optim.betas,
         eps=optim.eps,

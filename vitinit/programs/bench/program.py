@@ -14,6 +14,8 @@ import torch
 from ...train.device import cores
 from ..shared.command_line import Output, Parser, add_set, integer, main_of, one_of, real
 
+BF16 = {"engine.amp": "bf16", "optim.muon_dtype": "bf16"}  # of the card that `memory` is about
+
 
 def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit bench", description=__doc__)
@@ -73,7 +75,7 @@ def run_bench(args: Namespace) -> int:
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
     if args.bench == "memory":  # in the precision of a card
-        recipes = [bench_recipe(name, args.set, device, auto="bf16") for name in args.recipe]
+        recipes = [bench_recipe(name, args.set, device, automatic=BF16) for name in args.recipe]
         print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))
     elif args.bench == "step":
         for recipe in [bench_recipe(name, args.set, device) for name in args.recipe]:

@@ -16,7 +16,7 @@ from ...recipe.sections import Recipe
 from ...runs.model import build, task_of, trained_model
 from ...runs.start import draw_weights, model_to_train, new_state
 from ...tasks.labels import cross_entropy
-from ...train.device import fastest_amp, keep_freed_memory
+from ...train.device import automatic_values, keep_freed_memory
 from ...train.distributed import Processes
 from ...train.interruption import StopRequest
 from ...train.loop import Keeper, Training, train_epochs
@@ -91,13 +91,13 @@ def bench_recipe(
     sets: Sequence[str] = (),
     device: torch.device = torch.device("cpu"),
     *,
-    auto: str = "",
+    automatic: Mapping[str, str] | None = None,
 ) -> Recipe:
     """The recipe `name` with init "default" and with changes such as "engine.compile=false";
-    from no checkpoint. auto: what that precision is; "": what is fastest on the device.
+    from no checkpoint. automatic: the keys left to a device, by key; by default those of this one.
     """
     changes = overrides(init="default", sets=["init.checkpoint=", *sets])
-    return load_recipe(name, changes).with_amp(auto or fastest_amp(device))
+    return load_recipe(name, changes).with_automatic(automatic or automatic_values(device))
 
 
 def alone(device: torch.device) -> Processes:
