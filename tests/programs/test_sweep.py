@@ -71,7 +71,6 @@ def test_every_init_has_a_run_before_any_has_a_second_and_train_py_is_told_all(
         "a folder",
         "--set",
         "engine.amp=off",
-        "optim.muon_dtype=float32",
         "--set",
         "optim.eps=1e-6",
         "--variant",
@@ -102,12 +101,7 @@ def test_every_init_has_a_run_before_any_has_a_second_and_train_py_is_told_all(
             dry_run=False,
             log=["tensorboard"],
             out_dir=tmp_path / "quickstart-impulse-long-s3",
-            set=[
-                "engine.amp=off",
-                "optim.muon_dtype=float32",
-                "optim.eps=1e-6",
-                "schedule.epochs=11",
-            ],
+            set=["engine.amp=off", "optim.eps=1e-6", "schedule.epochs=11"],
         ).items()
     )
     (run,) = planned(*GOOD, "--out-dir", tmp_path, "--recipe", "cifar10_10k")

@@ -168,8 +168,11 @@ class Recipe:
 
     @property
     def automatic_keys(self) -> list[str]:
-        """The keys whose values are left to the device."""
-        return [key for key in AUTOMATIC if self.keys[key] == "auto"]
+        """The keys, of those that this recipe uses, whose values are left to the device."""
+        used = {"engine.amp": self.engine.amp}
+        if self.optim.name == "muon":
+            used["optim.muon_dtype"] = self.optim.muon_dtype
+        return [key for key, value in used.items() if value == "auto"]
 
     def with_automatic(self, values: Mapping[str, Any]) -> Self:
         """The recipe with these values of those keys, by key, that it leaves to the device."""
@@ -189,7 +192,6 @@ class Recipe:
 SECTIONS = typing.get_type_hints(Recipe)  # title → dataclass, in the order of the file
 del SECTIONS["name"]
 
-AUTOMATIC = ("engine.amp", "optim.muon_dtype")  # "auto" leaves these to the device
 # Keys that describe the machine and not the experiment: they may change when a run is resumed.
 MACHINE_KEYS = (
     "data.workers",

@@ -230,7 +230,7 @@ def decide(
 
 
 def begun_with(folders: Iterable[Path]) -> dict[str, str]:
-    """What the first run that has begun in one of these folders states for the AUTOMATIC keys."""
+    """What the first run that has begun in one of these folders states for keys that may be "auto"."""
     known = {"engine.amp": [*AMP_DTYPES], "optim.muon_dtype": [*MUON_DTYPES]}
     for folder in folders:
         if (folder / "recipe.toml").exists():
