@@ -169,10 +169,10 @@ class Recipe:
     @property
     def automatic_keys(self) -> list[str]:
         """The keys, of those that this recipe uses, whose values are left to the device."""
-        used = {"engine.amp": self.engine.amp}
+        used = ["engine.amp"]
         if self.optim.name == "muon":
-            used["optim.muon_dtype"] = self.optim.muon_dtype
-        return [key for key, value in used.items() if value == "auto"]
+            used.append("optim.muon_dtype")
+        return [key for key in used if self.keys[key] == "auto"]
 
     def with_automatic(self, values: Mapping[str, Any]) -> Self:
         """The recipe with these values of those keys, by key, that it leaves to the device."""
