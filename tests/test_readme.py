@@ -16,8 +16,6 @@ from PIL import Image
 from vitinit.data.datasets import DATA_SETS
 from vitinit.models import MODELS
 from vitinit.programs import export, predict
-from vitinit.programs.shared.records import read_archive
-from vitinit.programs.shared.results import mean_and_std, t_interval
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.model import build
 from vitinit.tasks import TASKS
@@ -207,48 +205,6 @@ def test_a_model_a_data_set_a_loss_and_a_task_are_added_as_the_pages_show(tmp_pa
     assert source.image(2).shape == (3, 7, 5)
     assert 0.2 < losses[0] < 1.0  # ten decisions at a probability of about 1/2
     assert losses[0] == losses[1]
-
-
-def test_the_numbers_of_quickstart_and_cifar10_10k_are_those_of_their_records():
-    """Each init's and each difference, paired by seed, on its card; the inits' also in tables."""
-    runs = read_archive(REPOSITORY / "recipes" / "quickstart.tar.xz")
-    last = {
-        init: [run.rows[-1] for run in runs if run.keys["init.name"] == init]
-        for init in ("default", "impulse")
-    }
-    page = next(page for page in PAGES if page.name == "recipes/README.md")
-    for init, rows in last.items():
-        top1, ema = ([row[key] for row in rows] for key in ("val_top1", "ema_top1"))
-        assert (
-            f"| `{init}` | {mean_and_std(top1)} % | {mean_and_std(ema)} % | "
-            f"{', '.join(f'{value:.1f}' for value in top1)} |"
-        ) in page.text
-        assert f"| {mean_and_std(top1, 1)} (3) |" in page.text
-    mean, half = t_interval([two["val_top1"] - one["val_top1"] for one, two in zip(*last.values())])
-    assert f"is {mean:.1f} ± {half:.1f} points" in " ".join(README.text.split())
-    archive = REPOSITORY / "recipes" / "cifar10_10k.tar.xz"
-    top1: dict[str, list[float]] = {}
-    for run in read_archive(archive):
-        assert run.keys["data.root"] == "data/cifar10" and run.keys["engine.amp"] == "bf16"
-        name, _, seed = run.path.name.removeprefix("cifar10_10k-").rpartition("-s")
-        top1.setdefault(name, []).append(run.rows[-1]["val_top1"])
-        assert run.seed == int(seed) == len(top1[name]) - 1
-    card = archive.with_name("cifar10_10k.toml").read_text(encoding="utf-8").partition("Muon: ")[0]
-    card = " ".join(card.replace("#", " ").split())
-    assert archive.name in {part for page in PAGES for part in page.text.split("`")}
-    for name, values in top1.items():
-        assert (
-            f" {name} {mean_and_std(values)} % ({', '.join(f'{v:.2f}' for v in values)})" in card
-        ), name
-    differences = re.findall(r"(\S+) minus (\S+) (\S+ ± [\d.]+)", card)
-    assert len(differences) >= len(top1)
-    for one, other, shown in differences:
-        paired = [a - b for a, b in zip(top1[one], top1[other], strict=True)]
-        assert shown == "{:+.2f} ± {:.2f}".format(*t_interval(paired)), (one, other)
-    table = next(page for page in PAGES if page.name == "recipes/README.md").text
-    for name in ("default", "mimetic", "impulse"):
-        short = mean_and_std(top1[name], 1).replace("± 0.", "± .")
-        assert f"{name} {short}" in table and f"{short} (3) |" in table, name
 
 
 def test_the_two_processes_of_the_test_command_share_all_files_of_tests():

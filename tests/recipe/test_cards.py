@@ -17,6 +17,49 @@ SHIPPED = sorted(RECIPES.glob("*.toml"))
 # These say so exactly.
 COUNTED = {"photos", "cifar10_vit_384_7", "cifar100_vit_384_7", "imagenet_vit_small_90"}
 
+# What a card says of another recipe's values: recipe → (the other, keys that differ: all that begin so).
+DATA = ("data.", "rand_augment.fill", "eval.cache_gib")
+MUON = ("optim.base_lr", "optim.muon_", "optim.name")
+AS_IN = {
+    **dict.fromkeys(("cifar100_simple_vit", "svhn_simple_vit"), ("cifar10_simple_vit", DATA)),
+    "tiny_imagenet_simple_vit": ("cifar10_simple_vit", (*DATA, "model.options.patch_size")),
+    "cifar100_vit_tiny": ("cifar10_vit_tiny", DATA),
+    "cifar100_vit_384_7": ("cifar10_vit_384_7", DATA),
+    **dict.fromkeys(
+        ("cifar10_mixer", "cifar10_convmixer", "cifar10_vit_256_8"),
+        ("cifar10_vit_tiny", ("model.",)),
+    ),
+    "cifar10_swin_tiny": ("cifar10_vit_tiny", ("model.", "mix.group")),
+    "cifar10_10k_ahead": (
+        "cifar10_10k_rotary",
+        (
+            "augment.crop_padding",
+            "mix.label_smoothing",
+            "optim.global_batch",
+            "optim.max_batch_per",
+        ),
+    ),
+    "cifar10_10k_rotary": (
+        "cifar10_10k_deep_impulse",
+        ("init.", "engine.amp", "model.options.pos_embed", "model.options.rope_frequencies"),
+    ),
+    "cifar10_10k_deep_impulse": ("cifar10_10k", ("init.", "optim.")),
+    "cifar10_10k_convmixer": ("cifar10_10k", ("model.", "init.", "optim.")),
+    "cifar10_10k_distilled": ("cifar10_10k", ("distill.", *MUON)),
+    **{
+        f"structured_{name}": ("structured_cifar10", DATA)
+        for name in ("cifar100", "flowers102", "pets", "food101", "stl10")
+    },
+    **{
+        f"deit_{size}_distilled": (
+            f"deit_{size}",
+            ("distill.", "model.name", "model.options.distilled"),
+        )
+        for size in ("tiny", "small", "base")
+    },
+    "mixer_b16": ("deit_small", ("model.", "ema.decay", "optim.max_batch_per_process")),
+}
+
 
 def commands(path: Path) -> list[list[str]]:
     """Every command of a card as a list of words; continued lines are joined, elisions left out."""
@@ -73,3 +116,14 @@ def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
                 **recipe.model.options,
             )
         assert sum(p.numel() for p in model.parameters()) == int(stated[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("name", AS_IN)
+def test_values_that_a_card_calls_those_of_another_recipe_are(name):
+    other, differing = AS_IN[name]
+    card = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").partition("\n[run]")[0]
+    ours, theirs = load_recipe(name).keys, load_recipe(other).keys
+    unlike = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    assert {key for key in unlike if not key.startswith(differing)} == set()
+    dropped = [keys.get("model.options.drop_path", 0.0) for keys in (ours, theirs)]
+    assert dropped[0] == dropped[1] or "drop_path" in card  # it augments, too

@@ -1,4 +1,4 @@
-"""The board: each record is what its row says, and keeps the rules."""
+"""The board: each record keeps the rules; its numbers are held as those of all pages are."""
 
 import re
 from statistics import fmean
@@ -8,7 +8,6 @@ from pages import PAGES, RECIPES
 
 from vitinit.programs.shared.groups import experiment
 from vitinit.programs.shared.records import read_archive
-from vitinit.programs.shared.results import t_interval
 
 PAGE = next(page for page in PAGES if page.name == "recipes/board.md")
 ROWS = [
@@ -28,17 +27,14 @@ def test_archives_are_small_and_each_is_a_row():
 
 
 @pytest.mark.parametrize("row", RECORDS, ids=lambda row: row[0][:3])
-def test_a_record_is_what_its_row_says_and_keeps_the_rules(row):
-    target, _, epochs, count, top1, minutes, link = row
+def test_a_record_keeps_the_rules(row):
+    target, _, epochs, *_, link = row
     runs = read_archive(RECIPES / "board" / re.search(r"\(board/(.+)\)", link)[1])
-    assert [run.seed for run in runs] == [*range(len(runs))] and len(runs) == int(count) >= 3
+    assert [run.seed for run in runs] == [*range(len(runs))] and len(runs) >= 3
     assert all(experiment(run) == experiment(runs[0]) for run in runs)
     assert len({start["git_commit"] for run in runs for start in run.starts}) == 1
     results = [run.rows[-1]["val_top1"] for run in runs]
-    assert top1 == "{:.1f} ± {:.1f}".format(*t_interval(results))
     assert fmean(results) >= float(re.search(r"([\d.]+) %", target)[1])
-    spent = fmean(sum(row["cpu_seconds"] for row in run.rows) / 60 for run in runs)
-    assert minutes == f"{spent:.1f}"
     for run in runs:
         assert run.finished and len(run.rows) == run.epochs == int(epochs)
         assert run.measured("val_top1") == [run.rows[-1]["val_top1"]]  # looked at once

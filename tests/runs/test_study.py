@@ -1,16 +1,13 @@
-"""The records of the studies of inits and of teachers: complete, small, and what the pages say."""
-
-import json
-import re
+"""The records of the studies of inits and of teachers: complete, small, and of the stated keys."""
 
 import pytest
+from held_numbers import TABLES, Piece
 from pages import PAGES, RECIPES
 
 from vitinit.base.values import plain
 from vitinit.programs.compare import main
 from vitinit.programs.shared.groups import FREE_KEYS
 from vitinit.programs.shared.records import RunRecord, read_archive
-from vitinit.programs.shared.results import mean_and_std, t_interval
 from vitinit.recipe.absent import MEANT
 from vitinit.recipe.files import load_recipe, overrides
 
@@ -27,11 +24,6 @@ FREE = {
     "data.held_out_per_class",
     "init.checkpoint_head",
 }  # no run has a checkpoint
-TABLES = [
-    [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
-    for page in PAGES
-    for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)
-]
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +39,15 @@ def of_muon() -> list[RunRecord]:
     return [*read_archive(RECIPES / "muon.tar.xz"), *read_archive(RECIPES / "rotary.tar.xz")]
 
 
-@pytest.fixture(scope="module")
-def top1(records, of_muon) -> dict[str, dict[int, float]]:
-    """An experiment as the page names it → seed → top-1 of the last epoch."""
-    found: dict[str, dict[int, float]] = {}
-    lines = (RECIPES / "resnet18_on_photographs.jsonl").read_text(encoding="utf-8").splitlines()
-    for row in map(json.loads, lines):  # the last one of a run is at its end
-        name = f"r18-{row['data']}-e{row['epochs']}-lr{row['lr']:g}"
-        found.setdefault(name, {})[row["seed"]] = row["val_top1"]
-    others = (
-        run
-        for name in ("photographs", "own_images")
-        for run in read_archive(RECIPES / f"{name}.tar.xz")
-        if "val_top1" in run.rows[-1]
-    )
-    for run in (*records.values(), *of_muon, *others):
-        name = run.path.name.rpartition("-s")[0].removeprefix("cifar10_10k")
-        found.setdefault(name, {})[run.seed] = run.rows[-1]["val_top1"]
-    return found
-
-
 def test_no_record_says_where_on_a_disk_it_was_made():
     for archive in (*RECIPES.glob("*.tar.xz"), *RECIPES.glob("board/*")):
         for run in read_archive(archive):
             assert not any(b'"/' in text for text in run.files.values()), (archive, run.path)
+
+
+def test_the_runs_of_cifar10_10k_were_made_in_bf16_as_its_card_says():
+    for run in read_archive(RECIPES / "cifar10_10k.tar.xz"):
+        assert run.keys["data.root"] == "data/cifar10" and run.keys["engine.amp"] == "bf16"
 
 
 def test_every_choice_was_made_on_held_out_images(records):
@@ -85,43 +62,25 @@ def test_every_choice_was_made_on_held_out_images(records):
             assert run.epochs == {500: 10, 1000: 10, 0: 6}[images], name
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table[0][0])
-def test_every_row_of_the_page_is_what_the_records_say(table, top1):
-    runs = [top1[row[1].strip("`")] for row in table]
-    for number, ((what, _, count, shown, difference), values) in enumerate(zip(table, runs)):
-        assert (count, shown) == (str(len(values)), mean_and_std(list(values.values()))), what
-        if difference:
-            to, _, words = difference.removeprefix("to ").partition(": ")
-            base = next(
-                values
-                for (before, *_), values in reversed(list(zip(table[:number], runs)))
-                if before.startswith(to)
-            )
-            paired = [values[seed] - base[seed] for seed in values if seed in base]
-            expected = (
-                f"{paired[0]:+.2f}"
-                if len(paired) == 1
-                else "{:+.2f} ± {:.2f}".format(*t_interval(paired))
-            )
-            assert words == expected.replace("-", "−"), what
-
-
-def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_muon):
+def test_the_grid_of_inits_and_optimisers_names_the_runs_with_these_keys(records, of_muon):
+    """Each row's init with each column's optimiser; the numbers are held as those of all pages."""
     every = [*records.values(), *of_muon]
     muon = "optim.name=muon", "optim.muon_factor=2.5", "optim.base_lr=2e-3"
     columns = (), ("optim.base_lr=2e-3",), muon, (*muon, "optim.weight_decay=1")
-    rows = re.search(r"^\| init \| AdamW.*\n.*\n((?:\|.*\n)+)", PAGE.text, re.MULTILINE)[1]
-    for row in rows.splitlines():
-        what, *shown = (cell.strip() for cell in row.split("|")[1:-1])
+    pieces = [Piece.of(line) for line in TABLES[PAGE.name]["records"].splitlines()]
+    rows = [piece for piece in pieces if len(piece.sources) == 4 and piece.words[0][0] == "|"]
+    assert len(rows) == 9
+    for piece in rows:
+        what = piece.words[0].strip(" |")
         init = what.split("`")[1] if "`" in what else "default"
-        for column, number in zip(columns, shown, strict=True):
+        for column, source in zip(columns, piece.sources, strict=True):
             adamw = "optim.name=muon" not in column
             lecun = ["init.options.base=lecun"] * ("base" in what and adamw)
             keys = load_recipe(
                 "cifar10_10k", overrides(init=init, sets=[*column, *lecun, *SPECIAL.get(what, ())])
             ).keys
             found = [
-                run
+                run.path.name
                 for run in every
                 if run.seed == 0
                 and all(
@@ -129,9 +88,8 @@ def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, of_mu
                     for key, value in keys.items()
                 )
             ]
-            assert [f"{run.rows[-1]['val_top1']:.2f}" for run in found] == (
-                [number] if number != "–" else []
-            ), (what, column)
+            name = source.removesuffix(" s0")
+            assert found == [f"cifar10_10k{name}-s0"], (what, column)
 
 
 def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repository):
