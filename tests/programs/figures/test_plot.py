@@ -1,16 +1,23 @@
 """Looks, legends and grids of maps, by matplotlib's own objects, and what cannot be drawn."""
 
+import warnings
+
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib import font_manager
 
 from vitinit.init import INITS
 from vitinit.programs.shared.plot import (
+    FONT,
     LOOKS,
     OTHER,
     RowOfMaps,
     add_legend,
     draw_grid,
+    families_for,
     looks_of,
     save,
 )
@@ -54,6 +61,43 @@ def test_a_name_that_is_not_utf_8_or_would_be_a_formula_is_drawn(tmp_path):
     axis.set_title("ant\udce8")
     save(figure, tmp_path / "x.png", "heading \udce9, price_$5_$.jpg")
     assert (tmp_path / "x.png").exists()
+
+
+def test_letters_are_of_a_font_that_has_them_or_a_line_says_that_none_has(
+    tmp_path, monkeypatch, capsys
+):
+    """U+1F9F1 and U+732B are in no font of matplotlib; then a font with the latter is installed."""
+    figure, axis = plt.subplots(figsize=(2.0, 2.0))
+    axis.set_title("\U0001f9f1 or \u732b")
+    fonts = font_manager.fontManager
+    own = [font for font in fonts.ttflist if font.name.startswith((FONT, "Last Resort"))]
+    monkeypatch.setattr(fonts, "ttflist", own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(figure, tmp_path / "x.png", "\u732b")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning no installed font has \u732b, \U0001f9f1: boxes are drawn")
+    builder = FontBuilder(1000)
+    builder.setupGlyphOrder([".notdef", "cat"])
+    builder.setupCharacterMap({0x732B: "cat"})
+    pen = TTGlyphPen(None)
+    pen.moveTo((0, 0))
+    pen.lineTo((500, 0))
+    pen.lineTo((250, 700))
+    pen.closePath()
+    builder.setupGlyf({".notdef": TTGlyphPen(None).glyph(), "cat": pen.glyph()})
+    builder.setupHorizontalMetrics({".notdef": (500, 0), "cat": (500, 0)})
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": "Cats", "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(tmp_path / "cats.ttf")
+    fonts.addfont(tmp_path / "cats.ttf")
+    figure, axis = plt.subplots(figsize=(2.0, 2.0))
+    axis.set_title("a \u732b")
+    save(figure, tmp_path / "x.png", "a")
+    assert axis.title.get_fontfamily() == [FONT, "Cats"] and families_for("a") == [FONT]
+    assert capsys.readouterr().err == ""
 
 
 QUICK = "--recipe quickstart --set model.options.depth=2 "

@@ -6,6 +6,7 @@ import base64
 import io
 import math
 import textwrap
+import warnings
 import zlib
 from collections.abc import Sequence
 from itertools import groupby, product
@@ -18,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from ...base.files import written_atomically
-from ...base.messages import OneLineError, in_brief
+from ...base.messages import OneLineError, in_brief, shortened, warn
 
 if TYPE_CHECKING:
     import matplotlib
@@ -53,6 +54,7 @@ LEVELS = 63  # colours in a map: odd, so that 0 is white; more make larger files
 DPI, PHOTO_DPI = 160, 95  # the latter where pictures are mostly photographs
 FEW = 256  # colours of a picture
 LETTER, LINE = 0.07, 0.17  # width of a letter and height of a line of 8 points, in inches
+FONT = "DejaVu Sans"  # comes with matplotlib
 COLOURS = 64  # of a colour map in a page
 
 
@@ -94,9 +96,15 @@ def save(figure: Figure, out: Path, heading: str, *, photographs: bool = False) 
     figure.suptitle(heading, fontsize=11, wrap=True)
     drawn = io.BytesIO()
     try:
-        for text in figure.findobj(pyplot().Text):
+        texts = figure.findobj(pyplot().Text)
+        for text in texts:
             text.set_text(as_drawn(text.get_text()))
-        figure.savefig(drawn, dpi=PHOTO_DPI if photographs else DPI, format="png")
+        families = families_for("".join(text.get_text() for text in texts))
+        for text in texts:
+            text.set_fontfamily(families)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # `families_for` has said so
+            figure.savefig(drawn, dpi=PHOTO_DPI if photographs else DPI, format="png")
     except ValueError as error:  # a side longer than 65,535 pixels, values beyond all axes
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
@@ -116,6 +124,43 @@ def as_drawn(text: str) -> str:
     which would begin a formula.
     """
     return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
+
+
+def families_for(text: str) -> list[str]:
+    """matplotlib's own font, and installed ones for the letters that it lacks, such as Chinese ones.
+    Letters that no font has are drawn as boxes; a line says so.
+    """
+    from matplotlib.font_manager import findfont, fontManager
+
+    families = [FONT]
+    lacking = set(filter(str.isprintable, text)) - letters_in(findfont(FONT))
+    if not lacking:
+        return families
+    had = {
+        entry.name: lacking & letters_in(entry.fname)
+        for entry in fontManager.ttflist
+        if not entry.name.startswith("Last Resort")  # which has a box for each letter
+    }
+    for family in sorted(had, key=lambda name: -len(had[name])):
+        if had[family] & lacking:
+            families.append(family)
+            lacking -= had[family]
+    if lacking:
+        warn(
+            f"no installed font has {shortened(sorted(lacking))}: boxes are drawn; of Chinese, "
+            "Japanese and Korean a font such as Noto Sans CJK has all"
+        )
+    return families
+
+
+def letters_in(font: str) -> set[str]:
+    """What a font file has glyphs for; nothing, if it is gone or damaged."""
+    from matplotlib.font_manager import get_font
+
+    try:
+        return set(map(chr, get_font(font).get_charmap()))
+    except (OSError, RuntimeError):
+        return set()
 
 
 def looks_of(inits: Sequence[str]) -> list[Look]:
