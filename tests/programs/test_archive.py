@@ -71,6 +71,41 @@ def test_the_same_runs_give_the_same_bytes_and_what_is_in_their_folders(packed, 
         assert tar.getnames() == [
             f"{run}/{file}" for run in ("a-s1", "a-s2", "b-s10") for file in FILES
         ]
+        for member in tar:  # of a second writing in the same second, too
+            assert (member.mtime, member.mode) == (0, 0o644)
+            assert (member.uid, member.gid, member.uname, member.gname) == (0, 0, "", "")
+
+
+def packed_by_hand(packed: Path, folders: dict[str, str]) -> Path:
+    """An archive of some runs of another one, each by its name there, in other folders."""
+    path = packed.with_name("by_hand.tar.xz")
+    with tarfile.open(packed) as runs, tarfile.open(path, "w:xz") as by_hand:
+        for folder, run in folders.items():
+            for file in FILES:
+                member = tarfile.TarInfo(f"{folder}{file}")
+                content = runs.extractfile(f"{run}/{file}").read()
+                member.size = len(content)
+                by_hand.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_runs_that_were_packed_by_hand_may_lie_in_folders(packed):
+    """`tar cJf runs.tar.xz ./a-s1 runs/a-s2 …`; two of one name, or one without a name, may not."""
+    by_hand = packed_by_hand(
+        packed, {"./b-s10/": "b-s10", "runs/a-s2/": "a-s2", "./of/mine//a-s1/": "a-s1"}
+    )
+    for found, run in zip(read_runs([by_hand]), read_runs([packed]), strict=True):
+        assert found.path.name == run.path.name
+        assert (found.keys, found.rows) == (run.keys, run.rows)
+    assert chosen(by_hand / "a-s*") == ["by_hand.tar.xz/a-s1", "by_hand.tar.xz/a-s2"]
+    for folders, found in (
+        ({"one/a/": "a-s1", "two/a/": "a-s2"}, "'one/a/recipe.toml', 'two/a/recipe.toml'"),
+        ({"./": "a-s1"}, "'recipe.toml'"),
+        ({}, ""),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            read_runs([packed_by_hand(packed, folders) / "*"])
+        assert str(caught.value).endswith(f"each run with a name of its own, not [{found}])")
 
 
 def test_a_path_is_a_folder_or_an_archive_with_a_pattern(packed, tmp_path, monkeypatch, capsys):

@@ -226,6 +226,8 @@ def test_a_replay_elsewhere_is_held_to_the_seeds_on_record(six_runs, written_run
 
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
     (tmp_path / "logs").mkdir()
+    (tmp_path / "other").mkdir()
+    twin = written_run(f"other/{six_runs[0].name}", [1.0])
     for folders, message in (
         ([tmp_path / "nowhere"], "nowhere: not a run's folder"),
         ([tmp_path / "logs"], "logs: neither a run's folder nor an archive"),
@@ -233,6 +235,10 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
         ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
         ([six_runs[0], "--out", "a", "--pack", "b.tar.xz"], "not allowed with argu"),
         ([six_runs[0], "--replay", "x"], "--replay x: no such run is on rec"),
+        (
+            [six_runs[0], twin, "--replay", twin.name],
+            f"--replay {twin.name}: which of {six_runs[0]}, {twin}? Give one of them",
+        ),
         (
             [written_run("none", [], epochs=1), "--replay", "none"],
             "--replay none: no epoch of it is on record",

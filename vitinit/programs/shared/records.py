@@ -10,13 +10,15 @@ record's recipe is a plain table that is not checked, so records of any version 
       cifar10_10k-default-s1/…
 
 The same runs always give the same bytes: members are sorted, and their times and owners are 0.
-Nothing of an archive is unpacked to the disk, since it may come from elsewhere.
+One that was packed by hand may have the runs in any folder, also in "./". Nothing of an archive is
+unpacked to the disk, since it may come from elsewhere.
 """
 
 import io
 import json
 import lzma
 import os
+import posixpath
 import re
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -148,7 +150,9 @@ def is_archive(path: Path) -> bool:
 
 
 def read_archive(path: Path) -> list[RunRecord]:
-    """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none."""
+    """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none, or
+    if two runs have one name.
+    """
     files: dict[str, dict[str, bytes]] = {}
     try:
         decoder = lzma.LZMADecompressor(memlimit=2 * LARGEST_ARCHIVE)  # of xz -9 the half
@@ -157,16 +161,22 @@ def read_archive(path: Path) -> list[RunRecord]:
             raise EOFError(f"cut short, or of over {LARGEST_ARCHIVE:,} bytes")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:  # nothing packed
             for member in archive:
-                run, _, title = member.name.partition("/")
+                folder, title = posixpath.split(posixpath.normpath(member.name))
                 if not member.isfile() or title not in FILES:
                     continue
                 file = archive.extractfile(member)
                 if file is None or member.size > LARGEST_TEXT or member.issparse():  # of holes
                     raise ValueError(f"{member.name} has {member.size:,} bytes, or holes in it")
-                files.setdefault(run, {})[title] = file.read()
+                files.setdefault(folder, {})[title] = file.read()
+        named = {posixpath.basename(folder): folder for folder in files}
+        if not files or "" in named or len(named) < len(files):
+            found = [posixpath.join(folder, "recipe.toml") for folder in sorted(files)]
+            raise ValueError(
+                f"expected <run>/recipe.toml, each run with a name of its own, not {found}"
+            )
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
-    return [parse_run(path / name, files[name]) for name in sorted(files)]
+    return [parse_run(path / name, files[named[name]]) for name in sorted(named)]
 
 
 def write_archive(runs: Sequence[RunRecord], out: Path) -> None:

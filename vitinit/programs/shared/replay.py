@@ -61,12 +61,14 @@ def replay(
     another seed would be expected to have. Raises CheckpointError if there is no such run, and as
     `Run.train` does.
     """
-    by_name = {run.path.name: run for run in runs}
-    record = by_name.get(name)
-    if record is None:
-        raise CheckpointError(
-            f"--replay {name}: no such run is on record, but {shortened(list(by_name))}"
-        )
+    named = [run for run in runs if run.path.name == name]
+    if not named:
+        names = [run.path.name for run in runs]
+        raise CheckpointError(f"--replay {name}: no such run is on record, but {shortened(names)}")
+    if len(named) > 1:
+        paths = [str(run.path) for run in named]
+        raise CheckpointError(f"--replay {name}: which of {shortened(paths)}? Give one of them")
+    record = named[0]
     if not record.rows:
         raise CheckpointError(f"--replay {name}: no epoch of it is on record")
     if len(RunFolder(folder).metrics.rows()) >= (epochs or record.epochs):
