@@ -351,6 +351,11 @@ def fixed(model: nn.Module) -> None:
     model.register_buffer("pos_embed", positions)
 
 
+def without_versions(*shape: int) -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
 REFUSALS: dict[str, Callable] = {
     "the size of its images is not seen": lambda model: put(  # the last says no size of images
         model, "patch_embed.proj", nn.Sequential(nn.Conv2d(3, 5, 4, 4), nn.Conv2d(5, DIM, 1))
@@ -376,6 +381,12 @@ REFUSALS: dict[str, Callable] = {
             "head.weight",
             nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8), requires_grad=False),
         )
+    ),
+    "head.weight was made in torch.inference_mode": lambda model: put(
+        model, "head.weight", nn.Parameter(without_versions(7, DIM), requires_grad=False)
+    ),
+    "head.weight is expanded": lambda model: put(
+        model, "head.weight", nn.Parameter(torch.randn(1, DIM).expand(7, DIM))
     ),
     "head.weight is a Parameter of float32 on meta": lambda model: model.head.to("meta"),
     "fixed position": fixed,
@@ -436,6 +447,21 @@ def test_describe_is_a_dry_run_that_says_which_inits_fit_or_why_none():
     post_norm, none = OtherViT("timm", post_norm=True), nn.Sequential(nn.Linear(2, 3))
     assert "post-norm" in describe(post_norm).reason
     assert str(describe(none)).startswith("Sequential: not recognised: a Sequential has no list")
+
+
+def test_heads_with_one_mass_are_told_of_together():
+    report = impulse_(OtherViT("timm"), generator=seeded())
+    lines = [
+        str(replace(report, mass=masses)).splitlines()[3].partition(": ")[2]
+        for masses in (
+            ((0.999, 1.0), (0.997, 0.996)),
+            ((1.0, 1.0), (0.5, 0.25), (0.1, 0.1), (0.01, 0.02)),
+        )
+    ]
+    assert lines == [
+        "all 4 heads 1.00 (uniform .029)",
+        "first block all heads 1.00; middle block all heads .10; last block .01 .02 (uniform .029)",
+    ]
 
 
 def test_unknown_names_and_options_are_errors():

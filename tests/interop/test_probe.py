@@ -72,11 +72,28 @@ ATTENTIONS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
-def test_the_formula_is_compared_though_proj_is_0(kind):
+CAUSES = {
+    "another scale": "its logits are another function of Q and K",
+    "keys that are not turned": "its logits are another function of Q and K",
+    "norms of Q and K": "twice the queries change nothing",
+    "the diagonal masked": "without queries it does not average",
+    "a gate that is 0": "without queries it does not average",
+    "talking heads": "its logits are another function of Q and K",
+    "over channels": "without queries it does not average",
+    "heads in another order": "without queries it does not average",
+}
+
+
+def with_attention(change: Callable) -> OtherViT:
     model = OtherViT("timm")
     for block in model.blocks:
-        block.attn = Attention(ATTENTIONS[kind])
+        block.attn = Attention(change)
+    return model
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_the_formula_is_compared_though_proj_is_0(kind):
+    model = with_attention(ATTENTIONS[kind])
     before = state_of(model)
     if kind == "the formula":
         report = impulse_(model, generator=seeded(), value_init="base")
@@ -85,8 +102,48 @@ def test_the_formula_is_compared_though_proj_is_0(kind):
         return
     with pytest.raises(ValueError, match="of 3 of 3 blocks computes something else than softmax"):
         impulse_(model, generator=seeded(), value_init="base")
-    assert "computes something else" in describe(model, images=IMAGES).reason
+    assert f"its norm's output: {CAUSES[kind]}" in describe(model, images=IMAGES).reason
     assert all(map(torch.equal, state_of(model).values(), before.values()))
+
+
+@pytest.mark.parametrize(
+    "cap", [lambda logits: logits.clamp(-20, 20), lambda logits: 200 * (logits / 200).tanh()]
+)
+def test_logits_that_are_capped_are_seen_once_they_are_written(cap):
+    """They are small before. proj is 0 and stays, so that the model's own output shows nothing; of
+    mimetic_, whose logits stay below ±20 here, nothing is capped."""
+    model = with_attention(lambda own, q, k, v, scale: cap(q @ k.mT * scale).softmax(-1) @ v)
+    before = state_of(model)
+    for images in (None, IMAGES):
+        with pytest.raises(ValueError, match="^once written, the attention of 3 of 3 blocks comp"):
+            impulse_(model, generator=seeded(), images=images, value_init="base", qk_norm=60.0)
+    assert all(map(torch.equal, state_of(model).values(), before.values()))
+    model = with_attention(
+        lambda own, q, k, v, scale: (q @ k.mT * scale).clamp(-20, 20).softmax(-1) @ v
+    )
+    fits = dict(describe(model).fits)
+    assert "once written" in fits["impulse"] and fits["mimetic"] == fits["deep_impulse"] == ""
+
+
+class Half(OtherAttention):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_attention_in_half_precision_and_compiled_blocks_are_named():
+    for rope in ("", "mixed"):
+        model = OtherViT("timm", rope=rope)
+        for block in model.blocks:
+            block.attn.__class__ = Half
+        assert describe(model).reason.startswith(
+            "attention computes in bfloat16 within a model of float32, by a cast or an autocast"
+        )
+    model = OtherViT("timm")
+    model.blocks[1] = torch.compile(model.blocks[1])
+    assert describe(model).reason == (
+        "blocks.1 is compiled; initialise the model before torch.compile"
+    )
 
 
 def test_an_attention_of_several_blocks_and_one_that_is_not_called():
@@ -94,7 +151,8 @@ def test_an_attention_of_several_blocks_and_one_that_is_not_called():
     shared.blocks.append(shared.blocks[0])
     idle.blocks[2].forward = lambda x: x
     mixed.blocks[2].post_norm = True
-    assert "the attention of 1 of 3 blocks computes" in describe(mixed).reason
+    assert "attention of 1 of 3 blocks computes" in describe(mixed).reason
+    assert "it does not read the output of the norm before it" in describe(mixed).reason
     assert "OtherAttention, is called 2 times in a forward pass" in describe(shared).reason
     assert "is called 0 times in a forward pass, expected once" in describe(idle).reason
 
@@ -108,7 +166,7 @@ def test_a_norm_that_is_called_twice_and_blocks_of_fewer_tokens_are_refused():
         assert "the norm before it, LayerNorm, is called 2 times" in describe(model).reason
     merged.blocks[2].register_forward_pre_hook(lambda _, inputs: (inputs[0][:, 2:],))
     for images in (None, IMAGES):
-        assert "a block has 34 tokens, and the first one 36: tokens are merged, or left out" in (
+        assert "a block has 34 tokens, and the first one 36: tokens are merged, left out or" in (
             describe(merged, images=images).reason
         )
 
@@ -161,12 +219,15 @@ class Apart(ShiftedWindowAttention):
         return x[:, order[0].argsort()][:, :, order[1].argsort()]
 
 
+def swin() -> SwinTransformer:
+    """Images of 20×28 pixels are padded, with a shift in the first stage."""
+    sizes = dict(embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5])
+    return SwinTransformer(patch_size=[2, 2], **sizes)
+
+
 @pytest.mark.parametrize("kind", [ShiftedWindowAttention, Doubled, Apart])
 def test_a_swins_windows_and_bias_are_compared(kind):
-    """Images of 20×28 pixels are padded, with a shift in the first stage."""
-    model = SwinTransformer(
-        patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5]
-    )
+    model = swin()
     model.features[1][1].attn.__class__ = kind
     for images in (None, IMAGES):
         reason = describe(model, images=images).reason
@@ -290,6 +351,67 @@ def test_images_show_the_grid_that_no_attribute_states(size):
 )
 def test_tokens_and_positions_in_another_order_are_refused(lie):
     assert lie in describe(Plain(lie), images=IMAGES).reason
+
+
+ANOTHER_ORDER = "tokens are in another order in some blocks than in the first"
+ORDERS: dict[str, Callable] = {
+    "rolled": lambda x: torch.cat([x[:, :1], x[:, 1:].roll(1, 1)], 1),
+    "rolled with the class token": lambda x: x.roll(1, 1),
+    "permuted": lambda x: x[:, torch.randperm(36, generator=seeded())],
+    "transposed": lambda x: torch.cat(
+        [x[:, :1], x[:, 1:].unflatten(1, GRID).transpose(1, 2).flatten(1, 2)], 1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_the_order_of_tokens_is_followed_from_block_to_block(kind):
+    model = OtherViT("timm")
+    model.blocks[1].register_forward_pre_hook(lambda _, inputs: (ORDERS[kind](inputs[0]),))
+    assert ANOTHER_ORDER in describe(model, images=IMAGES).reason
+
+
+def test_the_order_of_a_swins_tokens_is_followed_within_a_stage():
+    model = swin()
+    model.features[3][1].register_forward_pre_hook(lambda _, inputs: (inputs[0].roll(1, 2),))
+    assert ANOTHER_ORDER in describe(model, images=IMAGES).reason
+
+
+def test_tokens_that_come_behind_the_patches_later_are_seen():
+    model = OtherViT("timm")
+    model.blocks[1].register_forward_pre_hook(
+        lambda _, inputs: (torch.cat([inputs[0], inputs[0][:, :2]], 1),)
+    )
+    assert "a block has 38 tokens, and the first one 36: tokens are" in describe(model).reason
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = OtherViT("timm")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.inside(torch.cat([images, images.flip(-1)]))
+
+
+class Map(OtherViT):
+    """Its tokens are a map, (n, H, W, D), as in SAM's encoder."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch_embed.proj(images).movedim(1, -1) + self.pos_embed.unflatten(1, GRID)
+        for block in self.blocks:
+            y = block.norm1(x).flatten(1, 2)
+            x = x + block.attn(y)[0].unflatten(1, GRID)
+        return self.head(x.mean((1, 2)))
+
+
+def test_several_views_of_an_image_and_maps_of_tokens_are_named():
+    assert describe(Twice()).reason.startswith(
+        "the first block reads 4×36×66 of 2 images: several crops or views of each"
+    )
+    assert describe(Map("timm", class_token=False)).reason.startswith(
+        "the first block reads a map of tokens, 2×5×7×66, as in SAM's encoder"
+    )
 
 
 def test_a_stem_of_several_convolutions_is_seen_by_what_moves_with_the_patches():

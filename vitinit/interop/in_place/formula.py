@@ -1,11 +1,16 @@
-"""What the attentions of a model are seen to compute in forward passes; `probe.py` asks for it."""
+"""What the attentions of a model are seen to compute in forward passes; `probe.py` asks for it.
+
+`turned_blocks` sees how they turn their queries, `require_formula` whether they are the formula
+with any weights, `require_formula_as_written` whether they are with those that an init has written.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +24,7 @@ from ...mixing import run
 from ...models.rotary import Rotary
 
 TOLERANCE = 1e-3  # by which what is computed may differ from what is expected, relatively
+QUIET = 1e-3  # the size of projections whose outputs hardly change the residual stream
 PRODUCTS = {F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -72,8 +78,32 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
     for block in blocks:
         if block.attention is None or type(block.attention) is nn.MultiheadAttention:
             return blocks  # PyTorch's own never turns
+    turned: list[Rotation | None] = []
+    for pair in queries_as_they_meet_keys(layout, images):
+        rotation = None
+        if pair is not None:
+            queries, met = pair
+            if met.dtype != queries.dtype:
+                kind, own = (str(x.dtype).removeprefix("torch.") for x in (met, queries))
+                raise ValueError(
+                    f"attention computes in {kind} within a model of {own}, by a cast or an "
+                    f"autocast of its own; initialise it without, all in {own}, and cast then"
+                )
+            rotation = rotation_between(queries, met)
+        turned.append(rotation)
+    count = len(turned) - turned.count(None)
+    if 0 < count < len(turned):
+        raise ValueError(
+            f"{count} of {len(turned)} blocks turn their "
+            "queries by their places, expected all or none"
+        )
+    return tuple(replace(block, rotation=rotation) for block, rotation in zip(blocks, turned))
+
+
+def queries_as_they_meet_keys(layout: Layout, images: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+    """By block, the queries as its layer projects them, and as they meet the keys, where it is seen."""
     projections: dict[nn.Module, Tensor] = {}
-    rotations: dict[nn.Module, Rotation | None] = {}
+    met: dict[nn.Module, Tensor] = {}  # the queries as they meet the keys
 
     def project(block: Block, _: tuple, y: Tensor) -> None:
         products.factors.clear()
@@ -83,24 +113,18 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
         queries = projections.get(block.norm)
         for turned in products.factors:
             if queries is not None and turned.shape == queries.shape:
-                rotations[block.norm] = rotation_between(queries, turned)
+                met[block.norm] = turned
                 break
 
+    norms = [block.norm for block in layout.blocks]
     products = _Products()
     after: dict[Any, Any] = {}
-    for block in blocks:
+    for block in layout.blocks:
         after[block.norm] = partial(project, block)
         after[block.attention] = partial(compare, block)
     with products:
         passed(layout.model, images, after=after)
-    turned = [rotations.get(block.norm) for block in blocks]
-    count = len(turned) - turned.count(None)
-    if 0 < count < len(turned):
-        raise ValueError(
-            f"{count} of {len(turned)} blocks turn their "
-            "queries by their places, expected all or none"
-        )
-    return tuple(replace(block, rotation=rotation) for block, rotation in zip(blocks, turned))
+    return [(projections[norm], met[norm]) if norm in met else None for norm in norms]
 
 
 def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
@@ -123,75 +147,179 @@ def rotation_between(queries: Tensor, turned: Tensor) -> Rotation | None:
     return None
 
 
-def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
-    """Draw the weights of each attention at random, for a while, and compare it with its formula.
+class Seen(NamedTuple):
+    """What a block's attention did in a forward pass."""
 
-    Raises ValueError if one does not read the output of its norm, or computes something else than
-    softmax(Q Kᵀ / √d) V·proj from it, if one or its norm is not called once, and if a later block
-    has fewer tokens than the first.
+    y: Tensor  # the output of its norm, (n, T, D), or a Swin's map (n, H, W, D)
+    given: Tensor | None  # its first input, if it is not called by keywords
+    output: Tensor | None  # None: the layout does not name the attention
+
+
+def observed(
+    layout: Attentions, images: Tensor, *, before: Mapping[nn.Module, Callable] | None = None
+) -> list[Seen]:
+    """What the attention of each block does as images, (n, C, H, W), pass through the model.
+
+    before: by module, what is called with its input. Raises ValueError if an attention, or the norm
+    before it, is not called once.
     """
-    read = {}
     calls: Counter[Any] = Counter()
-    others = []  # which compute something else
+    read, done = dict[Any, Tensor](), dict[Any, tuple[Tensor | None, Tensor]]()
 
     def keep(norm: nn.Module, _: tuple, y: Tensor) -> None:
         calls[norm] += 1
-        read[norm] = layout.batch_first(y)
+        read[norm] = layout.batch_first(y).clone()
 
-    def compare(block: Block, _: tuple, output: Any) -> None:
-        calls[block.attention] += 1
-        if block.norm not in read or not follows(block, read[block.norm], output):
-            others.append(block)
+    def record(attention: nn.Module, inputs: tuple, output: Any) -> None:
+        calls[attention] += 1
+        first = output[0] if isinstance(output, tuple) else output
+        done[attention] = inputs[0].clone() if inputs else None, first.clone()
 
     after: dict[Any, Any] = {}
     for block in layout.blocks:
-        after[block.attention] = partial(compare, block)
+        if block.attention is not None:
+            after[block.attention] = partial(record, block.attention)
         after[block.norm] = partial(keep, block.norm)
-    saved = draw_for_a_while(after, rng)
-    passed(layout.model, images, after=after)
-    for weight, value in saved.items():
-        weight.copy_(value)
-
+    passed(layout.model, images, before=before, after=after)
     for module in after:
         if calls[module] != 1:
             raise ValueError(
                 f"the attention of a block, or the norm before it, {type(module).__name__}, is "
                 f"called {calls[module]} times in a forward pass, expected once"
             )
-    counts = [read[block.norm].shape[1] for block in layout.blocks]
-    if isinstance(layout, Layout) and min(counts) < counts[0]:
-        raise ValueError(
-            f"a block has {min(counts)} tokens, and the first one {counts[0]}: tokens "
-            "are merged, or left out, between them"
-        )
+    nothing = None, None
+    return [Seen(read[block.norm], *done.get(block.attention, nothing)) for block in layout.blocks]
+
+
+def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
+    """Draw the weights of each attention at random, for a while, and compare it with its formula.
+
+    Raises ValueError, with what is seen of the cause, if one computes something else than
+    softmax(Q Kᵀ / √d) V·proj of its norm's output, or if it or its norm is not called once.
+    """
+    weights = []
+    for block in layout.blocks:
+        for module in (block.attention, block.norm):
+            weights += parameters_of(module)
+    with as_before(weights):
+        for weight in weights:
+            draw = torch.randn(weight.shape, generator=rng)
+            spread = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.2
+            weight.copy_(draw * spread + (weight.ndim == 1))  # logits are about 1
+        others = those_that_differ(layout, observed(layout, images))
+        if others:
+            raise ValueError(
+                f"the attention of {len(others)} of {len(layout.blocks)} blocks computes "
+                "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output: "
+                f"{cause_of(layout, images, others[0])}"
+            )
+
+
+def require_formula_as_written(layout: Attentions, images: Tensor, rng: Generator) -> None:
+    """Compare each attention with its formula at the queries and keys that an init has written.
+
+    These make logits larger than `require_formula` does, which a model may cap or clamp. Compared
+    is on positions alone, where logits are largest, and on images. Values and projections may be 0,
+    so others are drawn for a while: small ones, which leave the residual stream, and so the logits,
+    as they are. Raises ValueError.
+    """
+
+    def see_positions_alone(x: Tensor) -> None:
+        """In place, before each norm; a Swin's blocks then have their relative bias alone."""
+        tokens = layout.batch_first(x)
+        if isinstance(layout, Layout):
+            tokens[:, layout.prefix :] = layout.entry(layout.positions[None])
+        else:
+            tokens.zero_()
+
+    alone: dict[nn.Module, Callable] = {block.norm: see_positions_alone for block in layout.blocks}
+    with as_before(behind_the_logits(layout)):
+        for block in layout.blocks:
+            for weight, size in ((block.v, 1.0), (block.proj, QUIET)):
+                draw = torch.randn(weight.shape, generator=rng)
+                weight.copy_(draw * size * weight[0].numel() ** -0.5)
+            for bias in (block.v_bias, block.proj_bias):
+                if bias is not None:
+                    bias.zero_()
+        others = those_that_differ(layout, observed(layout, images[:1], before=alone))
+        others = others or those_that_differ(layout, observed(layout, images))
     if others:
         raise ValueError(
-            f"the attention of {len(others)} of {len(layout.blocks)} blocks computes "
-            "something else than softmax(Q Kᵀ / √d) V·proj of its norm's output "
-            "(relative or other rotary positions, or rotary ones in half precision, "
-            "norms of Q and K, masks, gates, post-norm or parallel blocks, another "
-            "scale, images= with room for no whole shifted window)"
+            f"once written, the attention of {len(others)} of {len(layout.blocks)} blocks computes "
+            "something else than its formula, as if it capped or clamped its logits, which are "
+            "larger now; what was asked for would not be reached"
         )
 
 
-def draw_for_a_while(modules: Iterable[nn.Module], rng: Generator) -> dict[nn.Parameter, Tensor]:
-    """Draw the weights of modules so that logits are about 1; returns what they were before."""
-    saved = {}
-    for module in modules:
-        for part in module.modules():
-            if not isinstance(part, Rotary):
-                for weight in part.parameters(recurse=False):
-                    saved[weight] = weight.clone()
-    for weight in saved:
-        draw = torch.randn(weight.shape, generator=rng)
-        weight.copy_(draw * weight[0].numel() ** -0.5 if weight.ndim > 1 else 1.0 + 0.2 * draw)
-    return saved
+def behind_the_logits(layout: Attentions) -> list[Tensor]:
+    """The values, the projections and their biases, of all blocks."""
+    parts = [(block.v, block.v_bias, block.proj, block.proj_bias) for block in layout.blocks]
+    return [part for of_block in parts for part in of_block if part is not None]
 
 
-def follows(block: Block, y: Tensor, output: Any) -> bool:
-    """Whether an attention returns, alone or first, what the formula makes of its norm's output y."""
-    if isinstance(output, tuple):
-        output = output[0]
+def parameters_of(module: nn.Module | None) -> list[nn.Parameter]:
+    """The parameters of a module, without those of rotary positions, by which tokens turn."""
+    if module is None:
+        return []
+    parts = [part for part in module.modules() if not isinstance(part, Rotary)]
+    return [weight for part in parts for weight in part.parameters(recurse=False)]
+
+
+@contextmanager
+def as_before(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context after which these tensors have the values that they had before."""
+    saved = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+
+def those_that_differ(layout: Attentions, seen: Sequence[Seen]) -> list[int]:
+    """The numbers of the blocks whose attention computes something else than its formula."""
+    numbers = []
+    for number, (block, of_block) in enumerate(zip(layout.blocks, seen)):
+        if block.attention is not None and not follows(block, of_block):
+            numbers.append(number)
+    return numbers
+
+
+def cause_of(layout: Attentions, images: Tensor, number: int) -> str:
+    """Why the attention of a block is not its formula, as far as changes of its queries show it."""
+    block, before = layout.blocks[number], observed(layout, images)[number]
+    assert before.output is not None
+    if isinstance(block, WindowBlock) and before.y.ndim == 4:
+        if not list(within_windows(block, before.y, before.output)):
+            return "images= have room for no whole shifted window"
+    given = None if before.given is None else layout.batch_first(before.given)
+    if given is not None and given.shape == before.y.shape and not close(given, before.y):
+        return "it does not read the output of the norm before it (post-norm or parallel blocks)"
+    queries = [part for part in (block.q, block.q_bias) if part is not None]
+    with as_before(queries):
+        for part in queries:
+            part.mul_(2.0)
+        doubled = observed(layout, images)[number].output
+        for part in queries:
+            part.zero_()
+        averages = follows(block, observed(layout, images)[number])
+    if not averages:
+        return (
+            "without queries it does not average its values (relative positions, masks, gates, "
+            "values that are no linear layer's)"
+        )
+    if doubled is not None and close(doubled, before.output):
+        return "twice the queries change nothing (norms of Q and K)"
+    return (
+        "its logits are another function of Q and K (another scale, a cap, another rotation, heads "
+        "that are mixed)"
+    )
+
+
+def follows(block: Block, seen: Seen) -> bool:
+    """Whether an attention returns what the formula makes of its norm's output."""
+    y, output = seen.y, seen.output
+    assert output is not None
     if isinstance(block, WindowBlock):
         return y.ndim == 4 and any(close(*pair) for pair in within_windows(block, y, output))
     expected = block.output(y)

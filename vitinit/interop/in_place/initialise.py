@@ -1,10 +1,10 @@
 """Initialise any ViT in place, of this package or of another library, and say what was achieved.
 
 A copy of the model, on the CPU and in float32 (or float64), is probed first (`probe.py`). Then the
-init is applied to it, and the tensors that it changed are copied back when all is well. So after an
-error no tensor has changed, and the model may be on any device and, but for rotary attention in
-bfloat16, in half precision. The inits are those of this package: a ViT of timm and ours get the
-same bits from the same generator.
+init is applied to it, its attentions are compared with their formula once more, and the tensors
+that the init changed are copied back when all is well. So after an error no tensor has changed, and
+the model may be on any device and, but for rotary attention in bfloat16, in half precision. The
+inits are those of this package: a ViT of timm and ours get the same bits from the same generator.
 """
 
 import copy
@@ -24,7 +24,7 @@ from ...init.deep_impulse import NOISE_IMAGES
 from ...init.residual_stream import noise_images
 from ...watch.mass import InitOptions, with_defaults
 from .foreign_layouts import block_paths, foreign_layout_of
-from .probe import probe
+from .probe import probe, require_reached
 from .receipt import Description, Report, measured, patterns
 
 Describing = Callable[[nn.Module], Attentions]
@@ -58,6 +58,7 @@ def init_(
     model = unwrapped(model)
     vit = probed(model, layout, images)
     options = write(vit, name, generator, base, images, options)
+    require_reached(vit, images)
     count = 0 if images is None else len(images)
     if images is None and name == "deep_impulse":
         images = noise_images(vit, NOISE_IMAGES, Generator().manual_seed(0))
@@ -113,9 +114,8 @@ def describe(
     for init in ("impulse", "mimetic", "deep_impulse"):
         fault = ""
         try:
-            init_function(init, family_of(vit))  # raises if there is none
-            if init != "mimetic":  # which fits whatever passed the probe
-                write(vit, init, rng, None, images, {})
+            write(vit, init, rng, None, images, {})
+            require_reached(vit, images)
         except (ValueError, RuntimeError) as error:
             fault = one_line(error)
         fits.append((init, fault))
@@ -176,7 +176,10 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, in float64 or float32; ValueError for what is sharded or quantised."""
+    """A copy on the CPU, in float64 or float32; ValueError for what cannot be written in place."""
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            raise ValueError(f"{path} is compiled; initialise the model before torch.compile")
     for name, tensor in tensors(model):
         kind = type(tensor).__name__
         if (
@@ -188,6 +191,16 @@ def copied(model: nn.Module) -> nn.Module:
                 f"{name} is a {kind} of {str(tensor.dtype).removeprefix('torch.')} on "
                 f"{tensor.device}; initialise before sharding or quantising, and "
                 'after model.to_empty(device="cpu"), with base="default" then'
+            )
+        if kind == "Parameter" and tensor.is_inference():
+            raise ValueError(
+                f"{name} was made in torch.inference_mode, so nothing can be written to it; build "
+                "the model outside of it"
+            )
+        if kind == "Parameter" and tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{name} is expanded: its elements share memory, so they cannot differ; make it a "
+                "parameter of its own by .clone()"
             )
     wide = any(tensor.dtype == torch.float64 for tensor in model.parameters())
     try:

@@ -18,9 +18,21 @@ from ...init.attentions import Attentions, Layout
 from ...init.residual_stream import noise_images, stream_of
 from ...mixing.filters import Grid
 from .foreign_layouts import image_shape_of
-from .formula import TOLERANCE, Reached, close, passed, require_formula, turned_blocks
+from .formula import (
+    TOLERANCE,
+    Reached,
+    as_before,
+    behind_the_logits,
+    close,
+    observed,
+    passed,
+    require_formula,
+    require_formula_as_written,
+    turned_blocks,
+)
 
 FEW = 2  # images on which the formula is checked
+CHANGED = 3  # tokens by which the order of tokens is followed from block to block
 MOST_PREFIX_TOKENS = 32
 AT_ONCE = 16  # images that pass through the patch embedding together
 
@@ -48,6 +60,7 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
         where = "white noise"
     images = images.detach().to(layout.blocks[0].q)
     x = entering(layout, images)[layout.blocks[0].norm]  # (n, T, D), (T, n, D) or a Swin's map
+    require_tokens_of(layout, x, len(images))
     count = by_image(x, len(images)).shape[1]
     grid = grid_of(layout, images[0], count, rng)
     channels, height, width = images.shape[1:]
@@ -65,9 +78,24 @@ def probe(layout: Attentions, images: Tensor | None, *, by_hand: bool = False) -
     if all(block.attention is not None for block in layout.blocks):
         require_formula(layout, images, rng)
         what += " and formula"
+    require_order(layout, images[:1], rng)
     if isinstance(layout, Layout):
         require_positions(layout)
     return replace(layout, checked=f"{what} checked on {where}")
+
+
+@torch.no_grad()
+def require_reached(layout: Attentions, images: Tensor | None) -> None:
+    """Raise ValueError if attentions are no longer their formula once an init has been written.
+
+    layout: of `probe`. images: as there.
+    """
+    rng = Generator().manual_seed(0)
+    if images is None and layout.image_shape is None:
+        return  # nothing was checked
+    if images is None:
+        images = noise_images(layout, FEW, rng)
+    require_formula_as_written(layout, images[:FEW].detach().to(layout.blocks[0].q), rng)
 
 
 def require_positions(vit: Layout) -> None:
@@ -103,6 +131,21 @@ def entering(layout: Attentions, images: Tensor) -> dict[nn.LayerNorm, Tensor]:
             "the first attention is called before its norm: post-norm blocks, or another norm"
         )
     return read
+
+
+def require_tokens_of(layout: Attentions, x: Tensor, count: int) -> None:
+    """Raise ValueError unless x, which the first norm reads, are the tokens of `count` images."""
+    shape = "×".join(map(str, x.shape))
+    if isinstance(layout, Layout) and x.ndim != 3:
+        raise ValueError(
+            f"the first block reads a map of tokens, {shape}, as in SAM's encoder, expected a "
+            "sequence for each image: its attention is within windows, or of two axes"
+        )
+    if count not in (x.shape[:2] if x.ndim == 3 else x.shape[:1]):
+        raise ValueError(
+            f"the first block reads {shape} of {count} images: several crops or views of each; "
+            "initialise the model that sees one of them"
+        )
 
 
 def by_image(x: Tensor, count: int) -> Tensor:
@@ -166,6 +209,45 @@ def changes(layout: Attentions, image: Tensor, masks: Tensor, rng: Generator) ->
         x = by_image(entering(layout, images)[layout.blocks[0].norm], len(images))
         change.append((x[1:] - x[:1]).norm(dim=-1))
     return torch.cat(change)
+
+
+def require_order(layout: Attentions, image: Tensor, rng: Generator) -> None:
+    """Raise ValueError unless the tokens of every block are those of the first, in their order.
+
+    Some tokens of an image, (1, C, H, W), change as they enter the first block. While attentions
+    add nothing, these tokens change alone, and their places have to be the same in all blocks; in a
+    Swin, in those of a stage.
+    """
+    _, columns = grid = layout.grids[0]
+    chosen = torch.randperm(prod(grid), generator=rng)[:CHANGED].tolist()
+
+    def change(x: Tensor) -> None:
+        """In place, as the norm reads the residual stream itself, which goes on past it."""
+        tokens = layout.batch_first(x)
+        for copy, cell in enumerate(chosen, start=1):
+            place = divmod(cell, columns) if tokens.ndim == 4 else (layout.prefix + cell,)
+            tokens[(copy, *place)] += torch.randn(x.shape[-1], generator=rng).to(x)
+
+    quiet = behind_the_logits(layout)
+    with as_before(quiet):
+        for weight in quiet:
+            weight.zero_()
+        copies = image.repeat(1 + len(chosen), 1, 1, 1)
+        seen = observed(layout, copies, before={layout.blocks[0].norm: change})
+    first = seen[0].y
+    places = dict[torch.Size, Tensor]()  # of the changed tokens, by the shape of all
+    for y, *_ in seen:
+        if isinstance(layout, Layout) and y.shape != first.shape:
+            raise ValueError(
+                f"a block has {y.shape[1]} tokens, and the first one {first.shape[1]}: tokens are "
+                "merged, left out or added between them"
+            )
+        place = (y[1:] - y[:1]).norm(dim=-1).flatten(1).argmax(dim=1)
+        if not places.setdefault(y.shape, place).equal(place):
+            raise ValueError(
+                "tokens are in another order in some blocks than in the first: rolled, permuted or "
+                "transposed between them"
+            )
 
 
 def entry_of(vit: Layout, image: Tensor, rng: Generator) -> nn.Module:

@@ -107,15 +107,26 @@ class Report(Description):
         on_images = f"{self.images} images" if self.images else "white noise"
         for masses, where in ((self.mass, alone), (self.mass_on_images, on_images)):
             if masses:
-                blocks = {0: "first", len(masses) // 2: "middle", len(masses) - 1: "last"}
-                shown = "; ".join(
-                    f"{word} block {' '.join(map(decimal, masses[block]))}"
-                    for block, word in sorted(blocks.items())
-                )
+                uniform = decimal(self.uniform)
                 lines.append(
-                    f"mass on the target, on {where}: {shown} (uniform {decimal(self.uniform)})"
+                    f"mass on the target, on {where}: {by_head(masses)} (uniform {uniform})"
                 )
         return "\n".join([*lines, *self.notes])
+
+
+def by_head(masses: Masses) -> str:
+    """For example "all 36 heads 1.00"; if they differ, by head of the first, middle and last block."""
+    words = [list(map(decimal, of_block)) for of_block in masses]
+    if len({word for of_block in words for word in of_block}) == 1:
+        return f"all {sum(map(len, words))} heads {words[0][0]}"
+    parts = []
+    blocks = {0: "first", len(masses) // 2: "middle", len(masses) - 1: "last"}
+    for block, title in sorted(blocks.items()):
+        heads = words[block]
+        if len(set(heads)) == 1:
+            heads = ["all heads", heads[0]]
+        parts.append(f"{title} block {' '.join(heads)}")
+    return "; ".join(parts)
 
 
 def patterns(names: Iterable[str]) -> str:
