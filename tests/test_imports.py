@@ -41,7 +41,7 @@ TABLES = {
     "vitinit.__main__": "PROGRAMS",
     "vitinit.init": "INITS IN_PLACE",
     "vitinit.models": "FAMILIES",
-    "vitinit.runs.load": "READERS",
+    "vitinit.runs.checkpoint": "READERS",
     "vitinit.runs.watching": "WATCHERS",
     "vitinit.tasks": "TASKS",
 }

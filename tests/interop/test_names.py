@@ -1,5 +1,7 @@
 """Checkpoints of other implementations under our names; ours and unknown ones stay."""
 
+import re
+
 import pytest
 import torch
 from refused import refused
@@ -59,6 +61,27 @@ def test_microsofts_swin_merges_a_stage_earlier_and_carries_buffers():
         "layers.2.blocks.2.attn.relative_position_index",
     ):
         assert name in theirs
+    assert same_tensors(native_tensors(theirs), ours)
+
+
+def test_mmpretrains_vits_have_an_mlp_in_two_layers_and_their_classifiers_in_a_list():
+    """mmpretrain 1.2.0's ViT and DeiT gave the same logits, to the bit."""
+    sizes = dict(num_classes=11, image_size=8, patch_size=4, embed_dim=6, depth=2, num_heads=2)
+    ours = dict(redraw(vitinit.build_model("vit_tiny_distilled", **sizes)).state_dict())
+    theirs = {}
+    for name, value in ours.items():
+        name = re.sub("^head", "head.layers.head", name)
+        name = re.sub(r"^norm|\bnorm(?=\d)", lambda norm: "ln" + "1" * (not norm.start()), name)
+        for before, after in (
+            ("blocks.", "layers."),
+            ("mlp.fc1", "ffn.layers.0.0"),
+            ("mlp.fc2", "ffn.layers.1"),
+            ("patch_embed.proj", "patch_embed.projection"),
+        ):
+            name = name.replace(before, after)
+        theirs[name] = value
+    names = ("ln1.bias", "layers.1.ln2.bias", "layers.0.attn.qkv.weight", "cls_token")
+    assert {*names, "head.layers.head_dist.bias", "layers.0.ffn.layers.0.0.bias"} <= theirs.keys()
     assert same_tensors(native_tensors(theirs), ours)
 
 

@@ -4,20 +4,29 @@ import argparse
 import json
 import os
 import pickle
+import re
 import resource
+import shlex
+import subprocess
+import sys
+import warnings
 import zipfile
+from collections import defaultdict
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from refused import refused
+from same_run import assert_identical
 
 from vitinit.base.files import CheckpointError, Damaged, FileError, write_text_atomically
 from vitinit.runs import checkpoint as checkpoint_module
 from vitinit.runs.checkpoint import (
     Unread,
     model_state,
+    read_checkpoint,
     read_checkpoint_file as load,
     without_prefix,
 )
@@ -157,6 +166,58 @@ def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_
     ):
         assert [*model_state(state, tmp_path)] == ["weight", "bias"]
     assert [*model_state({"ema": averaged}, tmp_path, "ema")] == ["weight", "bias"]
+
+
+def test_of_several_networks_in_a_file_the_one_that_its_authors_evaluate_is_read(tmp_path):
+    """I-JEPA's target encoder; and MoCo-v3's base encoder, without the layers of its projection."""
+    target, other = torch.ones(2), torch.zeros(2)
+    jepa = {"encoder": {"norm.bias": other}, "predictor": {"norm.bias": other}, "epoch": 7}
+    moco = {
+        f"module.{network}.{name}": target if network == "base_encoder" else other
+        for network in ("momentum_encoder", "base_encoder", "predictor")
+        for name in ("norm.bias", "head.0.weight")
+    }
+    for state in (
+        {**jepa, "target_encoder": {"module.norm.bias": target}},
+        {"state_dict": moco},
+        {"weights": {"w": other}, "params": {"norm.bias": target}},
+        {"params": {"norm.bias": other}, "net": {"norm.bias": target}},
+        {"net": {"norm.bias": other}, "state_dict": {"norm.bias": target}},
+    ):
+        torch.save(state, tmp_path / "a.pt")
+        tensors = model_state(load(tmp_path / "a.pt"), tmp_path)
+        assert [*tensors] == ["norm.bias"] and torch.equal(tensors["norm.bias"], target)
+
+
+def test_the_command_that_a_refused_folder_names_makes_it_readable(tmp_path):
+    """torch's is run. DeepSpeed is not installed here; its files are recognised by their names."""
+    folder, weights = tmp_path / "a run", {"norm.bias": torch.arange(3.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is one process, and no process group
+        torch.distributed.checkpoint.save({"model": weights}, checkpoint_id=folder)
+    line = refused(CheckpointError, read_checkpoint, folder)
+    command = re.search("written by python (.*) \\(which may run code in what it reads", line)
+    assert subprocess.run([sys.executable, *shlex.split(command[1])]).returncode == 0
+    state, path = read_checkpoint(tmp_path / "a run.pt")
+    assert_identical(model_state(state, path), weights)
+    step = tmp_path / "deepspeed" / "step7"
+    step.mkdir(parents=True)
+    (step / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    for place, words in ((step.parent, ""), (step, " --tag step7")):
+        line = refused(CheckpointError, read_checkpoint, place)
+        whole = f"{step.parent} {place}-whole{words} (which may run"
+        assert f"written by python -m deepspeed.utils.zero_to_fp32 {whole}" in line
+
+
+def test_weights_beside_objects_are_refused_and_the_command_named_writes_them_alone(tmp_path):
+    """As Lightning writes settings of OmegaConf, and others a defaultdict."""
+    path, weights = tmp_path / "it's one.ckpt", {"norm.bias": torch.arange(3.0)}
+    torch.save({"state_dict": weights, "settings": defaultdict(list, lr=[1.0])}, path)
+    line = refused(Damaged, load, path)
+    assert "it asks for collections.defaultdict, and only tensors and plain values are" in line
+    command = re.search("written by python (.*) \\(which may run code in what it reads", line)
+    assert subprocess.run([sys.executable, *shlex.split(command[1])]).returncode == 0
+    assert_identical(load(tmp_path / "it's one.weights.pt"), weights)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import torch
@@ -23,9 +24,16 @@ from ..base.files import (
     read_bytes,
 )
 from ..base.messages import in_brief, warn, without_warnings
+from ..base.table import find
 from ..base.values import Size, Table, convert
 from ..train.state import fault
 
+# What other projects write: who knows names of tensors, and the files beside them; and, by the end
+# of a file's name, who reads it.
+READERS = {
+    "tensors": ".interop.weights.readers:Reader",
+    ".npz": ".interop.weights.flax:read_npz",
+}
 # The weights in a folder that transformers or timm wrote.
 FOREIGN_WEIGHTS = (
     "model.safetensors",
@@ -33,12 +41,32 @@ FOREIGN_WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Where programs keep a model's state dict, and that of its moving average.
-CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "teacher")
+# Files that hold parts of tensors → the command that puts together what is spread over a folder.
+DEEPSPEED = "python -m deepspeed.utils.zero_to_fp32"
+SHARDED = {
+    "*.distcp": "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.pt",
+    "*/*_optim_states.pt": f"{DEEPSPEED} {{path}} {{path}}-whole",
+    "*_optim_states.pt": f"{DEEPSPEED} {{path.parent}} {{path}}-whole --tag {{path.name}}",
+}
+# Where programs keep a model's state dict, and that of its moving average. Of several in one file
+# the first counts: a target_encoder stands beside the encoder that it is the average of (I-JEPA).
+CONTAINERS = (
+    *("model", "state_dict", "model_state_dict", "module", "teacher"),
+    *("target_encoder", "net", "params", "weights"),
+)
 AVERAGES = ("ema", "model_ema", "state_dict_ema")
+# MoCo-v3 has two encoders and a predictor in one state dict. This is the one that it evaluates,
+# without the projection that it was trained with.
+BASE_ENCODER = re.compile(r"(module\.)?base_encoder\.(?!head\.)")
 # What wrappers put before all names, or before all but those of a classifier beside the wrapped.
-PREFIX = re.compile(r"(model|backbone|net|encoder|module|_orig_mod)\.")
+PREFIX = re.compile(r"(model|backbone|net|encoder|base_encoder|module|_orig_mod)\.")
 CLASSIFIER = re.compile(r"(head|heads|head_dist|fc|(cls_|distillation_)?classifier)\.")
+# A program: the file that holds a state dict among objects of classes, and the file to write it to.
+ALONE = (
+    "import sys, torch; _, old, new = sys.argv; "
+    "torch.save(torch.load(old, weights_only=False)['state_dict'], new)"
+)
+AS_CODE = "which may run code in what it reads: for what you trust alone"
 # What other programs write beside weights: settings, paths, numpy's numbers. An `Unread` is made in
 # its place, so that none of their code runs; numpy's, for one, trusts the bytes that it reads.
 BESIDE = (
@@ -85,7 +113,7 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
         except (FileError, OSError):
             raise
         except Exception as error:  # zip, pickle and torch errors of many kinds
-            raise Damaged(f"{path}: not a readable checkpoint ({_reason(error)})") from None
+            raise Damaged(f"{path}: not a readable checkpoint ({_reason(error, path)})") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}: holds a {type(state).__name__}, expected a dictionary")
     if nested_deeply(state):
@@ -106,6 +134,8 @@ def _load(path: Path, *, mmap: bool, verify: bool) -> Any:
     is_archive = zipfile.is_zipfile(path)
     if is_archive:
         recorded = _require_sound(path, verify=verify)
+    if path.suffix in READERS:
+        return find(READERS[path.suffix])(path)
     mmap = mmap and is_archive and not re.search("[\ud800-\udfff]", str(path))
     asked = Counter[int]()  # the same of its pickle
 
@@ -154,6 +184,7 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> t
         if not any(file.exists() for file in files):
             files = [path / name for name in FOREIGN_WEIGHTS if (path / name).exists()]
         if not files:
+            _require_whole(path)
             raise NoCheckpoint(
                 f"{path}: holds no checkpoint; expected last.pt or one of "
                 f"{', '.join(FOREIGN_WEIGHTS)}"
@@ -170,6 +201,17 @@ def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True) -> t
         _make_plain(state, file)
         return state, file
     raise CheckpointError("; and ".join(map(str, problems)))
+
+
+def _require_whole(folder: Path) -> None:
+    """Raise CheckpointError for a folder over which a program has spread the parts of tensors."""
+    for parts, command in SHARDED.items():
+        if any(folder.glob(parts)):
+            words = [word.format(path=folder) for word in command.split()]
+            raise CheckpointError(
+                f"{folder}: holds parts of tensors, which are not read here; whole ones are "
+                f"written by {join(words)} ({AS_CODE})"
+            )
 
 
 def _make_plain(state: Table, file: Path) -> None:
@@ -216,11 +258,15 @@ class Unread:
     __setstate__ = __init__
 
 
-def _reason(error: Exception) -> str:
-    """Why torch cannot read a file, without torch's advice on how to read it unsafely."""
+def _reason(error: Exception, path: Path) -> str:
+    """Why torch cannot read a file, and how its weights are had apart from what else it holds."""
     wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
     if wanted:
-        return f"it asks for {wanted[1]}, and only tensors and plain values are read"
+        files = join(map(str, (path, path.with_suffix(".weights.pt"))))
+        return (
+            f"it asks for {wanted[1]}, and only tensors and plain values are read; its state_dict "
+            f'alone is written by python -c "{ALONE}" {files} ({AS_CODE})'
+        )
     if "zip archive" in str(error) or isinstance(error, zipfile.BadZipFile):
         return "a damaged archive, or one cut short"
     if isinstance(error, (pickle.UnpicklingError, EOFError)):
@@ -240,6 +286,8 @@ def stored_tensors(state: Table, path: Path, name: str) -> dict[str, Tensor]:
         part = _table_in(part, CONTAINERS, default=part)
     # torch's AveragedModel counts in n_averaged.
     tensors = {key: value for key, value in part.items() if not str(key).endswith("n_averaged")}
+    encoder = {key: value for key, value in tensors.items() if BASE_ENCODER.match(str(key))}
+    tensors = encoder or tensors
     of_a_model = all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()
     )

@@ -19,13 +19,11 @@ from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, 
 from ..recipe.sections import Recipe
 from ..train.device import automatic_values, this_device
 from ..train.interruption import raising_signals
-from .checkpoint import model_state, read_checkpoint, stored_tensors, without_prefix
+from .checkpoint import READERS, model_state, read_checkpoint, stored_tensors, without_prefix
 from .folder import RunFolder
 from .model import build, task_of, trained_model
 from .transfer import load_exactly, start_from
 
-# Who knows the names of tensors, and the files beside them, of other projects.
-READERS = {"tensors": ".interop.weights.readers:Reader"}
 BOXED = RECIPES / "trained"  # models that come with the package, by name
 ADDRESS = "https://dl.fbaipublicfiles.com/deit/"  # as DeiT's README has it
 

@@ -4,7 +4,7 @@ Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no c
 the other layouts is a table of names, recognised by a name that occurs only in it: those of
 torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2 and 3, Swin; as it
 writes them to files, and as release 5 has them in memory), timm's Eva (EVA-02, RoPE-ViT, DINOv3),
-Microsoft (Swin) and DINOv2's authors. Some also serve to write them (`vitinit export --names`).
+Microsoft (Swin), DINOv2's authors, mmpretrain (ViT, DeiT) and Flax (Google's ViT and Mixer). Some also serve to write them (`vitinit export --names`).
 
 All layouts order heads and merged patches as this package does. Queries, keys and values in three
 layers are stacked into one; keys without a bias get one of zeros where queries have one.
@@ -185,6 +185,74 @@ EVA_APART = {
 BIAS_OF_QUERIES = re.compile(r"\.q(_bias|_proj\.bias)$")
 FREQUENCIES = "blocks.{}.attn.rotary.frequencies"  # of all blocks (2, depth, h, d / 2) in Eva
 
+
+def flax_vit(attention: str, mlp: str, second_norm: str, positions: str) -> Names:
+    """Names of a ViT in Flax, where parts without a name are counted by class within a block."""
+    return {
+        "cls_token": "cls",
+        "pos_embed": positions,
+        "patch_embed.proj": "embedding",
+        "norm": "Transformer.encoder_norm",
+        **within(
+            "blocks.{}",
+            "Transformer.encoderblock_{}",
+            {
+                "norm1": "LayerNorm_0",
+                "norm2": second_norm,
+                "attn.qkv": f"{attention}.query {attention}.key {attention}.value",
+                "attn.proj": f"{attention}.out",
+                "mlp.fc1": f"{mlp}.Dense_0",
+                "mlp.fc2": f"{mlp}.Dense_1",
+            },
+        ),
+    }
+
+
+# As flax.py reads them. Google's first code counted all parts of a block together.
+FLAX_VIT = flax_vit(
+    "MultiHeadDotProductAttention_1",
+    "MlpBlock_3",
+    "LayerNorm_2",
+    "Transformer.posembed_input.pos_embedding",
+)
+BIG_VISION_VIT = flax_vit(
+    "MultiHeadDotProductAttention_0", "MlpBlock_0", "LayerNorm_1", "pos_embedding"
+)
+FLAX_MIXER = {
+    "stem.proj": "stem",
+    "norm": "pre_head_layer_norm",
+    **within(
+        "blocks.{}",
+        "MixerBlock_{}",
+        {
+            "norm1": "LayerNorm_0",
+            "norm2": "LayerNorm_1",
+            "mlp_tokens.fc1": "token_mixing.Dense_0",
+            "mlp_tokens.fc2": "token_mixing.Dense_1",
+            "mlp_channels.fc1": "channel_mixing.Dense_0",
+            "mlp_channels.fc2": "channel_mixing.Dense_1",
+        },
+    ),
+}
+
+MMPRETRAIN_VIT = {
+    "patch_embed.proj": "patch_embed.projection",
+    "norm": "ln1",
+    "head": "head.layers.head",
+    "head_dist": "head.layers.head_dist",
+    **within(
+        "blocks.{}",
+        "layers.{}",
+        {
+            "norm1": "ln1",
+            "norm2": "ln2",
+            "attn": "attn",
+            "mlp.fc1": "ffn.layers.0.0",
+            "mlp.fc2": "ffn.layers.1",
+        },
+    ),
+}
+
 # A name that occurs in one layout only → the layout; the first one found counts.
 LAYOUTS = {
     "encoder.layers.encoder_layer_0.mlp.linear_1.weight": TORCHVISION_VIT_PUBLISHED,
@@ -194,6 +262,10 @@ LAYOUTS = {
     "register_tokens": DINOV2,
     "layers.0.attention.q_proj.weight": VIT_IN_MEMORY,
     "layer.0.attention.q_proj.weight": TRANSFORMERS_DINOV3,
+    "layers.0.ffn.layers.0.0.weight": MMPRETRAIN_VIT,
+    "Transformer.encoderblock_0.MlpBlock_3.Dense_0.weight": FLAX_VIT,
+    "Transformer.encoderblock_0.MlpBlock_0.Dense_0.weight": BIG_VISION_VIT,
+    "pre_head_layer_norm.weight": FLAX_MIXER,
     "blocks.0.attn.q_bias": EVA_APART,
     "blocks.0.gamma_1": EVA_APART,
     "rope.freqs": EVA_APART,

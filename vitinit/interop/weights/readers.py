@@ -75,7 +75,7 @@ class ForeignConfig(NamedTuple):
 
 
 class Reader:
-    """How a checkpoint is read for models of this package: see `READERS` in runs/load.py.
+    """How a checkpoint is read for models of this package: see `READERS` in runs/checkpoint.py.
 
     `config` is what files of another project beside it say, or None. Raises CheckpointError as
     `read_description`.
@@ -83,7 +83,12 @@ class Reader:
 
     def __init__(self, path: Path, state: Table) -> None:
         self.path, self.state, self.is_ours = path, state, "recipe" in state
-        self.config = None if self.is_ours else read_description(path)
+        self.config = None
+        if "num_heads" in state and path.suffix == ".npz":  # whose tensors show it
+            heads = {"model.options.num_heads": state["num_heads"]}
+            self.config = ForeignConfig(path, "", heads)
+        elif not self.is_ours:
+            self.config = read_description(path)
 
     def native(self, tensors: Mapping[str, Tensor], options: Table) -> dict[str, Tensor]:
         """Its tensors under this package's names, as a model with these options has them."""
