@@ -13,6 +13,7 @@ import torchvision
 from pages import read_page
 from safetensors import safe_open
 from same_run import assert_identical
+from small_models import redraw
 
 import vitinit
 from vitinit.base.values import plain
@@ -24,6 +25,7 @@ from vitinit.interop.weights.readers import read_description
 from vitinit.models import MODELS, model_class
 from vitinit.programs import export
 from vitinit.recipe.files import from_dict, load_recipe, overrides
+from vitinit.runs.model import build, task_of, trained_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"
@@ -531,8 +533,8 @@ def test_a_run_that_half_precision_spoils_and_a_program_that_is_not_the_model_le
 ):
     """Weights that overflow; and weights whose differences are small compared with their size."""
     for factor, shift, problem in (
-        (1e7, 0.0, "'head.weight' is not finite"),
-        (10.0, 30_000.0, "with weights in half precision, logits are up to"),
+        (1e7, 0.0, "half precision, which ends at 65,504; expected --to safetensors, which"),
+        (10.0, 30_000.0, "with weights in half precision, outputs are up to"),
     ):
         state = torch.load(RUN / "last.pt")
         # Normalised features sum to 0: a constant added to all weights does not change the logits.
@@ -552,7 +554,7 @@ def test_a_run_that_half_precision_spoils_and_a_program_that_is_not_the_model_le
 
     monkeypatch.setattr(torch.export, "load", changed)
     assert exported(RUN, "--to", "torch", "--out", tmp_path / "out.pt2") == 2
-    assert "the exported program's logits are up to 1.0e-02 from" in capsys.readouterr().err
+    assert "the exported program's outputs are up to 1.0e-02 from" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
 
@@ -566,6 +568,15 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
         ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise does not go"),
         ([RUN, "--to", "run", "--out", "x", "--image-size", 16], "--image-size does not go"),
         ([damaged, "--to", "run", "--out", "x"], "run.json: not what a run writes"),
+        (
+            [RUN, "--to", "safetensors", "--names", "transformers", "--out", "x.safetensors"],
+            "--out x.safetensors: transformers opens a folder; expected no .safetensors at the end",
+        ),
+        ([RUN, "--to", "run", "--out", "x.pt2"], "--out x.pt2: a run is a folder; expected no"),
+        (
+            [RUN, "--to", "safetensors", "--names", "torchvision", "--out", "x"],
+            "x: expected a name that ends in .safetensors",
+        ),
         ([RUN, "--to", "torch", "--out", "x.pt2", "--image-size", 9], "patches of 4×4"),
     ):
         assert exported(*arguments) == 2
@@ -584,3 +595,78 @@ def test_numbers_that_stand_in_for_names_are_not_written_as_names(names, checkpo
     out = tmp_path / "out"
     assert exported(checkpoint, "--to", "safetensors", "--names", names, "--out", out) == 0
     assert read_description(out / "model.safetensors").classes is None
+
+
+def test_two_exports_are_the_same_bytes(tmp_path):
+    """Python's sets of names and the library's metadata have another order at each start or call."""
+    for number in "12":
+        assert (
+            exported(RUN, "--to", "safetensors", "--out", tmp_path / f"{number}.safetensors") == 0
+        )
+        assert exported(RUN, "--to", "run", "--out", tmp_path / number) == 0
+    for name in (".safetensors", "/last.pt"):
+        one, two = ((tmp_path / f"{number}{name}").read_bytes() for number in "12")
+        assert one == two
+    kept = torch.load(tmp_path / "1" / "last.pt")
+    assert [*kept] == ["model", "ema", "classes", "recipe", "grid", "step", "progress"]
+
+
+@pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)
+def test_a_folder_for_timm_says_where_timm_rounds_otherwise(checkpoint, tmp_path, capsys):
+    for size, notes in (("16,24", 1), ("24", 0)):
+        out = tmp_path / size
+        words = ("--to", "safetensors", "--out", out, "--image-size", size)
+        assert exported(checkpoint, *words) == 0
+        assert capsys.readouterr().out.count("is not square timm rounds the side to which") == notes
+
+
+@pytest.mark.parametrize("pool, theirs", [("class", "ViTModel"), ("mean", "IJepaModel")])
+def test_the_encoder_of_a_masked_autoencoder_is_exported_without_a_head(
+    pool, theirs, tmp_path, capsys
+):
+    """timm 1.0.31 with num_classes=0 and transformers 5.24.0 gave the same features, to the bit."""
+    options = ("embed_dim=24", "depth=1", "num_heads=2", f"pool={pool}")
+    decoder = ("decoder_dim=8", "decoder_depth=1", "decoder_heads=2")
+    recipe = recipe_of(
+        "quickstart",
+        "task.name=reconstruct",
+        "data.num_classes=0",
+        "mix.mixup_alpha=0.0",
+        "mix.cutmix_alpha=0.0",
+        "checkpoint.best_by=val_loss",
+        *(f"model.options.{option}" for option in options),
+        *(f"task.options.{option}" for option in decoder),
+    )
+    model = trained_model(task_of(recipe), build(recipe), recipe)
+    path = tmp_path / "mae.pt"
+    torch.save({"model": redraw(model).state_dict(), "recipe": recipe.as_dict()}, path)
+    trained = vitinit.load(path)
+    views, features = views_and_logits(trained)
+    assert features.shape == (11, 24) and features.std() > 0.1
+
+    def export_to(name: str, *words: str) -> Path:
+        assert exported(path, *words, "--out", tmp_path / name) == 0
+        assert "→ pooled features\nchecked" in capsys.readouterr().out
+        return tmp_path / name
+
+    program = export_to("a.pt2", "--to", "torch", "--normalise")
+    found = torch.export.load(program).module()(views)
+    torch.testing.assert_close(found, features, rtol=0, atol=1e-5)
+    notes, weights = opened(export_to("a.safetensors", "--to", "safetensors"))
+    assert notes["timm"]["arguments"]["num_classes"] == 0 and notes["classes"] is None
+    assert_identical(weights, trained.model.state_dict())
+    folder = export_to("timm", "--to", "safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_classes"] == 0 and config["pretrained_cfg"]["classifier"] == []
+    folder = export_to("transformers", "--to", "safetensors", "--names", "transformers")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [theirs] and "id2label" not in config
+    again = vitinit.load(folder)
+    assert again.classes == ()
+    assert_identical(again.model.state_dict(), trained.model.state_dict())
+    for name, words in (
+        ("run", ["--to", "run"]),
+        ("b.safetensors", ["--to", "safetensors", "--names", "torchvision"]),
+    ):
+        assert exported(path, *words, "--out", tmp_path / name) == 2
+        assert "holds no classifier" in capsys.readouterr().err

@@ -15,12 +15,14 @@ of a file state the class names, how an image becomes the model's input, the rec
 of the library takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
+Of a model without a classifier, as a masked autoencoder's encoder is, both give the features: to
+timm with num_classes=0, to transformers as its class without a head.
 run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
 record and metrics. It can be loaded, evaluated and plotted like any run, but not resumed.
 
 No export contains a photograph, and of an absolute path of this machine only the last part stays.
 Each is compared with the model before the command ends: safetensors to the bit, programs and runs
-by their logits on images of noise, two of which a program keeps as an example.
+by their outputs on images of noise, two of which a program keeps as an example.
 """
 
 import io
@@ -56,8 +58,10 @@ from ..runs.trained import VIEW_KEYS, Trained, load
 from .shared.command_line import Output, Parser, add_run, main_of, run_arguments
 from .shared.records import Json, without_folders, without_paths
 
-NEAR = 1e-4  # largest difference of logits, relative to the largest logit
+NEAR = 1e-4  # largest difference of outputs, relative to the largest
 NEAR_IN_HALF = 0.02  # the same, with weights in half precision
+LARGEST_HALF = torch.finfo(torch.float16).max
+OF_FILES = (".safetensors", ".pt2", ".pt")  # ends of names that no folder gets
 
 
 def metadata(trained: Trained) -> Json:
@@ -107,6 +111,8 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     notes = metadata(trained) | {"timm": None}
     names: Names = {}  # ours
     arguments: Json = {}
+    if library == "torchvision":  # whose models all have one
+        trained.require_classifier()
     try:
         name, arguments, names = taken_by(library or "timm", trained)
         notes[library or "timm"] = {
@@ -130,19 +136,20 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     name = full_name.rpartition(".")[2]
     notes = metadata(trained)
     files = {}
+    prefix = ""
     if library == "transformers":
-        prefix = f"{arguments['model_type']}."
         labels: Sequence[str] = trained.classes
         if known_classes(trained) is None:
             labels = [f"LABEL_{number}" for number in labels]  # their stand-in for a name
-        files["config.json"] = arguments | {
-            "architectures": [name],
-            "id2label": dict(enumerate(labels)),
-            "label2id": {label: index for index, label in enumerate(labels)},
-        }
+        if labels:
+            prefix = f"{arguments['model_type']}."
+            arguments["id2label"] = dict(enumerate(labels))
+            arguments["label2id"] = {label: index for index, label in enumerate(labels)}
+        else:
+            name = name.partition("For")[0] + "Model"  # ViTForImageClassification without a head
+        files["config.json"] = arguments | {"architectures": [name]}
         files["preprocessor_config.json"] = preprocessor_config(trained.recipe, trained.image_size)
     else:
-        prefix = ""
         heads = []
         for layer, module in trained.model.named_modules():
             if layer.startswith("head") and isinstance(module, nn.Linear):
@@ -191,7 +198,7 @@ def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: Json, out
     texts = {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in notes.items()
     }
-    content = save({name: value.contiguous() for name, value in tensors.items()}, texts)
+    content = in_order(save({name: value.contiguous() for name, value in tensors.items()}, texts))
     read = native_tensors(load(content), trained.recipe.model.options)
     weights = trained.model.state_dict()
     same = read.keys() == weights.keys() and all(
@@ -202,6 +209,16 @@ def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: Json, out
     with written_atomically(out) as file:
         file.write(content)
     return f"{len(tensors)} tensors read back, equal to the bit"
+
+
+def in_order(content: bytes) -> bytes:
+    """A file of safetensors whose header is sorted: the library writes it in another order each
+    time. The header is JSON, after eight bytes that say its length, and ends in spaces.
+    """
+    size = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + size]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)  # tensors begin at multiples of eight
+    return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
 class Normalised(nn.Module):
@@ -220,7 +237,7 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     """Write a program images → logits to the file `out`; return its difference from the model.
 
     inside: whether the program normalises its input itself. Raises CheckpointError, and leaves no
-    file, if its logits differ from the model's by more than `NEAR`.
+    file, if its outputs differ from the model's by more than `NEAR`.
     """
     data = trained.recipe.data
     model, images = trained.model, noise(trained)
@@ -240,7 +257,7 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     torch.export.save(program, archive, extra_files={"vitinit.json": notes})
     archive.seek(0)
     run = torch.export.load(archive).module()
-    checked = require_same_logits(run, model, images, NEAR, f"{out}: the exported program's")
+    checked = require_same_outputs(run, model, images, NEAR, f"{out}: the exported program's")
     with written_atomically(out) as file:
         file.write(archive.getvalue())
     return checked
@@ -251,7 +268,8 @@ def export_run(trained: Trained, out: Path) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
     The run's steps.jsonl stays behind; of a checkpoint of no run there is only recipe.toml. Raises
-    CheckpointError, and leaves no folder, if half precision changes logits by over NEAR_IN_HALF.
+    CheckpointError, and leaves no folder, if half precision changes outputs by over NEAR_IN_HALF, or
+    cannot hold a weight.
     """
     stored = read_checkpoint_file(trained.path, mmap=True)
     source = RunFolder(trained.path.parent)
@@ -261,9 +279,15 @@ def export_run(trained: Trained, out: Path) -> str:
     weights = {}
     for name, value in trained.model.state_dict().items():
         weights[name] = value.half() if value.is_floating_point() else value
+        if not weights[name].isfinite().all():
+            raise CheckpointError(
+                f"{out}: '{name}' has values up to {value.abs().max():,.0f}, and a run is exported "
+                f"in half precision, which ends at {LARGEST_HALF:,.0f}; expected --to safetensors, "
+                "which keeps them as they are"
+            )
     classes = known_classes(trained)
     state = {"model": weights, "ema": None, "classes": classes, "recipe": recipe.as_dict()}
-    state |= {name: stored[name] for name in stored.keys() & {"grid", "step", "progress"}}
+    state |= {name: stored[name] for name in ("grid", "step", "progress") if name in stored}
     with new_folder(out):
         folder = RunFolder(out)
         if of_run and source.starts():  # a damaged run.json is an error of one line
@@ -275,7 +299,7 @@ def export_run(trained: Trained, out: Path) -> str:
         save_atomically(state, folder.last)
         images = as_input(noise(trained), trained.recipe)
         whose = f"{out}: with weights in half precision,"
-        return require_same_logits(load(out).model, trained.model, images, NEAR_IN_HALF, whose)
+        return require_same_outputs(load(out).model, trained.model, images, NEAR_IN_HALF, whose)
 
 
 @contextmanager
@@ -289,21 +313,21 @@ def new_folder(out: Path) -> Iterator[None]:
         raise
 
 
-def require_same_logits(
+def require_same_outputs(
     export: nn.Module, model: nn.Module, images: Tensor, near: float, whose: str
 ) -> str:
-    """How far two models' logits are apart, in words; an error if over `near` of the largest."""
-    logits = model(images)
-    far = (export(images) - logits).abs().max().item()
-    largest = logits.abs().max().item()
+    """How far two models' outputs are apart, in words; an error if over `near` of the largest."""
+    outputs = model(images)
+    far = (export(images) - outputs).abs().max().item()
+    largest = outputs.abs().max().item()
     if not far <= near * max(largest, 1.0):
         raise CheckpointError(
-            f"{whose} logits are up to {far:.1e} from the model's, which are up "
+            f"{whose} outputs are up to {far:.1e} from the model's, which are up "
             f"to {largest:.1f}; nothing was written"
         )
     return (
-        f"read back and run on {len(images)} images: largest difference {far:.1e}, of logits "
-        f"up to {largest:.1f}"
+        f"read back and run on {len(images)} images: largest difference {far:.1e}, of "
+        f"outputs up to {largest:.1f}"
     )
 
 
@@ -347,6 +371,9 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         args.folder = args.names == "transformers" or not file
     if not args.folder:
         require_replaceable(args.out, ".pt2" if args.to == "torch" else ".safetensors")
+    elif args.out.suffix in OF_FILES:
+        what = "transformers opens" if args.names else "a run is"
+        parser.error(f"--out {args.out}: {what} a folder; expected no {args.out.suffix} at the end")
     elif args.out.exists() or not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
     return args
@@ -355,8 +382,8 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 def export(args: Namespace) -> None:
     trained = load(**run_arguments(args))
     out = args.out
-    trained.require_classifier()
     if args.to == "run":
+        trained.require_classifier()
         checked = export_run(trained, out)
     elif args.to == "torch":
         checked = export_program(trained, out, inside=args.normalise)
@@ -367,10 +394,16 @@ def export(args: Namespace) -> None:
     height, width = trained.image_size
     kind = "uint8" if args.normalise else "normalised"
     written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
+    outputs = f"logits (B, {len(trained.classes)})" if trained.classes else "pooled features"
     print(
         f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
-        f"{height}, {width}) {kind} → logits (B, {len(trained.classes)})\nchecked {checked}"
+        f"{height}, {width}) {kind} → {outputs}\nchecked {checked}"
     )
+    if args.folder and args.to == "safetensors" and height != width:
+        print(
+            "note    for a size that is not square timm rounds the side to which it resizes, which "
+            "is rounded down here: images may be a row larger there"
+        )
 
 
 main = main_of("vitinit export", parse_arguments, export)
