@@ -12,12 +12,13 @@ class Launches(TorchDispatchMode):
     """Counts PyTorch's operations inside `with Launches() as launches:`.
     by_name: number of calls of each operation except views, which give a device nothing to do. Most
         of these operations launch one kernel, some none, and some two or three.
-    uploads, downloads: number of copies from the host to another device, and back."""
+    uploads, downloads: number of copies from the host to another device, and back.
+    waits: number of the uploads for which the host would wait, even from pinned memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.by_name: Counter[str] = Counter()
-        self.uploads = self.downloads = 0
+        self.uploads = self.downloads = self.waits = 0
 
     @property
     def count(self) -> int:
@@ -30,9 +31,12 @@ class Launches(TorchDispatchMode):
         if function.namespace != "prim" and not function.is_view:  # "prim": queries of the device
             self.by_name[function.name()] += 1
         if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            source = arguments[1] if function is torch.ops.aten.copy_.default else arguments[0]
+            in_place = function is torch.ops.aten.copy_.default
+            source = arguments[1] if in_place else arguments[0]
             on_host = source.device.type == "cpu", result.device.type == "cpu"
             self.uploads += on_host == (True, False)
+            waits = not (keywords or {}).get("non_blocking", in_place and True in arguments[2:])
+            self.waits += on_host == (True, False) and waits
             self.downloads += on_host == (False, True)
         return result
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from deit import OnHost
-from launches import Launches
+from launches import Launches, launches_of
 from optimisers import OPTIMISERS, state_of
 from small_models import SMALL
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import (
 from vitinit import models
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
 from vitinit.data.draw import Augmentation, SampleKey, Samples
-from vitinit.data.loader import Batch
-from vitinit.data.pipeline import TrainingBatches
+from vitinit.data.loader import Batch, EvalViews
+from vitinit.data.pipeline import EvaluationBatches, TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
 from vitinit.data.sources import ImagesInMemory
 from vitinit.models.layers import draw_drop_path
@@ -103,7 +103,7 @@ def loaded() -> Iterator[Batch]:
         )
 
 
-def training_steps() -> Iterator:
+def training_batches() -> TrainingBatches:
     prepare = TrainToDevice(CUDA, AUGMENTATION, **AS_INPUT, num_classes=CLASSES)
     plan = BatchPlan(BATCH * ACCUMULATION, 1, BATCH, group=BATCH)
     count = STEPS * plan.global_batch
@@ -111,7 +111,7 @@ def training_steps() -> Iterator:
     source = ImagesInMemory(torch.empty(count, 3, 1, 1), np.zeros(count, np.int64), ["one"])
     batches = TrainingBatches(source, sampler, prepare)
     batches.loader = loaded()
-    return batches.steps(0)
+    return batches
 
 
 @pytest.fixture
@@ -181,16 +181,47 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(
                 parameter.grad = torch.zeros_like(parameter)
 
         monkeypatch.setattr(Tensor, "backward", backward)
+        steps = training_batches().steps(0)
         with Launches() as launches:
-            train(state, training_steps(), amp, clip_norm, CUDA)
+            train(state, steps, amp, clip_norm, CUDA)
     assert len(backward_passes) == STEPS * ACCUMULATION
     assert read == [(STEPS, STEPS if amp == "fp16" else 0)]  # at the end of the epoch
-    assert launches.uploads > 0 and launches.downloads == 0
+    assert launches.uploads > 0 and (launches.downloads, launches.waits) == (0, 0)
     tensors = [*state.model.state_dict().values(), *state.ema.model.state_dict().values()]
     moments = [value for values in state.optimizer.state.values() for value in values.values()]
     matrices = len(hidden_matrices(state.model)) if optimiser == "muon" else 0
     assert len(moments) == 3 * len(list(state.model.parameters())) - 2 * matrices
     assert {tensor.device for tensor in [*tensors, *moments]} == {CUDA}
+
+
+def test_sets_on_the_device_are_cut_there_and_reach_it_once_without_waiting(as_if_there_were_a_gpu):
+    with FakeTensorMode():
+        images, labels = torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8), torch.zeros(BATCH)
+        training = training_batches()
+        training.stored = images.to(CUDA)
+        windows = torch.zeros(BATCH, 4, dtype=torch.int64)
+        training.loader = (batch._replace(images=windows) for batch in loaded())
+        source = ImagesInMemory(images, np.zeros(BATCH, np.int64), ["one"])
+        square = dict(size=(SIZE, SIZE), crop_pct=1.0, interpolation="bilinear")
+        evaluation = EvaluationBatches(
+            EvalViews(source, rank=0, world_size=1, **square),
+            ToDevice(CUDA, **AS_INPUT),
+            batch_size=BATCH,
+            workers=0,
+            on_device_gib=1.0,
+        )
+        evaluation.loader = [(images, labels), (images, labels)]
+
+        def train_on_all() -> None:
+            for _, micro_batches in training.steps(0):
+                for micro_batch in micro_batches:
+                    assert micro_batch.prepare()[0].device == CUDA
+
+        first, *passes = (
+            launches_of(action) for action in (train_on_all, *[lambda: list(evaluation)] * 2)
+        )
+    assert first.uploads == 3 * STEPS * ACCUMULATION and first.waits == 0
+    assert [(one.uploads, one.waits) for one in passes] == [(4, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("name, amp", [*zip(SMALL, ["fp16", "bf16", "off", "bf16", "fp16"])])
@@ -239,8 +270,9 @@ def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatc
                 stop=StopRequest(),
                 columns=torch.arange(CLASSES),
             )
-    # Everything was counted on the device before the host read the first number.
-    assert seen == [BATCH, BATCH, BATCH - 1] and launches.downloads == 0
+    # Everything was counted on the device before the host read the first number; `columns` alone,
+    # once in an evaluation, are no batch.
+    assert seen == [BATCH, BATCH, BATCH - 1] and (launches.downloads, launches.waits) == (0, 1)
     assert counted == [
         (CUDA, size)
         for size in [(2, 2), (2, CLASSES), (2, CLASSES), (CLASSES,), *[(CLASSES, CLASSES)] * 2]

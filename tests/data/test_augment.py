@@ -190,4 +190,4 @@ def test_at_most_400_operations_and_two_copies_beside_the_images(
     )
     launches = on_fake_gpu(count, size, settings)
     assert 200 < launches.count <= 400
-    assert launches.uploads == 3 and launches.downloads == 0
+    assert (launches.uploads, launches.downloads, launches.waits) == (3, 0, 0)

@@ -12,8 +12,10 @@ from torchvision.transforms import RandomErasing, RandomResizedCrop
 
 from vitinit.base.keys import Purpose, keyed_generator, keyed_generators
 from vitinit.data.draw import (
+    UNMIXED,
     Augmentation,
     Masks,
+    MixDraw,
     SampleKey,
     View,
     draw_crop,
@@ -23,7 +25,8 @@ from vitinit.data.draw import (
     unpack,
 )
 from vitinit.data.images import NOWHERE, Box, crop_and_flip
-from vitinit.data.rand_augment import Operation, RandAugment
+from vitinit.data.rand_augment import Operation, RandAugment, draw_operations
+from vitinit.models.layers import draw_drop_path
 
 KS_LIMIT = 1.95  # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
 HEIGHT, WIDTH = 223, 227  # of a view
@@ -155,6 +158,40 @@ def test_flips_erasing_and_interpolations_come_at_their_rates_and_leave_the_crop
         assert_rate(bicubic, 0.5)
         assert_rate((boxes_of(3001, HEIGHT, WIDTH, erase_probability=rate) != NOWHERE).any(1), rate)
     assert {view.interpolation for view in reference} == {"bicubic"}
+
+
+class Uniform(np.random.Generator):
+    """Every uniform number is this one, from 0 up to 1 − 2⁻⁵³."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.number = number
+
+    def random(self, size=None, dtype=np.float64, out=None):
+        if out is not None:
+            out[...] = self.number
+        return self.number if size is None else np.full(size, self.number)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("number", [0.0, 0.3, 1 - 2**-53])
+def test_what_has_a_probability_takes_place_for_every_number_below_it(number, rate):
+    """So never for 0, and for 1 always: numbers are uniform on [0, 1)."""
+
+    def mix(**changes) -> MixDraw:
+        return replace(MIX, **changes).draw(Uniform(number), HEIGHT, WIDTH)
+
+    augment = replace(AUGMENT, flip=rate, erase_probability=rate)
+    settings = replace(RAND_AUGMENT, probability=rate)
+    operations = draw_operations([Uniform(number)], 1, settings)[..., 0]
+    assert {
+        draw_view(Uniform(number), augment, HEIGHT, WIDTH).flip,
+        draw_erasing(Uniform(number), augment, HEIGHT, WIDTH) != (NOWHERE, 0),
+        mix(probability=rate) != UNMIXED,
+        mix(probability=1.0, switch_probability=rate).box != NOWHERE,
+        *(operations != Operation.NONE).flatten().tolist(),
+        rate == 1.0 or draw_drop_path([rate], 1, Uniform(number)).item() == 0.0,
+    } == {number < rate}
 
 
 def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_first_equally_often():

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import resource
 import select
 import signal
@@ -20,7 +21,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from vitinit.data.draw import Augmentation
 from vitinit.data.images import DataError
-from vitinit.data.loader import Batch, Loader, TrainViews, prepare_workers
+from vitinit.data.loader import NO_ROOM, Batch, Loader, TrainViews, prepare_workers
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.sources import ImageFolder
 
@@ -99,20 +100,40 @@ def test_an_image_is_decoded_once_for_all_its_views_in_a_micro_batch(folder, mon
     assert decoded == [key.image for key in samples.keys if key.repeat == 0] and len(decoded) == 4
 
 
+# What torch's errors say: each sign of NO_ROOM alone in one of them.
+OF_TORCH = (
+    "DataLoader worker (pid(s) 5, 7) exited unexpectedly",
+    "DataLoader worker (pid 5) is killed by signal: Killed.",
+    "DefaultCPUAllocator: not enough memory: you tried to allocate 49152 bytes.",
+    "unable to write to file </torch_5_1>: No space left on device (28)",
+    "unable to mmap 128 bytes from file </torch_5_1>: Operation not permitted (1)",
+    "unable to open shared memory object </torch_5_1>: Too many open files (24)",
+)
+
+
+def test_each_sign_of_no_room_is_alone_in_an_error():
+    assert [[sign for sign in NO_ROOM if sign in words] for words in OF_TORCH] == [
+        [sign] for sign in NO_ROOM
+    ]
+
+
 @pytest.mark.parametrize(
-    "error",
+    "error, words",
     [
-        MemoryError(),
-        EOFError(),
-        OSError(24, "Too many open files"),
-        RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
-        RuntimeError(
-            "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most "
-            "recent call last):\nRuntimeError: unable to allocate shared memory(shm)"
+        (MemoryError(), "MemoryError"),
+        (EOFError(), "EOFError"),
+        (OSError(24, "Too many open files"), "Too many open files"),
+        *((RuntimeError(words), words) for words in OF_TORCH),
+        (
+            RuntimeError(
+                "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most "
+                "recent call last):\nRuntimeError: unable to allocate shared memory(shm)"
+            ),
+            "unable to allocate shared memory(shm)",
         ),
     ],
 )
-def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error):
+def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error, words):
     def failing(self):
         raise raised[0]
 
@@ -121,7 +142,7 @@ def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error
     with pytest.raises(
         DataError,
         match=r"\Aa worker process of the loader was killed or found no "
-        r"room \([METDu].+\); lower data.workers, now 3, or "
+        rf"room \({re.escape(words)}\); lower data.workers, now 3, or "
         r"[^\n]*\Z",
     ):
         list(Loader([1], workers=3))

@@ -1,5 +1,7 @@
 """Mixing matrices read off a forward pass, family by family, and the target mass."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from small_models import seeded, written
 from torch import nn
 
 import vitinit
+from vitinit import mixing
 from vitinit.mixing import block_grids, mean_kernel, mixing_matrices, target_mass
 from vitinit.mixing.filters import convolution_matrix, impulse_kernel
 
@@ -142,6 +145,29 @@ def test_reading_leaves_the_model_as_it_was(family):
     model.load_state_dict(before)
     again = mixing_matrices(model.eval(), drawn_images())
     assert all(torch.equal(found[block], again[block]) for block in found)
+
+
+def test_a_pass_is_that_of_the_model_in_evaluation_mode_and_draws_nothing():
+    """BatchNorm's statistics are those that training left, and dropout leaves all as it is. A
+    masked autoencoder draws also then."""
+
+    class Draws(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 0.0 * torch.rand_like(x)
+
+    model = nn.Sequential(built("conv_mixer"), nn.Dropout(0.5), Draws()).train()
+    model(drawn_images())  # training moves the statistics
+    expected, found = copy.deepcopy(model).eval()(drawn_images()), []
+    state = torch.get_rng_state()
+    mixing.run(
+        model,
+        drawn_images(),
+        before={model[1]: found.append},
+        after={model: lambda inputs, output: found.extend([*inputs, output])},
+    )
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    for seen, value in zip(found, (expected, drawn_images(), expected), strict=True):
+        assert torch.equal(seen, value) and not seen.requires_grad
 
 
 def test_a_block_that_is_not_there_or_a_model_of_another_kind_is_an_error():

@@ -1,8 +1,11 @@
 """The measurements run and count what they claim to; how fast anything is, is not tested."""
 
+import gc
 import platform
 import re
 import shutil
+import subprocess
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +18,8 @@ from vitinit.data.images import decode_image
 from vitinit.programs.bench import all as everything, loader, program as bench, step, training
 from vitinit.programs.bench.step import saved_bytes
 from vitinit.programs.bench.training import bench_recipe, interleave, times_as_fast
+from vitinit.runs.model import build
+from vitinit.train.metrics import training_flops
 
 TINY = [
     word
@@ -140,6 +145,16 @@ def test_operations_except_views_are_counted_and_copies_by_their_direction():
         "aten::mul.Tensor": 1,
     }
     assert (launches.count, launches.uploads, launches.downloads) == (6, 2, 1)
+    with FakeTensorMode():
+        host, there = torch.zeros(3, 5), torch.zeros(3, 5, device="cuda:0")
+
+        def uploads() -> None:
+            for waits in (False, True):
+                host.to("cuda:0", non_blocking=not waits)
+                there.copy_(host, non_blocking=not waits)
+
+        launches = launches_of(uploads)
+    assert (launches.uploads, launches.waits) == (4, 2)
 
 
 def test_a_step_is_measured(capsys, monkeypatch):
@@ -168,19 +183,36 @@ def test_a_step_is_measured(capsys, monkeypatch):
     assert row["way"] == "amp off, eager"
     assert row["beside a bare loop over"] == "torchvision's VisionTransformer"
     assert sizes[0]["num_layers"] == 2
+    flops = 16 * training_flops(build(bench_recipe("deit_tiny", TINY[1::2])), 16, (32, 32)) / 0.5
+    for rate, share in ((0.25, 100 * flops / 0.25e12), (None, None)):  # TFLOP/s of the card
+        monkeypatch.setattr(step, "matrix_rate", lambda device: rate)
+        row = step.step_row(bench_recipe("deit_tiny", TINY[1::2]), torch.device("cpu"), 16)
+        assert row["% of the card's rate"] == (share and pytest.approx(share))
+        assert row["TFLOP/s"] == pytest.approx(flops / 1e12)
+        # Ten products of matrices of 1024 × 1024 in three seconds.
+        assert row["% of large products"] == pytest.approx(100 * flops / (20 * 1024**3 / 3))
 
 
-def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
-    tried, recipe = [], bench_recipe("quickstart")
+def test_a_batch_that_does_not_fit_is_halved_once_what_it_took_is_free(monkeypatch):
+    tried, recipe, left = [], bench_recipe("quickstart"), []
 
     def measure(recipe: object, device: torch.device, batch: int) -> dict:
+        assert not any(reference() for reference in left)
         tried.append(batch)
         if batch > 3:
+            model = torch.nn.Linear(3, 5)
+            model.own = model.weight.register_hook(model.forward)  # a cycle, as of a training
+            left.append(weakref.ref(model))
             raise torch.OutOfMemoryError("CUDA out of memory")
         return {"batch": batch}
 
     monkeypatch.setattr(step, "measure", measure)
-    assert step.step_row(recipe, torch.device("cpu"), 13) == {"batch": 3} and tried == [13, 6, 3]
+    gc.disable()
+    try:
+        row = step.step_row(recipe, torch.device("cpu"), 13)
+    finally:
+        gc.enable()
+    assert row == {"batch": 3} and tried == [13, 6, 3] and len(left) == 2
 
 
 def test_the_loader_is_measured_beside_torchvisions_pipeline_and_feeding_a_step(
@@ -254,6 +286,13 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
         now[0] += seconds if sleeps in words else 373.0 if "1/0" in words else 1.0
         return within(words, 0.5 if sleeps in words else 60.0, *more)
 
+    class Started(subprocess.Popen):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    started: list[Started] = []
+    monkeypatch.setattr(subprocess, "Popen", Started)
     monkeypatch.setattr(everything, "run_within", run)
     monkeypatch.setattr(everything, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(everything, "BENCH", ["-m", "platform"])
@@ -274,6 +313,9 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
     assert bench.main(["all", "--minutes", "8", "--out", str(out), "--device", "cpu"]) == 1
     text = out.read_text()
     assert capsys.readouterr().out == text and not left.exists()
+    assert len(started) == len(given) and all(one.returncode is not None for one in started)
+    title, first = "# What vitinit does on this machine\n\n", "## `python -m platform machine --dev"
+    assert text.startswith(title + first)
     for words in (
         platform.platform(),
         "test_right",

@@ -224,6 +224,27 @@ def test_a_replay_elsewhere_is_held_to_the_seeds_on_record(six_runs, written_run
     assert not held and text.endswith("one seed is on record, so no interval\n")
 
 
+def test_a_replays_table_has_what_was_then_and_what_is_now_where_both_have_it(written_run):
+    then = read_run(written_run("then", [50.0, None, 61.125]))
+    losses = (2.5, 2.25), (1.75, None), (1.0, 0.1234567)
+    rows = [
+        dict(row, train_loss=now, val_top1=top1)
+        for row, (_, now), top1 in zip(then.rows, losses, (51.0, 52.0, None))
+    ]
+    for row, (loss, _) in zip(then.rows, losses):
+        row["train_loss"] = loss
+    text, held = against_record(then, rows, then.starts, [then])
+    assert not held and text.startswith("""\
+| epoch | loss then | now | top-1 then | now |
+| --- | ---: | ---: | ---: | ---: |
+| 1 | 2.500000 | 2.250000 | 50.00 | 51.00 |
+| 2 | – | – | – | – |
+| 3 | 1.000000 | 0.123457 | – | – |
+
+the same kind of machine and the same code
+apart: train_loss 1.0000 then, 0.1235 now, after epoch 3; one seed""")
+
+
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "other").mkdir()

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 from io import FileIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +69,19 @@ def test_a_run_fetches_them_once_and_starts_from_them(
     monkeypatch.chdir(tmp_path)
     assert train_program.main(run("path")) == 2
     assert "deit_tiny: holds no checkpoint" in capsys.readouterr().err
+
+
+def test_only_a_mere_name_at_which_nothing_exists_is_a_models(weights, tmp_path, monkeypatch):
+    kept = kept_file(weights)
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    monkeypatch.chdir(tmp_path)
+    boxed = next(folder.name for folder in load.BOXED.iterdir() if folder.is_dir())
+    for name, model in (("deit_tiny", kept), (boxed, load.BOXED / boxed), ("mine", Path("mine"))):
+        assert by_name(Path(name)) == model
+        assert by_name(Path("runs", name)) == Path("runs", name)
+        Path(name).mkdir()
+        assert by_name(Path(name)) == Path(name)
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,23 @@ def test_a_run_that_is_started_again_takes_the_precision_that_its_recipe_states(
     assert choice.recipe.engine.amp == taken
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_dry_run_in_a_used_folder_is_that_of_a_new_run_and_leaves_it_unlocked(
+    resume, machine, written_run, train_program
+):
+    machine("bf16")
+    folder = written_run("used", [1.0])  # whose precision is "off"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run = vitinit.run.Run(
+        "quickstart", out_dir=folder, resume=resume, overrides={"engine.amp": "auto"}
+    )
+    lock = choosing.RunLock()
+    _, choice = choosing.choose_run(run.request, ALONE, lock, dry_run=True)
+    assert choice.recipe.engine.amp == "bf16" and choice.saved is None and not lock.handles
+    assert run.rehearse()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_path):
     folder, arguments = stopped(init__options__value_init="base")
     for text, words in {

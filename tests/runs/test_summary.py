@@ -103,6 +103,12 @@ def test_auto_is_the_precision_that_the_device_computes(monkeypatch, tmp_path):
         )
         assert fastest_amp(torch.device("cuda")) == amp
 
+    def emulated(including_emulation: bool = True) -> bool:
+        return including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulated)
+    assert fastest_amp(torch.device("cuda")) == "fp16"
+
 
 def test_the_summary_says_how_many_weights_each_optimiser_trains(
     train_program, small_run, tmp_path, monkeypatch, capsys

@@ -116,6 +116,16 @@ def test_a_wrapped_backbone_is_named_and_its_projection_is_no_classifier(tmp_pat
     assert "dino.pth: 'backbone.' taken off the names; assumed, as" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("weights", ["model", "ema"])
+def test_a_loaded_model_evaluates_and_is_frozen_until_its_gradients_are_asked_for(weights):
+    model = vitinit.load(RUN, weights=weights).model
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not model(torch.randn(1, 3, 8, 8)).requires_grad
+    model.requires_grad_(True)(torch.randn(1, 3, 8, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_predicts_the_same(copied):
     trained, image = vitinit.load(RUN), as_tensor(drawn_image())

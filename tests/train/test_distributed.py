@@ -25,7 +25,7 @@ from vitinit.runs import data, model, resume, start
 from vitinit.runs.watching import Watchers
 from vitinit.train import device, distributed
 from vitinit.train.device import OutOfMemory
-from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
+from vitinit.train.distributed import LaunchError, LostProcess, Processes, WrongPlace, agreed
 from vitinit.train.interruption import Interrupted, StopRequest
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -272,7 +272,7 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
                 patch.setattr(torch.cuda, "is_available", lambda: True)
                 patch.setattr(torch.cuda, "device_count", lambda: 2)
             if not words:
-                assert distributed.start().world_size == 1
+                assert distributed.start() == ALONE
                 continue
             assert re.search(words, refused(LaunchError, distributed.start))
 
@@ -289,6 +289,8 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT"
         ({"RANK": "-1"}, "RANK=-1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in"),
         ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK=1.0 in"),
+        ({"LOCAL_RANK": "32768"}, "LOCAL_RANK=32768 in .* from 0 to 32767"),
+        ({"WORLD_SIZE": "32768"}, "WORLD_SIZE=32768 in .* from 1 to 32767"),
         (TWO | {"RANK": ""}, "RANK= in the environment; expected an integer from 0 to 1"),
         (TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 in .* from 1 to 65535"),
         (TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR=: no such machine is known here"),
@@ -305,6 +307,29 @@ def test_an_environment_that_no_launcher_sets_is_one_line_of_each_process(
             monkeypatch.setenv(name, str(used.getsockname()[1]) if value == "used" else value)
         assert train.main(["--recipe", "quickstart", "--dry-run"]) == 2
     assert re.fullmatch(f"train.py: {words}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("known_after", [0, 1, 2, 3, 4, None])
+def test_an_address_that_becomes_known_within_15_seconds_is_taken(monkeypatch, known_after):
+    looks, waited = [], []
+
+    def look(address: str, port: object) -> None:
+        looks.append(address)
+        if len(looks) - 1 != known_after:
+            raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look)
+    monkeypatch.setattr(distributed, "time", SimpleNamespace(sleep=waited.append))
+    if known_after is None:
+        line = refused(WrongPlace, distributed.require_address, "late")
+        assert line.startswith("MASTER_ADDR=late: no such machine is known here")
+    else:
+        distributed.require_address("late")
+    assert sum(waited) == 15 if known_after is None else sum(waited) == 2**known_after - 1
+    assert len(looks) == (5 if known_after is None else known_after + 1)
+    waited.clear()
+    refused(WrongPlace, distributed.require_address, "")  # which will never be one
+    assert sum(waited) == 0
 
 
 def sum_of_ranks() -> float:

@@ -1,6 +1,7 @@
 """The moving average, and the state of training, which is restored completely."""
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import vitinit
 from vitinit.base.files import CheckpointError
 from vitinit.train.distributed import Processes
-from vitinit.train.state import Ema, TrainState
+from vitinit.train.state import Ema, TrainState, require_like
 
 ALONE = Processes(0, 0, 1, torch.device("cpu"))
 IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -115,6 +116,30 @@ def test_a_checkpoint_of_something_else_is_one_line():
     ):
         line = refused(CheckpointError, fresh_state(1).load_state_dict, state, Path("last.pt"))
         assert line.startswith("last.pt: is not of this run: ")
+
+
+@pytest.mark.parametrize(
+    "like, least, most",
+    [
+        (0, 0, 2**63 - 1),  # whole numbers as tensors of int64 hold them
+        (7, 1, 2**63 - 1),
+        (0.0, -(2.0**63) * (1 - 2**-53), 2.0**63 * (1 - 2**-53)),
+        (0.5, 5e-324, 2.0**63 * (1 - 2**-53)),  # from the least float above 0
+        (None, -(2.0**63) * (1 - 2**-53), 2.0**63 * (1 - 2**-53)),
+    ],
+)
+def test_a_number_is_taken_from_the_least_to_the_largest_that_a_run_has(like, least, most):
+    whole = isinstance(like, int)
+    for value in (least, most):
+        require_like(value, like, "number", Path("last.pt"))
+    below = least - 1 if whole else math.nextafter(least, -math.inf)
+    above = most + 1 if whole else math.nextafter(most, math.inf)
+    other = float(least) if whole else 1
+    for value in (below, above, other, True, "1"):
+        line = refused(CheckpointError, require_like, value, like, "number", Path("last.pt"))
+        assert line.startswith(f"last.pt: is not of this run: number is {value!r}, expected a nu")
+    if like is not None:
+        assert refused(CheckpointError, require_like, None, like, "number", Path("last.pt"))
 
 
 @pytest.mark.parametrize("skipped", [None, torch.tensor(False)])

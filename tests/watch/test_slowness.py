@@ -46,7 +46,9 @@ def test_as_many_workers_as_it_advises_and_no_fewer_are_enough(workers, rate, ma
     assert line(workers).endswith(f"data.workers={enough} would feed it")
     assert f"images: a step takes 60/s, a worker loads {rate:,.0f}/s; " in line(workers)
     assert line(enough) == ""
-    machine(enough + 1)  # of which two compute
+    machine(enough + 2)  # of which two compute
+    assert line(workers).endswith(f"data.workers={enough} would feed it")
+    machine(enough + 1)
     assert f"data.workers={enough} needs more than {enough + 1} cores" in line(workers)
 
 

@@ -3,10 +3,12 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from vitinit.mixing import mean_kernel, mixing_matrices
 from vitinit.mixing.filters import ordered_offsets
@@ -15,6 +17,7 @@ from vitinit.programs.figures.subjects import fresh, photographs
 from vitinit.programs.shared import curves
 from vitinit.programs.shared.groups import Group
 from vitinit.programs.shared.plot import LOOKS
+from vitinit.recipe.files import load_recipe
 
 
 def run(*arguments: object) -> None:
@@ -262,6 +265,39 @@ def test_a_batch_figure_is_determined_by_its_seed(tmp_path, image_tree, panels):
         run("batch", "--data-dir", image_tree, "--seed", seed, "--out", tmp_path / "batch.png")
     tiles = [axis.images[0].get_array().tobytes() for axis in panels]  # of three figures
     assert tiles[:12] == tiles[12:24] and len({*tiles}) == 24
+    for row, kind in (panels[:6], "mixup"), (panels[6:12], "cutmix"):
+        assert [axis.get_ylabel() for axis in row] == [kind, *[""] * 5]
+        shares = {axis.get_title().split(" × ")[0] for axis in row}
+        (share,) = map(float, shares)  # all images of a batch have one
+        assert [axis.get_title() for axis in row] == [
+            f"{share:.2f} × {place} + {1 - share:.2f} × {7 - place}" for place in range(1, 7)
+        ]
+
+
+def test_a_tile_is_the_image_in_its_partners_share_and_in_its_place(tmp_path, panels, monkeypatch):
+    """Images of one level each, which nothing else changes: a mixup of two is their mean by λ, and
+    of a cutmix the share 1 − λ of the pixels has the partner's level."""
+    levels = [10 + 20 * number for number in range(12)]
+    for number, level in enumerate(levels):
+        Image.new("RGB", (9, 9), (level,) * 3).save(tmp_path / f"{number:02}.png")
+    deit = load_recipe("deit_base")
+    plain = dict(
+        augment=replace(deit.augment, erase_probability=0.0),
+        rand_augment=replace(deit.rand_augment, layers=0),
+        mix=replace(deit.mix, probability=1.0),
+    )
+    monkeypatch.setattr(augmentation, "load_recipe", lambda name: replace(deit, **plain))
+    run("batch", "--data-dir", tmp_path, "--out", tmp_path / "batch.png")
+    for number, axis in enumerate(panels):
+        tile = 255 * axis.images[0].get_array()[..., 0]
+        row, column = divmod(number, 6)
+        own, other = levels[6 * row + column], levels[6 * row + 5 - column]
+        share = float(axis.get_title().split(" × ")[0])
+        if row == 0:
+            np.testing.assert_allclose(tile, share * own + (1 - share) * other, atol=2.0)
+        else:
+            assert {*np.unique(tile.round(3)).tolist()} <= {own, other}
+            assert abs((tile.round(3) == own).mean() - share) < 0.01
 
 
 def test_the_sheet_of_a_data_set_shows_each_class_with_its_number_of_images(

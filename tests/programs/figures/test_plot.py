@@ -3,6 +3,7 @@
 import warnings
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from fontTools.fontBuilder import FontBuilder
@@ -17,6 +18,7 @@ from vitinit.programs.shared.plot import (
     RowOfMaps,
     add_legend,
     draw_grid,
+    draw_heat,
     families_for,
     looks_of,
     save,
@@ -54,6 +56,23 @@ def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     *maps, weights, shares = panels
     assert [axis.images[0].get_clim() for axis in maps] == [(-5.0, 5.0)] * 4 + [(0.0, 0.5)] * 2
     assert [axis.get_ylabel() for axis in (weights, shares)] == ["weight", "share"]
+
+
+def test_heat_lies_on_the_grey_of_its_image_each_by_its_own_scale():
+    """The image keeps its darkness: white is 255, and not its lightest pixel."""
+    _, axis = plt.subplots()
+    colour = torch.tensor([100, 50, 25], dtype=torch.uint8).view(3, 1, 1)
+    scale = plt.Normalize(0.0, 0.5)
+    heat = torch.arange(6.0).view(2, 3) / 6
+    layer = draw_heat(axis, colour.expand(3, 8, 12), heat, scale)
+    grey, over = axis.images
+    assert over is layer and over.norm is scale and 0.0 < over.get_alpha() < 1.0
+    np.testing.assert_array_equal(over.get_array(), heat)
+    assert (grey.get_array() == round(0.299 * 100 + 0.587 * 50 + 0.114 * 25)).all()
+    assert grey.get_clim() == (0, 255) and grey.get_cmap().name == "gray"
+    assert grey.get_extent() == over.get_extent() == [0, 12, 8, 0]
+    assert over.get_interpolation() == "nearest"  # a patch has one colour
+    plt.close()
 
 
 def test_a_name_that_is_not_utf_8_or_would_be_a_formula_is_drawn(tmp_path):
