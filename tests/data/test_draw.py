@@ -1,12 +1,15 @@
 """A sample's draws depend on its key alone, and have the stated distributions."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 import torch
+from bounds import bounds_in
 from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples, view_of
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
@@ -192,6 +195,56 @@ def test_what_has_a_probability_takes_place_for_every_number_below_it(number, ra
         *(operations != Operation.NONE).flatten().tolist(),
         rate == 1.0 or draw_drop_path([rate], 1, Uniform(number)).item() == 0.0,
     } == {number < rate}
+
+
+def ends_of(kind: Any) -> list[Any]:
+    """The least and the largest value that a key of this kind takes, of two numbers also both; a
+    number without such a bound goes far out. [] if it is none."""
+    if get_origin(kind) is tuple and get_args(kind)[-1] is not ...:
+        least, most = ends_of(get_args(kind)[0])
+        return [
+            (least,) * len(get_args(kind)),
+            (least, *(most,) * (len(get_args(kind)) - 1)),
+            (most,) * len(get_args(kind)),
+        ]
+    if not bounds_in(kind):
+        return []
+    (bounds,) = bounds_in(kind)
+    within, far = math.nextafter, 1e300
+    least, most = bounds.minimum, bounds.maximum
+    if least is None:
+        least = -far if bounds.above is None else within(bounds.above, far)
+    if most is None:
+        most = far if bounds.below is None else within(bounds.below, -far)
+    if get_args(kind)[0] is int:
+        most = bounds.maximum if bounds.below is None else bounds.below - 1
+    return [least, most]
+
+
+def settings_at_ends() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(key, the three sections with one key at an end of what it takes)."""
+    sections = {"augment": AUGMENT, "rand_augment": RAND_AUGMENT, "mix": MIX}
+    for title, section in sections.items():
+        for key, kind in get_type_hints(type(section), include_extras=True).items():
+            for end in ends_of(kind):
+                yield f"{title}.{key} = {end}", sections | {title: replace(section, **{key: end})}
+
+
+def test_draws_are_finite_at_the_ends_of_what_every_key_takes():
+    seen = 0
+    for case, sections in settings_at_ends():
+        try:
+            draws = Augmentation(3, (HEIGHT, WIDTH), **sections)
+            found = draws.draws(samples([SampleKey(5, 7), SampleKey(5, 11)]))
+            view = view_of(draws, SampleKey(5, 7), 101, 103)
+        except Exception as error:
+            pytest.fail(f"{case}: {type(error).__name__}: {error}")
+        parts = unpack(found)  # of whose keys of noise the bits are no number
+        for part in (parts.operations, parts.erased[:, :4], parts.mixed):
+            assert part.isfinite().all(), case
+        assert view.box.height > 0 < view.box.width, case
+        seen += 1
+    assert seen > 50
 
 
 def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_first_equally_often():

@@ -10,9 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torchvision
+from bounds import bounds_in
 from refused import refused
 
-from vitinit.base.values import Bounds, plain, to_toml
+from vitinit.base.values import plain, to_toml
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe.absent import KEYS_LEFT_OUT
 from vitinit.recipe.files import (
@@ -354,15 +355,6 @@ def test_a_key_takes_values_of_its_kind_within_its_bounds():
                     assert message.startswith(f"last.pt: {title}.{key} is "), message
             table[title][key] = good
     assert checked > 80
-
-
-def bounds_in(kind) -> list[Bounds | None]:
-    """The bounds of each kind of number in a type; None: a number has none."""
-    if kind in (int, float):
-        return [None]
-    if typing.get_origin(kind) is typing.Annotated:
-        return [note for note in kind.__metadata__ if isinstance(note, Bounds)]
-    return [bounds for part in dict.fromkeys(typing.get_args(kind)) for bounds in bounds_in(part)]
 
 
 def test_every_number_has_bounds_and_none_is_beyond_all_floats():

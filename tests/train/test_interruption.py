@@ -26,6 +26,8 @@ def test_signals_of_terminals_launchers_and_slurm_are_remembered_and_never_raise
             with pytest.raises(Interrupted) as caught:
                 list(agreed(range(3), ALONE, stop))
             assert caught.value.number == number
+            # What a notebook shows, which calls `Run.train`.
+            assert str(caught.value) == f"stopped by {signal.Signals(number).name}"
         assert signal.getsignal(number) is before
 
 

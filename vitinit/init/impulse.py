@@ -260,11 +260,11 @@ def norm_matched(
 
 
 def written(vit: Layout) -> list[tuple[Tensor, Tensor]]:
-    """What `impulse` writes, each with its norms: of Q, K and V, (h, d, D), one per head."""
+    """What `impulse` writes, each with its norm; of Q, K and V, (h, d, D), one per head."""
     norm = torch.linalg.vector_norm
-    parts = [(vit.pos_embed, norm(vit.pos_embed, keepdim=True))]
+    parts = [(vit.pos_embed, norm(vit.pos_embed))]
     for block in vit.blocks:
-        parts.append((block.proj, norm(block.proj, keepdim=True)))
+        parts.append((block.proj, norm(block.proj)))
         for tensor in (block.q, block.k, block.v):
             parts.append((tensor, norm(tensor, dim=(1, 2), keepdim=True)))
     return parts
