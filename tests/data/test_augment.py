@@ -20,6 +20,7 @@ from vitinit.data.augment import (
     mix_targets,
     normal_quantiles,
     normalise,
+    pairs_in_chunks,
     smooth_one_hot,
 )
 from vitinit.data.draw import Augmentation, Mix, SampleKey, unpack
@@ -107,6 +108,16 @@ def test_batches_are_those_of_the_functions_by_hand_whatever_the_chunks_and_layo
                 assert chunk == 0 or pixels.is_contiguous(memory_format=torch.channels_last)
             unused = batch_of(settings, count)
             assert all(map(torch.equal, batch, unused))
+
+
+@pytest.mark.parametrize("count", [1, 2, 13, 16])
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 6, 100])
+def test_chunks_hold_every_image_once_beside_its_partner_and_no_more_than_asked_for(count, most):
+    chunks = [chunk.tolist() for chunk in pairs_in_chunks(count, most)]
+    assert sorted(index for chunk in chunks for index in chunk) == list(range(count))
+    for chunk in chunks:
+        assert {count - 1 - index for index in chunk} == {*chunk}
+        assert len(chunk) <= max(most, 2)
 
 
 QUANTILES = normal_quantiles()
