@@ -66,6 +66,7 @@ def train(
     size: int = GLOBAL_BATCH,
     change=lambda micro_batch: micro_batch,
     on_row=lambda row: None,
+    on_paces=lambda paces: None,
     save=lambda: None,
     end_epoch=lambda epoch: None,
     measured: bool = True,
@@ -97,6 +98,7 @@ def train(
             steps_per_epoch=0,
             global_batch=GLOBAL_BATCH,
             on_row=on_row,
+            on_paces=on_paces,
         )
     train_epochs(training, SimpleNamespace(save=save, end_epoch=end_epoch), meter)
 
@@ -253,6 +255,13 @@ def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed(clip_norm):
     assert (state.progress.skipped_steps, int(state.ema.updates)) == (1, 19)
     assert [row.scale for row in rows] == [8.0, 4.0] and rows[0].grad_norm is None
     assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
+
+
+@pytest.mark.parametrize("count, at", [(29, []), (30, [30]), (99, [99]), (131, [100])])
+def test_how_fast_it_goes_is_told_once_after_a_hundred_steps_or_an_epoch_of_thirty(count, at):
+    state, told = fresh(small_model()), []
+    train(state, batches(1) * count, on_paces=lambda paces: told.append(state.progress.step))
+    assert told == at
 
 
 def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
