@@ -180,6 +180,7 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
         "mix.cutmix_alpha": "1.0",
         "mix.label_smoothing": "0.1",
         "engine.amp": "off",
+        "optim.muon_dtype": "float32",
     }
 
     def arguments(out_dir: Path, *more: str, init: str = "mimetic", **changes: str) -> list[str]:

@@ -48,6 +48,7 @@ def family_run(recipe: str, images: Path, folder: Path, **changes: object) -> li
         "schedule.warmup_epochs": 1,
         "engine.compile": "false",
         "engine.amp": "off",
+        "optim.muon_dtype": "float32",
         "mix.group": 4,
         "mix.mixup_alpha": 0.8,
         "augment.erase_probability": 0.5,

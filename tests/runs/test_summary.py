@@ -124,7 +124,7 @@ def test_the_summary_says_how_many_weights_each_optimiser_trains(
         (
             1,
             dict(engine__channels_last="true"),
-            "Muon (factor 1, momentum 0.95) for 3,456 "
+            "Muon (factor 1, momentum 0.95, in float32) for 3,456 "
             "weights, AdamW for 1,011; × 0.7 per layer from the head down",
         ),
         (
