@@ -9,7 +9,7 @@ import torch
 from vitinit.programs import predict
 from vitinit.programs.figures import program as figures
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.summary import at_a_glance, cautions, faster_amp
+from vitinit.runs.summary import at_a_glance, cautions, crowded, faster_amp
 from vitinit.train import device, metrics
 from vitinit.train.device import MATRIX_RATES, fastest_amp, matrix_rate
 from vitinit.train.distributed import Processes
@@ -82,6 +82,24 @@ def test_the_faster_precision_is_named(monkeypatch, tmp_path):
         lines, of_gpu = (faster_amp(amp, torch.device(kind)) for kind in ("cpu", "cuda"))
         assert len(of_gpu) == (amp == "bf16" and not computes)
         assert words in lines[0] if words else lines == []
+
+
+def test_threads_that_share_cores_with_other_programs_are_told_of(monkeypatch):
+    """With 5 cores and 3 threads two other programs find a core each, and a third does not."""
+    monkeypatch.setattr("vitinit.runs.summary.cores", lambda: 5)
+    for threads, busy, kind, told in (
+        (3, 2.9, "cpu", False),
+        (3, 3.1, "cpu", True),
+        (1, 9.0, "cpu", False),
+        (3, 9.0, "cuda", False),
+    ):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        monkeypatch.setattr("os.getloadavg", lambda: (busy, 0.0, 0.0))
+        lines = crowded(torch.device(kind))
+        assert bool(lines) == told
+    monkeypatch.delattr("os.getloadavg")  # a system that has none
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert crowded(torch.device("cpu")) == []
 
 
 def test_auto_is_the_precision_that_the_device_computes(monkeypatch, tmp_path):

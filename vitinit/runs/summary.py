@@ -1,6 +1,7 @@
 """What a run says before its first step: its parts in words, cautions, and a rehearsal."""
 
 import math
+import os
 import platform
 from collections.abc import Sequence
 from typing import cast
@@ -14,7 +15,7 @@ from ..models.layers import Classifier
 from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..tasks import Task
-from ..train.device import describe_device, fastest_amp
+from ..train.device import cores, describe_device, fastest_amp
 from ..train.loop import Training
 from ..train.state import TrainState
 from .folder import RunFolder
@@ -49,6 +50,24 @@ def faster_amp(amp: str, device: torch.device) -> list[str]:
     if amp == "off" and fastest == "bf16" and device.type == "cpu":
         return ["this CPU computes bf16: engine.amp=bf16 is faster than off (a ViT 2 times)"]
     return []
+
+
+def crowded(device: torch.device) -> list[str]:
+    """A line if this process's threads have to share cores with other programs.
+
+    Threads of one operation wait for the last of them, which waits for a core: two threads beside
+    two other programs took eight times the processor time per step that one thread took.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or not hasattr(os, "getloadavg"):
+        return []
+    busy, _, _ = os.getloadavg()  # cores, over the last minute
+    if busy + threads < cores() + 1:
+        return []
+    return [
+        f"{threads} threads, and other programs use {busy:.1f} of {cores()} cores: threads that "
+        "wait for one another take several times as long; OMP_NUM_THREADS=1 does not wait"
+    ]
 
 
 def summary(recipe: Recipe, data: Data, training: Training, notes: Sequence[str]) -> list[str]:
@@ -207,7 +226,7 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
             f"{times(grid)} patches per image show a model little: --set "
             f"model.options.patch_size={max(sizes, default=1)} makes more"
         )
-    return lines + faster_amp(recipe.engine.amp, device)
+    return lines + faster_amp(recipe.engine.amp, device) + crowded(device)
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, task: Task) -> str:
