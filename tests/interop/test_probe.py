@@ -325,6 +325,12 @@ class Plain(nn.Module):
         return x.mean(1)
 
 
+def test_as_many_as_32_tokens_may_come_before_those_of_the_patches():
+    """More are rather patches of a grid that is smaller than the one that is meant."""
+    assert describe(OtherViT("timm", 1, registers=31)).prefix_tokens == 32
+    assert "no grid of patches is seen" in describe(OtherViT("timm", 1, registers=32)).reason
+
+
 @pytest.mark.parametrize("size", [(20, 28), (28, 20)])
 def test_images_show_the_grid_that_no_attribute_states(size):
     model, images = Plain().eval(), torch.randn(3, 3, *size, generator=seeded(1))
