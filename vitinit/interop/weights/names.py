@@ -4,7 +4,8 @@ Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no c
 the other layouts is a table of names, recognised by a name that occurs only in it: those of
 torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2 and 3, Swin; as it
 writes them to files, and as release 5 has them in memory), timm's Eva (EVA-02, RoPE-ViT, DINOv3),
-Microsoft (Swin), DINOv2's authors, mmpretrain (ViT, DeiT) and Flax (Google's ViT and Mixer). Some also serve to write them (`vitinit export --names`).
+Microsoft (Swin), DINOv2's authors, mmpretrain (ViT, DeiT) and Flax (Google's ViT and Mixer). Some
+also serve to write them (`vitinit export --names`).
 
 All layouts order heads and merged patches as this package does. Queries, keys and values in three
 layers are stacked into one; keys without a bias get one of zeros where queries have one.
