@@ -101,7 +101,7 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
 
 
 def queries_as_they_meet_keys(layout: Layout, images: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-    """By block, the queries as its layer projects them, and as they meet the keys, where it is seen."""
+    """By block, the queries as their layer projects them, and as they meet keys, where it is seen."""
     projections: dict[nn.Module, Tensor] = {}
     met: dict[nn.Module, Tensor] = {}  # the queries as they meet the keys
 

@@ -115,7 +115,7 @@ class Report(Description):
 
 
 def by_head(masses: Masses) -> str:
-    """For example "all 36 heads 1.00"; if they differ, by head of the first, middle and last block."""
+    """For example "all 36 heads 1.00", or by head of the first, middle and last block."""
     words = [list(map(decimal, of_block)) for of_block in masses]
     if len({word for of_block in words for word in of_block}) == 1:
         return f"all {sum(map(len, words))} heads {words[0][0]}"
