@@ -19,7 +19,10 @@ def mistakes(held: Held) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES_AND_CARDS, ids=[page.name for page in PAGES_AND_CARDS])
 def test_the_numbers_of_a_page_are_those_of_the_records_or_have_a_source(page):
-    assert mistakes(held_on(page)) == []
+    assert mistakes(held_on(page)) == [], (
+        f"add the sentence to records or others of [{page.name!r}] in tests/held_numbers.toml, or "
+        "mend the number"
+    )
 
 
 def test_each_table_is_of_a_page():
@@ -35,5 +38,5 @@ def test_a_number_that_is_changed_or_added_is_found():
         other = str((int(held.text[first]) + 1) % 10)
         text = held.text[:first] + other + held.text[first + 1 :]
         assert mistakes(held._replace(text=text)), number[0]
-    (mistake,) = mistakes(held._replace(text=held.text + " and 74.7 ± .1 again"))
-    assert mistake.startswith("74.7 ± .1: in ")
+    more = mistakes(held._replace(text=held.text + " and 74.7 ± .1 again"))
+    assert any(mistake.startswith("74.7 ± .1: in ") for mistake in more)

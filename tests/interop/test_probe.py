@@ -61,6 +61,9 @@ ATTENTIONS: dict[str, Callable] = {
     "a gate that is 0": lambda own, q, k, v, scale: (
         (q @ k.mT * scale + own.gate * torch.arange(q.shape[2])).softmax(-1) @ v
     ),
+    "dropout": lambda own, q, k, v, scale: (
+        nn.functional.dropout((q @ k.mT * scale).softmax(-1), 0.1, training=True) @ v
+    ),
     "talking heads": lambda own, q, k, v, scale: (q @ k.mT * scale).softmax(-1).roll(1, 1) @ v,
     "over channels": lambda own, q, k, v, scale: ((q.mT @ k * scale).softmax(-1) @ v.mT).mT,
     "heads in another order": lambda own, q, k, v, scale: (
@@ -73,12 +76,13 @@ ATTENTIONS: dict[str, Callable] = {
 
 
 CAUSES = {
-    "another scale": "its logits are another function of Q and K",
-    "keys that are not turned": "its logits are another function of Q and K",
+    "another scale": "its weights are another function of Q and K",
+    "keys that are not turned": "its weights are another function of Q and K",
     "norms of Q and K": "twice the queries change nothing",
     "the diagonal masked": "without queries it does not average",
     "a gate that is 0": "without queries it does not average",
-    "talking heads": "its logits are another function of Q and K",
+    "dropout": "it is random in evaluation mode, too",
+    "talking heads": "its weights are another function of Q and K",
     "over channels": "without queries it does not average",
     "heads in another order": "without queries it does not average",
 }
@@ -123,6 +127,15 @@ def test_logits_that_are_capped_are_seen_once_they_are_written(cap):
     )
     fits = dict(describe(model).fits)
     assert "once written" in fits["impulse"] and fits["mimetic"] == fits["deep_impulse"] == ""
+
+
+def test_the_cause_of_an_attention_that_has_its_norm_inside():
+    """Its input is never the norm's output, which is no fault."""
+    model = OtherViT("vit-pytorch")
+    for block in model.blocks:
+        block.attn.scale = 1.0
+        block.attn.turn = lambda x: 1.5 * x
+    assert "its weights are another function of Q and K" in describe(model, images=IMAGES).reason
 
 
 class Half(OtherAttention):
@@ -236,6 +249,13 @@ def test_a_swins_windows_and_bias_are_compared(kind):
             if kind is ShiftedWindowAttention
             else ("the attention of 1 of 4 blocks computes something else" in reason)
         )
+
+
+def test_a_last_stage_of_one_window_is_no_map():
+    """As of images of 224 pixels: then there are as many windows as images."""
+    sizes = dict(embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5], patch_size=2)
+    model = vitinit.build_model("swin_tiny", num_classes=3, image_size=(12, 20), **sizes)
+    assert dict(describe(model).fits)["impulse"] == ""
 
 
 # Rotations --------------------------------------------------------------------------------------
@@ -375,6 +395,20 @@ def test_the_order_of_tokens_is_followed_from_block_to_block(kind):
     model = OtherViT("timm")
     model.blocks[1].register_forward_pre_hook(lambda _, inputs: (ORDERS[kind](inputs[0]),))
     assert ANOTHER_ORDER in describe(model, images=IMAGES).reason
+
+
+def test_tokens_that_are_smoothed_between_blocks_and_copied_before_norms_keep_their_order():
+    """Attention that writes a lot does not hide whose token is whose."""
+    model = OtherViT("timm")
+    for block in model.blocks:
+        block.norm1.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
+        block.attn.proj.weight.data *= 1e3
+    model.blocks[1].register_forward_pre_hook(
+        lambda _, inputs: (
+            nn.functional.avg_pool1d(inputs[0].mT, 3, 1, 1, count_include_pad=False).mT,
+        )
+    )
+    assert describe(model, images=IMAGES).reason == ""
 
 
 def test_the_order_of_a_swins_tokens_is_followed_within_a_stage():

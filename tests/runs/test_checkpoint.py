@@ -209,10 +209,17 @@ def test_the_command_that_a_refused_folder_names_makes_it_readable(tmp_path):
         assert f"written by python -m deepspeed.utils.zero_to_fp32 {whole}" in line
 
 
-def test_weights_beside_objects_are_refused_and_the_command_named_writes_them_alone(tmp_path):
+@pytest.mark.parametrize("kind", ["beside", "in the model", "bare"])
+def test_weights_beside_objects_are_refused_and_the_command_named_writes_them_alone(kind, tmp_path):
     """As Lightning writes settings of OmegaConf, and others a defaultdict."""
     path, weights = tmp_path / "it's one.ckpt", {"norm.bias": torch.arange(3.0)}
-    torch.save({"state_dict": weights, "settings": defaultdict(list, lr=[1.0])}, path)
+    settings = defaultdict(list, lr=[1.0])
+    written = {
+        "beside": {"state_dict": weights, "settings": settings},
+        "in the model": {"model": defaultdict(list, weights), "epoch": 3},
+        "bare": weights | {"settings": settings},
+    }
+    torch.save(written[kind], path)
     line = refused(Damaged, load, path)
     assert "it asks for collections.defaultdict, and only tensors and plain values are" in line
     command = re.search("written by python (.*) \\(which may run code in what it reads", line)

@@ -61,10 +61,13 @@ BASE_ENCODER = re.compile(r"(module\.)?base_encoder\.(?!head\.)")
 # What wrappers put before all names, or before all but those of a classifier beside the wrapped.
 PREFIX = re.compile(r"(model|backbone|net|encoder|base_encoder|module|_orig_mod)\.")
 CLASSIFIER = re.compile(r"(head|heads|head_dist|fc|(cls_|distillation_)?classifier)\.")
-# A program: the file that holds a state dict among objects of classes, and the file to write it to.
+# A program: a file that holds state dicts among objects of classes, and the file to write them to.
 ALONE = (
     "import sys, torch; _, old, new = sys.argv; "
-    "torch.save(torch.load(old, weights_only=False)['state_dict'], new)"
+    "tensors = lambda table: {k: v for k, v in table.items() if torch.is_tensor(v)}; "
+    "state = torch.load(old, weights_only=False); "
+    "tables = {k: tensors(v) for k, v in state.items() if hasattr(v, 'items')}; "
+    "torch.save(tensors(state) | tables, new)"
 )
 AS_CODE = "which may run code in what it reads: for what you trust alone"
 # What other programs write beside weights: settings, paths, numpy's numbers. An `Unread` is made in
@@ -264,8 +267,8 @@ def _reason(error: Exception, path: Path) -> str:
     if wanted:
         files = join(map(str, (path, path.with_suffix(".weights.pt"))))
         return (
-            f"it asks for {wanted[1]}, and only tensors and plain values are read; its state_dict "
-            f'alone is written by python -c "{ALONE}" {files} ({AS_CODE})'
+            f"it asks for {wanted[1]}, and only tensors and plain values are read; its tensors "
+            f'alone are written by python -c "{ALONE}" {files} ({AS_CODE})'
         )
     if "zip archive" in str(error) or isinstance(error, zipfile.BadZipFile):
         return "a damaged archive, or one cut short"

@@ -174,7 +174,7 @@ def _copy(
     if problems:
         raise CheckpointError(
             f"{path}: does not fit the model{problems}; "
-            "vitinit/train/README.md names the options for known checkpoints"
+            "the pages vitinit/models/README.md and vitinit/train/README.md name the options for known ones"
         )
     model.load_state_dict({**target, **tensors})
 

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from ...base.messages import in_brief
 from ...init.attentions import Attentions, Block, Layout, Rotation, WindowBlock, projected
+from ...init.residual_stream import noise_images
 from ...mixing import run
 from ...models.rotary import Rotary
 
 TOLERANCE = 1e-3  # by which what is computed may differ from what is expected, relatively
-QUIET = 1e-3  # the size of projections whose outputs hardly change the residual stream
 PRODUCTS = {F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -102,6 +102,8 @@ def turned_blocks(layout: Layout, images: Tensor) -> tuple[Block, ...]:
 
 def queries_as_they_meet_keys(layout: Layout, images: Tensor) -> list[tuple[Tensor, Tensor] | None]:
     """By block, the queries as their layer projects them, and as they meet keys, where it is seen."""
+    norms = [block.norm for block in layout.blocks]
+    products = _Products()  # of one block at a time: its norm clears them
     projections: dict[nn.Module, Tensor] = {}
     met: dict[nn.Module, Tensor] = {}  # the queries as they meet the keys
 
@@ -116,8 +118,6 @@ def queries_as_they_meet_keys(layout: Layout, images: Tensor) -> list[tuple[Tens
                 met[block.norm] = turned
                 break
 
-    norms = [block.norm for block in layout.blocks]
-    products = _Products()
     after: dict[Any, Any] = {}
     for block in layout.blocks:
         after[block.norm] = partial(project, block)
@@ -173,7 +173,8 @@ def observed(
     def record(attention: nn.Module, inputs: tuple, output: Any) -> None:
         calls[attention] += 1
         first = output[0] if isinstance(output, tuple) else output
-        done[attention] = inputs[0].clone() if inputs else None, first.clone()
+        given = layout.batch_first(inputs[0]).clone() if inputs else None
+        done[attention] = given, first.clone()
 
     after: dict[Any, Any] = {}
     for block in layout.blocks:
@@ -205,7 +206,8 @@ def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
         for weight in weights:
             draw = torch.randn(weight.shape, generator=rng)
             spread = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.2
-            weight.copy_(draw * spread + (weight.ndim == 1))  # logits are about 1
+            mean = 0.0 if weight.ndim > 1 else 1.0  # of what a norm multiplies by, and of biases
+            weight.copy_(mean + draw * spread)  # so logits are about 1
         others = those_that_differ(layout, observed(layout, images))
         if others:
             raise ValueError(
@@ -215,17 +217,22 @@ def require_formula(layout: Attentions, images: Tensor, rng: Generator) -> None:
             )
 
 
-def require_formula_as_written(layout: Attentions, images: Tensor, rng: Generator) -> None:
+@torch.no_grad()
+def require_formula_as_written(layout: Attentions, images: Tensor | None) -> None:
     """Compare each attention with its formula at the queries and keys that an init has written.
 
-    These make logits larger than `require_formula` does, which a model may cap or clamp. Compared
-    is on positions alone, where logits are largest, and on images. Values and projections may be 0,
-    so others are drawn for a while: small ones, which leave the residual stream, and so the logits,
-    as they are. Raises ValueError.
+    These make logits larger than `require_formula` does, which a model may cap or clamp. They are
+    largest on positions alone, which is where the receipt's masses are: so that is what all norms
+    read here. Values and projections may be 0, so others are drawn for a while. layout, images: as
+    of `probe`; nothing is compared where it has checked nothing. Raises ValueError.
     """
+    if images is None and layout.image_shape is None:
+        return
+    rng = Generator().manual_seed(0)
+    image = noise_images(layout, 1, rng) if images is None else images[:1].detach()
 
     def see_positions_alone(x: Tensor) -> None:
-        """In place, before each norm; a Swin's blocks then have their relative bias alone."""
+        """In place; a Swin's blocks then have their relative bias alone."""
         tokens = layout.batch_first(x)
         if isinstance(layout, Layout):
             tokens[:, layout.prefix :] = layout.entry(layout.positions[None])
@@ -235,14 +242,11 @@ def require_formula_as_written(layout: Attentions, images: Tensor, rng: Generato
     alone: dict[nn.Module, Callable] = {block.norm: see_positions_alone for block in layout.blocks}
     with as_before(behind_the_logits(layout)):
         for block in layout.blocks:
-            for weight, size in ((block.v, 1.0), (block.proj, QUIET)):
+            for weight in (block.v, block.proj):
                 draw = torch.randn(weight.shape, generator=rng)
-                weight.copy_(draw * size * weight[0].numel() ** -0.5)
-            for bias in (block.v_bias, block.proj_bias):
-                if bias is not None:
-                    bias.zero_()
-        others = those_that_differ(layout, observed(layout, images[:1], before=alone))
-        others = others or those_that_differ(layout, observed(layout, images))
+                weight.copy_(draw * weight[0].numel() ** -0.5)
+        seen = observed(layout, image.to(layout.blocks[0].q), before=alone)
+        others = those_that_differ(layout, seen)
     if others:
         raise ValueError(
             f"once written, the attention of {len(others)} of {len(layout.blocks)} blocks computes "
@@ -286,15 +290,26 @@ def those_that_differ(layout: Attentions, seen: Sequence[Seen]) -> list[int]:
 
 
 def cause_of(layout: Attentions, images: Tensor, number: int) -> str:
-    """Why the attention of a block is not its formula, as far as changes of its queries show it."""
-    block, before = layout.blocks[number], observed(layout, images)[number]
-    assert before.output is not None
+    """Why the attention of a block is not its formula, as far as changes of its queries show it.
+
+    Its weights are those that `require_formula` has drawn.
+    """
+    block = layout.blocks[number]
+    before = observed(layout, images)[number]
+    twice = observed(layout, images[:1].repeat(2, 1, 1, 1))[number].output
+    assert before.output is not None and twice is not None
+    if not close(*layout.batch_first(twice).chunk(2)):
+        return "it is random in evaluation mode, too (dropout, noise)"
     if isinstance(block, WindowBlock) and before.y.ndim == 4:
         if not list(within_windows(block, before.y, before.output)):
             return "images= have room for no whole shifted window"
-    given = None if before.given is None else layout.batch_first(before.given)
-    if given is not None and given.shape == before.y.shape and not close(given, before.y):
-        return "it does not read the output of the norm before it (post-norm or parallel blocks)"
+    given, holder = before.given, block.attention
+    outside = holder is not None and block.norm not in holder.modules()
+    if outside and given is not None and given.shape == before.y.shape:
+        if not close(given, before.y):
+            return (
+                "it does not read the output of the norm before it (post-norm or parallel blocks)"
+            )
     queries = [part for part in (block.q, block.q_bias) if part is not None]
     with as_before(queries):
         for part in queries:
@@ -311,8 +326,8 @@ def cause_of(layout: Attentions, images: Tensor, number: int) -> str:
     if doubled is not None and close(doubled, before.output):
         return "twice the queries change nothing (norms of Q and K)"
     return (
-        "its logits are another function of Q and K (another scale, a cap, another rotation, heads "
-        "that are mixed)"
+        "its weights are another function of Q and K (another scale, a cap, another rotation, heads "
+        "that are mixed, weights that are changed after the softmax)"
     )
 
 
@@ -336,7 +351,7 @@ def within_windows(
     """
     down, across = block.window
     _, height, width, _ = y.shape
-    of_windows = len(output) != len(y)
+    of_windows = output.ndim == 3
     if of_windows:  # which are padded, and shifted already
         joined = "(n r c) (i j) d -> n (r i) (c j) d"
         rows = -(-height // down)

@@ -24,7 +24,8 @@ from ...init.deep_impulse import NOISE_IMAGES
 from ...init.residual_stream import noise_images
 from ...watch.mass import InitOptions, with_defaults
 from .foreign_layouts import block_paths, foreign_layout_of
-from .probe import probe, require_reached
+from .formula import require_formula_as_written
+from .probe import probe
 from .receipt import Description, Report, measured, patterns
 
 Describing = Callable[[nn.Module], Attentions]
@@ -58,7 +59,7 @@ def init_(
     model = unwrapped(model)
     vit = probed(model, layout, images)
     options = write(vit, name, generator, base, images, options)
-    require_reached(vit, images)
+    require_formula_as_written(vit, images)
     count = 0 if images is None else len(images)
     if images is None and name == "deep_impulse":
         images = noise_images(vit, NOISE_IMAGES, Generator().manual_seed(0))
@@ -115,7 +116,7 @@ def describe(
         fault = ""
         try:
             write(vit, init, rng, None, images, {})
-            require_reached(vit, images)
+            require_formula_as_written(vit, images)
         except (ValueError, RuntimeError) as error:
             fault = one_line(error)
         fits.append((init, fault))
