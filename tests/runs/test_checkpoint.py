@@ -28,6 +28,7 @@ from vitinit.runs.checkpoint import (
     model_state,
     read_checkpoint,
     read_checkpoint_file as load,
+    stored_tensors,
     without_prefix,
 )
 from vitinit.runs.folder import save_atomically
@@ -224,7 +225,8 @@ def test_weights_beside_objects_are_refused_and_the_command_named_writes_them_al
     assert "it asks for collections.defaultdict, and only tensors and plain values are" in line
     command = re.search("written by python (.*) \\(which may run code in what it reads", line)
     assert subprocess.run([sys.executable, *shlex.split(command[1])]).returncode == 0
-    assert_identical(load(tmp_path / "it's one.weights.pt"), weights)
+    alone = tmp_path / "it's one.weights.pt"
+    assert_identical(stored_tensors(load(alone), alone, "model"), weights)
 
 
 @pytest.mark.parametrize(

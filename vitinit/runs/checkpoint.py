@@ -67,7 +67,7 @@ ALONE = (
     "tensors = lambda table: {k: v for k, v in table.items() if torch.is_tensor(v)}; "
     "state = torch.load(old, weights_only=False); "
     "tables = {k: tensors(v) for k, v in state.items() if hasattr(v, 'items')}; "
-    "torch.save(tensors(state) | tables, new)"
+    "torch.save(tensors(state) | {k: v for k, v in tables.items() if v}, new)"
 )
 AS_CODE = "which may run code in what it reads: for what you trust alone"
 # What other programs write beside weights: settings, paths, numpy's numbers. An `Unread` is made in
