@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from pages import PAGES, RECIPES, REPOSITORY, Page
+from pages import PAGES, RECIPES, REPOSITORY, Page, card
 
 from vitinit.programs.shared.records import RunRecord, read_archive, read_run
 from vitinit.programs.shared.results import t_interval
@@ -99,8 +99,7 @@ def in_one_line(text: str) -> str:
 
 def card_of(path: Path) -> Page:
     """A recipe's card; what is published stands under a heading of its own, and is left out."""
-    head = path.read_text(encoding="utf-8").partition("\n[run]")[0]
-    text = re.sub(r"^#", "", head, flags=re.MULTILINE)
+    text = re.sub(r"^#", "", card(path), flags=re.MULTILINE)
     return Page(path, re.sub(r"^ Published .*?^ Measured ", "", text, flags=re.M | re.S))
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -101,6 +100,11 @@ class Page(NamedTuple):
         """What GitHub makes of each heading: lower case, no punctuation, hyphens for spaces."""
         titles = re.findall(r"^#+ (.+)$", self.prose, flags=re.MULTILINE)
         return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def card(path: Path) -> str:
+    """The card of a recipe: the comments at its head, up to the first empty line."""
+    return path.read_text(encoding="utf-8").partition("\n\n")[0]
 
 
 def read_page(path: Path) -> Page:
@@ -206,25 +210,24 @@ def known_options() -> set[str]:
 
 @cache
 def known_keys() -> set[str]:
-    """All keys of recipes, each of which states all, with the options of every model and init."""
-    tables = [tomllib.loads(path.read_text("utf-8")) for path in RECIPES.glob("*.toml")]
+    """All keys of recipes, with the options of every model and init."""
     functions = {
         "model": list(map(model_class, FAMILIES)),
         "init": [
             init_function(init, family) for init, families in INITS.items() for family in families
         ],
     }
-    return {
-        f"{section}.{key}"
-        for table in tables
-        for section in table
-        for key in (table[section] if isinstance(table[section], dict) else ())
-    } | {
-        f"{section}.options.{name}"
-        for section in functions
-        for function in functions[section]
-        for name in inspect.signature(function).parameters
-    }
+    tables = {"model.options", "init.options", "task.options"}
+    return (
+        tables
+        | {key for path in RECIPES.glob("*.toml") for key in load_recipe(path).keys}
+        | {
+            f"{section}.options.{name}"
+            for section in functions
+            for function in functions[section]
+            for name in inspect.signature(function).parameters
+        }
+    )
 
 
 def bad_words(page: Page) -> Iterator[str]:

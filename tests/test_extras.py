@@ -79,7 +79,8 @@ assert callable(vitinit.load) and "vitinit.runs.trained" in sys.modules
 assert {{*vitinit.__all__}} <= {{*dir(vitinit)}} and not hasattr(vitinit, "laod")
 from vitinit.programs import evaluate, predict, sweep
 from vitinit.programs.lessons.program import main
-from vitinit.recipe.files import RECIPES
+from vitinit.recipe.files import RECIPES, load_recipe
+assert load_recipe("cifar10_10k_ahead").optim.name == "muon"  # by its base
 assert all(str(path).startswith({str(tmp_path)!r}) for path in (vitinit.__file__, RECIPES))
 assert predict.main(["cifar10_small", {str(photograph)!r}]) == 0
 assert main(["3"]) == 0

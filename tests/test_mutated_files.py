@@ -220,7 +220,11 @@ class Kinds:
 
     def a_recipe(self, random: Random) -> None:
         path = self.folder / "odd.toml"
-        path.write_bytes(self.text("recipe.toml", random))
+        text = self.text("recipe.toml", random)
+        if random.random() < 0.5:
+            base = json.dumps(random.choice(["quickstart", *VALUES])).encode()
+            text = b"base = " + base + b"\n" + text.replace(b"version = 12", b"version = 13")
+        path.write_bytes(text)
         require_recipe(load_recipe(path))
 
     def foreign(self, library: str, random: Random) -> None:

@@ -19,6 +19,7 @@ PROGRAMS = {
     "predict": Program(".programs.predict:main", "say what images show, by a trained model"),
     "sweep": Program(".programs.sweep:main", "train with every init, variant and seed"),
     "compare": Program(".programs.compare:main", "compare runs, with intervals; replay, pack them"),
+    "recipe": Program(".programs.recipe:main", "print a recipe, or what several differ in"),
     "figures": Program(".programs.figures.program:main", "draw models, data and runs; reports"),
     "export": Program(".programs.export:main", "write weights or a program for other libraries"),
     "lessons": Program(".programs.lessons.program:main", "run the code of the nine lessons"),

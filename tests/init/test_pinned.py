@@ -10,7 +10,6 @@ an init's weights were meant to change."""
 
 import inspect
 import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from vitinit.init import INITS, init_function, stated_family
 from vitinit.models import MODELS
 from vitinit.models.attention import Attention
 from vitinit.models.simple_vit import SimpleAttention
+from vitinit.recipe.files import read_tables
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PINNED = Path(__file__).with_name("pinned_weights.json")
@@ -94,7 +94,7 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
     """The models of all recipes, one block per stage, with the inits that write most to them."""
     seen = set()
     for path in sorted(RECIPES.glob("*.toml")):
-        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
+        recipe, _ = read_tables(path)
         name, sizes = recipe["model"]["name"], recipe["model"]["options"]
         sizes.pop("drop_path", None)
         sizes["image_size"] = recipe["data"]["image_size"]

@@ -18,7 +18,7 @@ from vitinit.base.files import (
     write_text_atomically,
     written_atomically,
 )
-from vitinit.programs import compare, evaluate, export, predict, sweep, train
+from vitinit.programs import compare, evaluate, export, predict, recipe, sweep, train
 from vitinit.programs.bench import program as bench
 from vitinit.programs.figures import program as figures
 from vitinit.programs.lessons import program as lessons
@@ -34,6 +34,7 @@ PROGRAMS = {
     "figures": figures,
     "lessons": lessons,
     "bench": bench,
+    "recipe": recipe,
     "sweep": sweep,
     "train": train,
 }

@@ -14,7 +14,7 @@ from forks import Fork
 from torch._utils import ExceptionWrapper
 
 from vitinit.base.messages import IN_BRIEF, LONGEST, OneLineError, in_brief, one_line
-from vitinit.programs import compare, export, predict, sweep
+from vitinit.programs import compare, export, predict, recipe, sweep
 from vitinit.programs.bench import program as bench
 from vitinit.programs.figures import program as figures
 from vitinit.programs.lessons import program as lessons
@@ -30,6 +30,7 @@ PROGRAMS = {
     "vitinit figures": figures.main,
     "vitinit lessons": lessons.main,
     "vitinit predict": predict.main,
+    "vitinit recipe": recipe.main,
     "vitinit sweep": sweep.main,
 }
 

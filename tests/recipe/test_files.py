@@ -1,5 +1,6 @@
 """What a recipe accepts, what it refuses and in which words, and that it is read back."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ import torchvision
 from bounds import bounds_in
 from refused import refused
 
-from vitinit.base.values import plain, to_toml
+from vitinit.base.values import flat, plain, to_toml
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe.absent import KEYS_LEFT_OUT
 from vitinit.recipe.files import (
@@ -29,6 +30,9 @@ from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.train.optim import NO_TEACHER
 
 SHIPPED = sorted(RECIPES.glob("*.toml"))
+WRITTEN = {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in SHIPPED}
+COMPLETE = [path for path in SHIPPED if "base" not in WRITTEN[path]]
+WITH_BASE = [path for path in SHIPPED if "base" in WRITTEN[path]]
 QUICKSTART = RECIPES / "quickstart.toml"
 TEXT = QUICKSTART.read_text(encoding="utf-8")
 refusal = partial(refused, RecipeError)
@@ -48,13 +52,11 @@ def set_refusal(*texts: str) -> str:
 
 
 # The recipes that come with the project -------------------------------------------------------
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_recipe_is_read_as_it_is_written_and_written_as_it_is_read(path, tmp_path):
+@pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)
+def test_a_complete_recipe_is_read_as_it_is_written(path):
     """It states all keys in one order; options that it does not state have their defaults."""
-    recipe = load_recipe(path)
-    found = recipe.as_dict()
-    assert found["version"] == VERSION and json.loads(json.dumps(found)) == found
-    written = tomllib.loads(path.read_text(encoding="utf-8"))
+    found = load_recipe(path).as_dict()
+    written = copy.deepcopy(WRITTEN[path])
     if isinstance(side := written["data"]["image_size"], int):
         written["data"]["image_size"] = [side, side]
     for title, meant in (("distill", NO_TEACHER), ("task", {"name": "classify", "options": {}})):
@@ -64,6 +66,33 @@ def test_every_shipped_recipe_is_read_as_it_is_written_and_written_as_it_is_read
         assert found[title].pop("options", {}).items() >= options.items()
         assert list(found[title].items()) == list(body.items()), title
     assert list(found) == ["version", "name", *written]
+
+
+@pytest.mark.parametrize("path", WITH_BASE, ids=lambda path: path.stem)
+def test_a_recipe_with_a_base_states_what_it_changes_and_why(path):
+    """It is its base with these values by --set; each one differs from the base's, but for those of
+    another model, init or task, and has a comment beside it or above."""
+    written = copy.deepcopy(WRITTEN[path])
+    base = load_recipe(written.pop("base"))
+    stated, sets = flat(written), {}
+    for title, section in written.items():
+        if "name" in section and "options" in SECTIONS[title].__annotations__:
+            sets |= {f"{title}.name": section["name"], f"{title}.options": {}}
+    recipe = load_recipe(path)
+    assert recipe.keys == load_recipe(base.name, overrides(sets=sets | stated)).keys
+    for key in stated:
+        renamed = f"{key.partition('.options.')[0]}.options" in sets
+        assert renamed or recipe.keys[key] != base.keys[key], key
+    lines = path.read_text(encoding="utf-8").partition("\nbase = ")[2].splitlines()
+    for above, line in zip(lines, lines[1:]):
+        assert " = " not in line or "#" in line or above.startswith("# "), line
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_written_as_it_is_read(path, tmp_path):
+    recipe = load_recipe(path)
+    found = recipe.as_dict()
+    assert found["version"] == VERSION and json.loads(json.dumps(found)) == found
     copied = tmp_path / path.name
     copied.write_text(recipe.as_toml(), encoding="utf-8")
     assert load_recipe(copied) == recipe == from_dict(recipe.as_dict(), "a checkpoint")
@@ -232,7 +261,7 @@ def test_a_wrong_table_is_refused_with_the_nearest_right_one(tmp_path):
         (
             "[run]\n",
             "version = 13\n[run]\n",
-            "a recipe of version 13, and this code reads 12; "
+            "a recipe of version 13, and this code reads 12, or 13 with a base; "
             "commit bb39c50 reads those of versions 1 to 11",
         ),
         ("[ema]\n", "[ema\n", "not valid TOML: Expected ']' at the end of a table declaration"),
@@ -249,6 +278,54 @@ def test_a_wrong_table_is_refused_with_the_nearest_right_one(tmp_path):
         "recipe quickstrt: no such file; did you mean 'quickstart'?"
     )
     assert refusal(load_recipe, tmp_path / "no.toml") == f"recipe {tmp_path}/no.toml: no such file"
+
+
+def test_what_is_wrong_with_a_base_or_beside_it_is_named_with_its_file(tmp_path, monkeypatch):
+    """A base is a recipe's name, or a path from the file that names it."""
+    (tmp_path / "bases").mkdir()
+    base, path = tmp_path / "bases" / "whole.toml", tmp_path / "trial.toml"
+    base.write_text(TEXT.replace("clip_norm = ", "clp_norm = "))
+    monkeypatch.chdir(tmp_path / "bases")
+    for text, blamed, words in [
+        ('base = "quickstrt"', path, "base quickstrt: no such file; did you mean 'quickstart'?"),
+        ('base = "whole.toml"', path, "base whole.toml: no such file"),
+        (f'base = "{"a" * 300}.toml"', path, f"base {'a' * 300}.toml: no such file"),
+        ("base = [3]", path, "base [3]: no such file; valid: "),
+        ('base = "trial.toml"', path, "base trial.toml has a base itself, trial.toml; expected a"),
+        (f'base = "{WITH_BASE[0].stem}"', path, f"base {WITH_BASE[0].stem} has a base itself, "),
+        (
+            'version = 12\nbase = "quickstart"',
+            path,
+            "a recipe of version 12, and this code reads 12,",
+        ),
+        ('base = "quickstart"\n[optm]\neps = 1', path, "'optm' is no section of a recipe; did you"),
+        (
+            'base = "quickstart"\n[optim]\nepz = 1',
+            path,
+            "[optim] has no key 'epz'; did you mean 'eps'?",
+        ),
+        ('base = "quickstart"\n[optim]\neps = 0', path, "optim.eps is 0, expected a number"),
+        ('base = "quickstart"\n[ema]\ndecay = 0', path, "ema.warmup = true with ema.decay = 0.0; "),
+        (
+            'base = "bases/whole.toml"',
+            base,
+            "[optim] has no key 'clp_norm'; did you mean 'clip_norm'?",
+        ),
+        (
+            'base = "quickstart"\n[model]\nname = "swin_tiny"\noptions.depth = 3',
+            path,
+            "[model.options] of swin_tiny has no key 'depth'; did you mean",
+        ),
+    ]:
+        path.write_text(text)
+        assert refusal(load_recipe, path).startswith(f"{blamed}: {words}")
+    base.write_text(TEXT.replace("clip_norm = ", "# "))
+    path.write_text('version = 13\nbase = "bases/whole.toml"\n')
+    assert refusal(load_recipe, path).startswith(f"{base}: [optim] lacks the key 'clip_norm' (")
+    path.write_text(f"{path.read_text()}[optim]\nclip_norm = 0.25\n")
+    assert load_recipe(path).optim.clip_norm == 0.25
+    message = refusal(load_recipe, path, overrides(sets=["optim.clip_norm=-1"]))
+    assert message.startswith("--set optim.clip_norm=-1: optim.clip_norm is -1, expected")
 
 
 def test_a_missing_key_is_named_with_what_it_takes():
@@ -526,6 +603,16 @@ def test_an_init_that_is_named_keeps_the_options_of_the_file_that_it_has(tmp_pat
         assert load_recipe(path, more).init.options["base"] == "default"
         message = refusal(load_recipe, path, [*changes, parse_override("init.options.rank=5")])
         assert message.startswith("--set init.options.rank=5: [init.options] of mimetic has no key")
+    over = tmp_path / "over.toml"  # of a base it has, and drops, the options as of its own
+    for written in ("[optim]\neps = 1", "[init.options]\nrank = 5\nvalue_init = 'mimetic'"):
+        over.write_text(f"base = 'trial.toml'\n{written}")
+        options = load_recipe(over).init.options
+        assert (options["rank"], options["base"]) == (5 if "rank" in written else 3, "torch")
+        options = load_recipe(
+            over, [Override("init.name", "mimetic", "--init mimetic")]
+        ).init.options
+        kept = {"base": "torch"} | ({"value_init": "mimetic"} if "rank" in written else {})
+        assert dict(options) == defaults | kept
     path.write_text(path.read_text().replace("rank =", "rnk ="))  # its own one must have all
     message = refusal(load_recipe, path, [Override("init.name", "impulse", "--init impulse")])
     assert message.startswith(f"{path}: [init.options] of impulse has no key 'rnk'")

@@ -1,9 +1,10 @@
 """Recipes: read a file or a checkpoint's table, apply the command line, check, and write out.
 
-    file → --init, --seed, --data-dir, --set → sections and options → contradictions → Recipe
+    file, over its base → --init, --seed, --data-dir, --set → sections and options → contradictions
+    → Recipe
 
-A recipe states every key, so that `diff` shows how two experiments differ, but for options that
-have a default, and what absent.py lists.
+A file states every key, but for options that have a default and what absent.py lists; or it names
+a `base`, a file that does, and states what it changes.
 """
 
 import os
@@ -18,12 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 from ..base.files import parse_toml, read_bytes
 from ..base.messages import OneLineError, in_brief, nearest, ran_out_of_memory
 from ..base.table import find
-from ..base.values import ReadOnly, Table, accepted_values, convert, plain, show, to_toml
+from ..base.values import ReadOnly, Table, accepted_values, convert, flat, plain, show, to_toml
 from ..init import GIVEN, init_function, stated_family
 from ..models import MODELS, model_class
 from ..tasks import TASKS
 from .absent import KEYS_LEFT_OUT, SECTIONS_LEFT_OUT
-from .sections import SECTIONS, VERSION, Recipe, contradictions
+from .sections import SECTIONS, VERSION, VERSION_WITH_BASE, Recipe, contradictions
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -96,26 +97,89 @@ def overrides(
     return changes
 
 
+class Origin(NamedTuple):
+    """Where the values of a recipe are from, and what error messages blame."""
+
+    # The keys of each file, the first one's own before those that it takes over from its base.
+    files: Mapping[str, Table]
+    changes: Sequence[Override]  # by the command line
+
+    def of(self, *keys: str) -> str | None:
+        """Where one of these keys, or a table that contains it, was written last; None: nowhere."""
+        for key in keys:
+            for change in reversed(self.changes):
+                if f"{key}.".startswith(f"{change.key}."):
+                    return change.text
+        for file, stated in self.files.items():
+            if any(key in stated for key in keys):
+                return file
+        return None
+
+    def refuse(self, problem: object, *keys: str) -> NoReturn:
+        """Raise RecipeError; keys: whose values are the problem, that of most weight first. What is
+        nowhere is missing in the file that is to state all.
+        """
+        source = self.of(*keys) or list(self.files)[-1]
+        raise RecipeError(f"{source}: {problem}") from None
+
+
 def load_recipe(name: str | os.PathLike | None, changes: Sequence[Override] = ()) -> Recipe:
     """Read a recipe, the name of one in recipes/ or a .toml file, with `changes`; RecipeError.
 
     An init that a change names keeps those of the file's options that it has, such as `base`.
     """
+    tables, files = read_tables(name)
+    return _recipe(tables, Path(next(iter(files))).stem, Origin(files, changes))
+
+
+def read_tables(
+    name: str | os.PathLike | None, above: Path | None = None
+) -> tuple[Table, dict[str, Table]]:
+    """All sections of a recipe, those of a file over those of its base, not checked yet, and the
+    `files` of their `Origin`. above: the file of which this is the base. Raises RecipeError.
+    """
     if name is None:
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
-    path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
-    if not path.exists():
-        hint = ""
-        if path != Path(name):
-            hint = nearest(str(name), [file.stem for file in RECIPES.glob("*.toml")])
-        raise RecipeError(f"recipe {name}: no such file{hint}")
+    is_path = str(name).endswith(".toml")
+    folder = above.parent if above else Path()
+    path = folder / name if is_path else RECIPES / f"{name}.toml"
+    if not os.path.exists(path):  # also of a name that no file can have
+        what = f"{above}: base" if above else "recipe"
+        hint = "" if is_path else nearest(str(name), [file.stem for file in RECIPES.glob("*.toml")])
+        raise RecipeError(f"{what} {name}: no such file{hint}")
     text = read_bytes(path)
     try:
         table = parse_toml(text)
     except ValueError as error:  # neither TOML nor UTF-8
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    base = table.pop("base", None)
+    version = VERSION if base is None else VERSION_WITH_BASE
     # A person need not write the version.
-    return _recipe({"version": VERSION} | table, path.stem, Origin(str(path), changes))
+    own = _sections({"version": version} | table, str(path), version)
+    files = {str(path): flat(own)}
+    if base is None:
+        return own, files
+    if above:
+        raise RecipeError(
+            f"{above}: base {name} has a base itself, {base}; expected a complete recipe"
+        )
+    complete, bases = read_tables(str(base), above=path)
+    tables = _over(complete, own)
+    return tables, files | dict.fromkeys(bases, flat(tables))
+
+
+def _over(base: Table, own: Table) -> Table:
+    """The tables of a base with what a file states instead, key by key. Options are those of a
+    model, an init or a task: if the file names another one, none of the base's are left.
+    """
+    tables = dict(base)
+    if "options" in base and own.get("name", base.get("name")) != base.get("name"):
+        tables["options"] = {}
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(tables.get(key), dict):
+            value = _over(tables[key], value)
+        tables[key] = value
+    return tables
 
 
 def from_dict(table: Table, source: str, changes: Sequence[Override] = ()) -> Recipe:
@@ -125,33 +189,13 @@ def from_dict(table: Table, source: str, changes: Sequence[Override] = ()) -> Re
     here, and are not checked. source: how error messages call the table. Raises RecipeError.
     """
     sections = plain(table)
-    return _recipe(
-        sections, str(sections.pop("name", "")), Origin(source, changes), checks_init=False
-    )
-
-
-class Origin(NamedTuple):
-    """Where the values of a recipe are from: what error messages blame."""
-
-    source: str  # the file, or words for it
-    changes: Sequence[Override]  # by the command line
-
-    def of(self, *keys: str) -> str:
-        """Where one of these keys, or a table that contains it, was written last."""
-        for key in keys:
-            for change in reversed(self.changes):
-                if f"{key}.".startswith(f"{change.key}."):
-                    return change.text
-        return self.source
-
-    def refuse(self, problem: object, *keys: str) -> NoReturn:
-        """Raise RecipeError; keys: whose values are the problem, that of most weight first."""
-        raise RecipeError(f"{self.of(*keys)}: {problem}") from None
+    name = str(sections.pop("name", ""))
+    origin = Origin({source: {}}, changes)
+    return _recipe(_sections(sections, source), name, origin, checks_init=False)
 
 
 def _recipe(tables: Table, name: str, origin: Origin, *, checks_init: bool = True) -> Recipe:
-    """The recipe of a table of sections, with the origin's changes; see `load_recipe`."""
-    tables = _completed(tables, origin)
+    """The recipe of the tables of all sections, with the origin's changes; see `load_recipe`."""
     init_of_file = tables["init"].get("name")
     for change in origin.changes:
         _apply(change, tables, origin)
@@ -178,7 +222,7 @@ def _recipe(tables: Table, name: str, origin: Origin, *, checks_init: bool = Tru
                 key: value
                 for key, value in init["options"].items()
                 if key in signature(function).parameters
-                or origin.of(f"init.options.{key}") != origin.source
+                or origin.of(f"init.options.{key}") not in origin.files
             }
         _resolve_options("init", init, function, origin)
 
@@ -206,17 +250,20 @@ def _apply(change: Override, tables: Table, origin: Origin) -> None:
     table[last] = change.value
 
 
-def _completed(tables: Table, origin: Origin) -> Table:
-    """The tables of all sections, with those that a file may leave out."""
-    version = tables.pop("version", None)
-    if version != VERSION:
-        origin.refuse(
-            f"a recipe of version {show(version)}, and this code reads {VERSION}; "
-            "commit bb39c50 reads those of versions 1 to 11"
+def _sections(tables: Table, source: str, version: int = VERSION) -> Table:
+    """The sections of a table with its version, also those that a complete one may leave out."""
+    found = tables.pop("version", None)
+    if found != version:
+        raise RecipeError(
+            f"{source}: a recipe of version {show(found)}, and this code reads {VERSION}, or "
+            f"{VERSION_WITH_BASE} with a base; commit bb39c50 reads those of versions 1 to 11"
         )
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
-            origin.refuse(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
+            hint = nearest(title, SECTIONS)
+            raise RecipeError(f"{source}: '{title}' is no section of a recipe{hint}")
+    if version == VERSION_WITH_BASE:
+        return tables
     tables = {title: {} for title in SECTIONS} | plain(SECTIONS_LEFT_OUT) | tables
     for title in ("model", "init", "task"):
         tables[title].setdefault("options", {})

@@ -33,6 +33,7 @@ from ..tasks import TASKS, Contradiction, Task
 from ..train.optim import Distill, Optim, Schedule
 
 VERSION = 12  # of the keys; a change of keys, or of an option's default, adds one
+VERSION_WITH_BASE = 13  # of a file that states a part of them; runs write all, as older code reads
 Seed = Annotated[int, Bounds(minimum=0, below=2**63)]
 Deviation = Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
 
