@@ -299,7 +299,7 @@ class FinishedBefore(Result):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return self.folder.metrics.rows()
+        return list(self.folder.metrics.rows())
 
     def in_words(self) -> str:
         """The line that tells so."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitinit.base.files import CheckpointError, FileError
+from vitinit.programs.shared import records
 from vitinit.programs.shared.records import FILES, read_runs, write_archive
 from vitinit.runs.folder import RunFolder
 
@@ -74,6 +75,22 @@ def test_the_same_runs_give_the_same_bytes_and_what_is_in_their_folders(packed, 
         for member in tar:  # of a second writing in the same second, too
             assert (member.mtime, member.mode) == (0, 0o644)
             assert (member.uid, member.gid, member.uname, member.gname) == (0, 0, "", "")
+
+
+def test_no_archive_is_written_that_is_too_large_to_be_read(packed, tmp_path, monkeypatch):
+    """However full the last record of the file is, which zeros fill."""
+    size = len(lzma.decompress(packed.read_bytes()))
+    for largest in range(size - tarfile.RECORDSIZE, size + tarfile.RECORDSIZE + 1, 1024):
+        monkeypatch.setattr(records, "LARGEST_ARCHIVE", largest)
+        out = tmp_path / f"{largest}.tar.xz"
+        try:
+            write_archive(read_runs(sorted(tmp_path.glob("[ab]-s*"))), out)
+        except CheckpointError as error:
+            assert f"over {largest:,} bytes before they are packed" in str(error)
+            assert not out.exists()
+        else:
+            assert len(lzma.decompress(out.read_bytes())) <= largest
+    assert out.exists()
 
 
 def packed_by_hand(packed: Path, folders: dict[str, str]) -> Path:

@@ -231,8 +231,7 @@ def test_a_replays_table_has_what_was_then_and_what_is_now_where_both_have_it(wr
         dict(row, train_loss=now, val_top1=top1)
         for row, (_, now), top1 in zip(then.rows, losses, (51.0, 52.0, None))
     ]
-    for row, (loss, _) in zip(then.rows, losses):
-        row["train_loss"] = loss
+    then.columns["train_loss"][:] = [loss for loss, _ in losses]
     text, held = against_record(then, rows, then.starts, [then])
     assert not held and text.startswith("""\
 | epoch | loss then | now | top-1 then | now |

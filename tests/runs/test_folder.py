@@ -93,7 +93,7 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
     """A last one that a crash cut short counts for nothing; a damaged one before it is named."""
     file = Lines(tmp_path / "lines.jsonl", "step")
     file.cut_back(0)
-    assert file.rows() == []  # nothing there yet
+    assert [*file.rows()] == []  # nothing there yet
     for number in range(10, 60, 10):
         file.append({"step": number, "loss": None})
     with file.path.open("a") as written:
@@ -103,14 +103,18 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
     node = file.path.stat().st_ino
     assert file.cut_back(30) == 3 and file.path.stat().st_ino == node  # not written anew
     assert file.path.read_text().count("\n") == 3
+    file.path.write_bytes(file.path.read_bytes().rstrip())  # whole, but for its end
+    assert file.cut_back(30) == 3 == file.path.read_text().count("\n")
     for end in (b'\n{"step": 30}\n', b"\n", b""):  # the last, too, as it was not cut short
         file.path.write_bytes(b'{"step": 10}\n{"step": 20, "loss": 1.5, "loss": 9.9}' + end)
+        rows = file.rows()
+        assert next(rows) == {"step": 10}  # one at a time: the next is not yet read
         with pytest.raises(CheckpointError, match="line 2 is no .* each key once; mend the file"):
-            file.rows()
+            next(rows)
     for line in (b'{"epoch": 1}', b"\xff", b'{"step": 10}', b'{"step": 20, "loss": "1"}'):
         file.path.write_bytes(b'{"step": 10}\n' + line + b'\n{"step": 30}\n')
         with pytest.raises(CheckpointError, match="lines.jsonl: line 2 is no JSON object with its"):
-            file.rows()
+            file.count()
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -298,10 +298,11 @@ def read_bytes(
 
 def parse_json(text: bytes) -> Any:
     """The value in a text of JSON; ValueError, in a few words, if there is none within limits."""
-    return _parse(text, partial(json.loads, object_pairs_hook=_table))
+    return _parse(text, partial(json.loads, object_pairs_hook=unique_keys))
 
 
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table of these pairs, for JSON; ValueError if it has a key twice."""
     table = dict(pairs)
     if len(table) < len(pairs):  # which Python does not mind
         raise ValueError("a table has a key twice")

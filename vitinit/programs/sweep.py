@@ -26,17 +26,17 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..base.files import FileError
+from ..base.files import read_bytes
 from ..base.messages import ProgressBar, counted, say
 from ..recipe.files import PACKAGE, RecipeError, load_recipe, overrides
-from ..runs.folder import RunFolder
+from ..runs.folder import LONGEST_LINES, RunFolder
 from ..runs.resume import ToDo, begun_with, require_same, to_do_in
 from ..runs.watching import Watchers
 from ..train.device import automatic_values, cores, this_device
@@ -244,8 +244,9 @@ class Job(NamedTuple):
     def advance(self) -> None:
         """Show how many epochs are done."""
         if not self.bar.disable:
-            with suppress(FileError):  # a line that is being written
-                self.bar.n = len(RunFolder(self.run.folder).metrics.rows())
+            path = RunFolder(self.run.folder).metrics.path
+            # Parsing all lines at each look would take time from the runs.
+            self.bar.n = read_bytes(path, default=b"", limit=LONGEST_LINES).count(b"\n")
             self.bar.refresh()
 
 

@@ -16,12 +16,14 @@ Whole files are written by `save_atomically` and `write_text_atomically`, lines 
 """
 
 import json
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,12 @@ from ..base.files import (
     RUN_FILES,
     CheckpointError,
     in_one_line,
+    opened,
     parse_json,
     parse_toml,
     read_bytes,
     sync_folder,
+    unique_keys,
     write_text_atomically,
     written_atomically,
 )
@@ -47,7 +51,10 @@ from ..recipe.files import PACKAGE
 from ..train.state import progress_of
 from .checkpoint import read_checkpoint
 
-LONGEST_LINES = 2**28  # most bytes of metrics.jsonl and steps.jsonl: those of 10⁷ steps
+LONGEST_LINES = 2**30  # most bytes of metrics.jsonl and steps.jsonl: those of 2·10⁶ epochs
+LONGEST_LINE = 2**16  # most bytes of one of their lines, which have a few hundred
+# One for all lines: json.loads makes another for each.
+ROW = json.JSONDecoder(object_pairs_hook=unique_keys)
 # What run.json says of a start, and of its data, that is read again; all else is only shown.
 OF_START: Table = {
     "command": tuple[str, ...],
@@ -94,29 +101,27 @@ def image_digests(data: Table) -> tuple[str, str]:
     return both[:16], both[16:]
 
 
-def parse_lines(text: bytes, source: Path, key: str) -> list[Table]:
-    """The objects in a file of JSON lines: of numbers and None, and under `key` one that increases.
-    A last line that was cut short is left out; for any other damaged one, CheckpointError names it.
+def parse_lines(lines: Iterable[bytes], source: Path, key: str) -> Iterator[Table]:
+    """Yield the objects in JSON lines: of numbers and None, and under `key` one that increases. A
+    last line that was cut short is left out; for any other damaged one, CheckpointError names it.
     """
-    rows = []
     before = 0
-    lines = text.splitlines()
+    lines = iter(lines)
     for number, line in enumerate(lines, 1):
         try:
-            row = parse_json(line)
-        except ValueError:
+            row = ROW.decode(line.decode())
+        except (ValueError, RecursionError):
             row = None
         is_table = isinstance(row, dict)
-        if not is_table and number == len(lines) and not line.endswith(b"}"):
-            break  # cut short
+        if not is_table and not line.rstrip().endswith(b"}") and next(lines, None) is None:
+            return  # the last one, cut short
         if not is_table or not _is_row(row, key, before):
             raise CheckpointError(
                 f"{source}: line {number} is no JSON object with its {key}, that "
                 "increases, and numbers, each key once; mend the file or move it away"
             )
         before = row[key]
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _is_row(table: Table, key: str, before: int) -> bool:
@@ -168,19 +173,34 @@ class Lines:
             with in_one_line(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def rows(self) -> list[Table]:
-        """One dictionary per line; [] if there is no file."""
-        content = read_bytes(self.path, default=b"", limit=LONGEST_LINES)
-        return parse_lines(content, self.path, self.key)
+    def rows(self) -> Iterator[Table]:
+        """Yield a dictionary per line, one at a time: all of a million take a gigabyte. None if
+        there is no file.
+        """
+        return parse_lines(self._lines(), self.path, self.key)
+
+    def count(self, last: float = math.inf) -> int:
+        """How many rows there are whose number under `key` is not above `last`."""
+        return sum(row[self.key] <= last for row in self.rows())
 
     def cut_back(self, last: int) -> int:
         """Remove the lines whose number under `key` is above `last`; return how many are left."""
-        content = read_bytes(self.path, default=b"", limit=LONGEST_LINES)
-        rows = [row for row in parse_lines(content, self.path, self.key) if row[self.key] <= last]
-        kept = "".join(json.dumps(row) + "\n" for row in rows)
-        if kept.encode() != content:
-            write_text_atomically(kept, self.path)
-        return len(rows)
+        count = self.count(last)
+        if self.path.exists():
+            size = sum(map(len, self._whole_lines(count)))
+            if size != self.path.stat().st_size:
+                with written_atomically(self.path) as file:
+                    file.writelines(self._whole_lines(count))
+        return count
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.path.exists():
+            with in_one_line(self.path, "read"), opened(self.path, LONGEST_LINES) as file:
+                yield from iter(partial(file.readline, LONGEST_LINE), b"")
+
+    def _whole_lines(self, count: int) -> Iterator[bytes]:
+        """The first `count` lines, the last of which may lack its end."""
+        return (line.rstrip(b"\n") + b"\n" for line in islice(self._lines(), count))
 
 
 class RunFolder:

@@ -260,7 +260,7 @@ def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
             require_same(folder.path, KEYS_LEFT_OUT | folder.keys(), recipe.keys)
         return ToDo.BEGIN
     began = KEYS_LEFT_OUT | folder.keys()  # which are younger than some runs
-    done = len(folder.metrics.rows())
+    done = folder.metrics.count()
     if recipe is not None:
         require_same(folder.path, began, recipe.keys)
     epochs = began["schedule.epochs"] + began["schedule.cooldown_epochs"]
@@ -285,7 +285,7 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
             "goes on in its own folder"
         )
     for lines in (folder.metrics, folder.steps):
-        lines.rows()  # a damaged file is an error now, not later
+        lines.count()  # a damaged file is an error now, not later
     state = folder.load_last()
     source = str(folder.read_from)
     stored = from_dict(state["recipe"], source)

@@ -230,13 +230,17 @@ def test_a_long_line_is_drawn_as_means_of_neighbours_and_none_is_refused(
     assert loss.lines[0].get_xydata().tolist() == [[20.0, 3.0], [50.0, 6.0], [70.0, 8.0]]
     first, second, third = norm.lines[0].get_ydata().tolist()
     assert math.isnan(first) and second == 3.0 and math.isnan(third)
+    assert norm.figure.get_suptitle() == "Every tenth step, 3 to a point"
+    run("curves", written_run("c", [1.0, 3.0, None, 8.0, 4.0]), "--out", tmp_path / "curves.png")
+    assert panels[-1].lines[0].get_xydata().tolist() == [[1.5, 2.0], [4.5, 6.0]]
+    assert panels[-1].figure.get_suptitle() == "Top-1 by epoch, 2 to a point"
     complains(
         "b: no steps on record to draw; steps.jsonl has a line from the tenth on",
         "curves",
         "--steps",
         written_run("b", [1.0]),
     )
-    steps = with_steps(written_run("c", [1.0]), [1.0, 2.0]) / "steps.jsonl"
+    steps = with_steps(written_run("d", [1.0]), [1.0, 2.0]) / "steps.jsonl"
     steps.write_text(
         steps.read_text().replace('"loss": 2.0, ', "").replace('"lr": ', '"lr": -1e308, "x": ')
     )

@@ -22,7 +22,7 @@ from ...runs.load import open_saved
 from ...train.device import this_device
 from ...train.loop import autocast
 from ...train.metrics import balanced_accuracy
-from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step
+from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
 from ..shared.groups import Group, Groups, group_runs
 from ..shared.plot import FigureError, as_png, rounded
 from ..shared.records import Json, RunRecord, read_runs
@@ -53,7 +53,7 @@ def write_report(
     groups = group_runs(records)
     curves, notes = panels(groups)
     unfinished = [
-        f"{run.path.name} is not finished: {len(run.rows)} of {run.epochs} epochs so far."
+        f"{run.path.name} is not finished: {run.done} of {run.epochs} epochs so far."
         for run in records
         if not run.finished
     ]
@@ -92,27 +92,29 @@ def write_report(
 
 
 def panels(groups: Groups) -> tuple[list[Json], list[str]]:
-    """The panels of curves, and a line about those by step where there are none, or only means."""
+    """The panels of curves, and lines about those by step where there are none, and about means."""
     titles, notes = dict(EPOCHS), []  # of panels by epoch
     try:
-        bands, merged = by_step(groups)
+        bands = by_step(groups)
         del titles["train_loss"]  # which is drawn by step
-        if merged > 1:
-            notes.append(f"A point of the curves by step is the mean of {merged} recorded steps.")
     except FigureError as error:
         bands = {}
         titles["lr"] = QUANTITIES["lr"]
         notes.append(f"{error}; loss and learning rate are drawn by epoch")
-    drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in titles.items()]
+    drawn = []
+    for key, words in titles.items():
+        lines = list(by_epoch(groups, key))
+        drawn.append(panel(words + joined_in_words(lines), "epoch", lines))
     for key, lines in bands.items():
-        drawn.append(panel(QUANTITIES[key], "step", lines) | {"log": key == "grad_norm"})
+        words = QUANTITIES[key] + joined_in_words(lines)
+        drawn.append(panel(words, "step", lines) | {"log": key == "grad_norm"})
     return [curves for curves in drawn if curves["lines"]], notes
 
 
 def panel(title: str, across: str, bands: Iterable[Band]) -> Json:
     """A panel of `meta`: for each group the mean over seeds, and the range of two or more."""
     lines = []
-    for label, colour, line, places, values in bands:
+    for label, colour, line, places, values, _ in bands:
         view = {
             "label": label,
             "colour": colour,
@@ -172,12 +174,12 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         title, last = "epochs", "last"
     else:
         title, last = "epochs, not finished", "so far"
-    numbers = [(title, f"{len(run.rows)} of {run.epochs}")]
+    numbers = [(title, f"{run.done:,} of {run.epochs:,}")]
     for metric, words in (("val_top1", "top-1"), ("ema_top1", "EMA top-1")):
         if values := run.measured(metric):
             numbers.append((f"{words}, {last}", f"{values[-1]:.2f} %"))
             numbers.append((f"{words}, best epoch", f"{max(values):.2f} %"))
-    if run.rows:
+    if run.done:
         spent = sum(filter(math.isfinite, run.measured("seconds")))
         minutes, seconds = divmod(round(spent), 60)
         time = f"{minutes} min {seconds:02} s"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from ...base.messages import counted
 from ...runs.folder import RunFolder
 from .groups import Group, Groups, experiment, text_of
 from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save, subplots
-from .records import RunRecord
+from .records import RunRecord, columns_of
 
 if TYPE_CHECKING:
     import matplotlib
@@ -42,47 +44,41 @@ class Band(NamedTuple):
     line: Line
     across: Tensor  # (points,), epochs or steps
     values: Tensor  # (seeds, points) float64; NaN where one was not measured
+    joined: int  # how many epochs or recorded steps are one point
 
 
 def by_epoch(groups: Groups, metric: str) -> Iterator[Band]:
     """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
     for group, look in zip(groups, looks(groups)):
-        curve = band(
-            group,
-            look,
-            [
-                {row["epoch"]: row[metric] for row in run.rows if row[metric] is not None}
-                for run in group.runs.values()
-            ],
-        )
+        curves = []
+        for run in group.runs.values():
+            epochs, values = run.columns["epoch"], run.columns[metric]
+            curves.append((epochs[~values.mask], values.compressed()))
+        curve = band(group, look, curves)
         if len(curve.across):
             yield curve
 
 
-def by_step(groups: Groups) -> tuple[dict[str, list[Band]], int]:
-    """The QUANTITIES of steps.jsonl by step, and how many recorded steps are one point.
-
-    Only steps that all seeds of a group have reached have a point. Where these are more than
-    POINTS, equally many neighbours are joined in one point, their mean without NaN.
-    Raises FigureError for a group without a recorded step that all seeds share.
+def by_step(groups: Groups) -> dict[str, list[Band]]:
+    """The QUANTITIES of steps.jsonl by step. Only steps that all seeds of a group have reached have
+    a point. Raises FigureError for a group without a recorded step that all seeds share.
     """
     bands: dict[str, list[Band]] = {key: [] for key in QUANTITIES}
-    most = 1
     for group, look in zip(groups, looks(groups)):
-        recorded = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
+        recorded = []
+        for run in group.runs.values():
+            rows = RunFolder(run.path).steps.rows()
+            recorded.append(columns_of(rows, "step", QUANTITIES))
         for key in QUANTITIES:
-            by_seed = [{row["step"]: row.get(key) for row in rows} for rows in recorded]
-            curve = band(group, look, by_seed)
+            curves = [(columns["step"], columns[key].filled(math.nan)) for columns in recorded]
+            curve = band(group, look, curves)
             if not len(curve.across):
                 raise FigureError(
                     f"{group.first.path.name}: no steps on record to draw; steps.jsonl has a "
                     "line from the tenth on, and is in no archive"
                 )
-            merged = math.ceil(len(curve.across) / POINTS)
-            most = max(most, merged)
-            steps = joined(curve.across, merged)
-            bands[key].append(curve._replace(across=steps, values=joined(curve.values, merged)))
-    return bands, most
+            bands[key].append(curve)
+    return bands
 
 
 def joined(values: Tensor, count: int) -> Tensor:
@@ -90,12 +86,25 @@ def joined(values: Tensor, count: int) -> Tensor:
     return torch.stack([part.double().nanmean(-1) for part in values.split(count, -1)], -1)
 
 
-def band(group: Group, look: Look, by_seed: Sequence[Mapping[int, float | None]]) -> Band:
-    """The band of a group, whose seeds have these values by epoch or step; None becomes NaN."""
-    shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
-    rows = [[values[place] for place in shared] for values in by_seed]
+def band(group: Group, look: Look, curves: Sequence[tuple[ndarray, ndarray]]) -> Band:
+    """The band of a group, each of whose seeds has epochs or steps, ascending, and values at these.
+    Where all have more than POINTS in common, equally many neighbours are joined in one point, their
+    mean without NaN.
+    """
+    shared = reduce(np.intersect1d, [places for places, _ in curves])
+    values = [values[np.isin(places, shared)] for places, values in curves]
+    across, rows = torch.from_numpy(shared), torch.from_numpy(np.stack(values))
+    count = math.ceil(len(shared) / POINTS)
+    if count > 1:
+        across, rows = joined(across, count), joined(rows, count)
     label = f"{group.in_words()} ({counted(len(rows), 'seed')})"
-    return Band(label, *look, torch.tensor(shared), torch.from_numpy(np.array(rows, np.float64)))
+    return Band(label, *look, across, rows, count)
+
+
+def joined_in_words(bands: Iterable[Band]) -> str:
+    """How many epochs or recorded steps are one point of these curves: ", 25 to a point", or ""."""
+    most = max((curve.joined for curve in bands), default=1)
+    return f", {most:,} to a point" if most > 1 else ""
 
 
 def looks(groups: Groups) -> list[Look]:
@@ -111,15 +120,16 @@ def draw_curves(out: Path, groups: Groups) -> None:
         raise FigureError(f"{groups[0].label}: no epoch on record to draw")
     heading = "Loss" if metric.endswith("loss") else "Top-1"
     figure, [[axis]] = subplots(1, 1, 6.4, 3.8)
-    draw_bands(axis, by_epoch(groups, metric))
+    bands = list(by_epoch(groups, metric))
+    draw_bands(axis, bands)
     axis.locator_params(axis="x", integer=True, min_n_ticks=1)  # 1 alone for one epoch
     axis.set(xlabel="epoch", ylabel=EPOCHS[metric])
-    finish(figure, out, groups, f"{heading} by epoch")
+    finish(figure, out, groups, f"{heading} by epoch{joined_in_words(bands)}")
 
 
 def draw_steps(out: Path, groups: Groups) -> None:
     """Draw the quantities of `by_step`, which may raise FigureError, as `draw_curves` top-1."""
-    bands, merged = by_step(groups)
+    bands = by_step(groups)
     figure, [axes] = subplots(1, len(QUANTITIES), 7.6, 3.2)
     for axis, (key, words) in zip(axes, QUANTITIES.items()):
         draw_bands(axis, bands[key])
@@ -129,15 +139,12 @@ def draw_steps(out: Path, groups: Groups) -> None:
     axis.set_yscale("log")  # of the last: gradient norms are far higher at the start
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(pyplot().matplotlib.ticker.LogFormatter())
-    heading = "Every tenth step"
-    if merged > 1:
-        heading += f", {merged} of them to a point"
-    finish(figure, out, groups, heading)
+    finish(figure, out, groups, f"Every tenth step{joined_in_words(bands['loss'])}")
 
 
 def draw_bands(axis: matplotlib.axes.Axes, bands: Iterable[Band]) -> None:
     """Draw each mean over seeds as a line and, of two or more, the range as an area."""
-    for label, colour, line, across, values in bands:
+    for label, colour, line, across, values, _ in bands:
         axis.plot(
             across,
             values.mean(0),

@@ -85,7 +85,7 @@ def commit(run: RunRecord) -> str:
 def finished_runs(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     """The finished runs, and a line for each of the others; CheckpointError if none is finished."""
     unfinished = [
-        f"left out, not finished: {run.path}, {len(run.rows)} of {run.epochs} epochs"
+        f"left out, not finished: {run.path}, {run.done} of {run.epochs} epochs"
         for run in runs
         if not run.finished
     ]
@@ -136,8 +136,8 @@ def group_of(run: RunRecord, firsts: Sequence[RunRecord], runs: Mapping[int, Run
     settings, distinct = experiment(run), Json()
     for key in dict.fromkeys(key for rival in rivals for key in rival):
         value = settings.get(key)
-        values = [rival.get(key) for rival in rivals if comparable(key, rival, settings)]
-        if key != "init.name" and any(other != value for other in values):
+        others = (rival for rival in rivals if rival.get(key) != value)
+        if key != "init.name" and any(comparable(key, other, settings) for other in others):
             distinct[key] = value
     names = [settings["init.name"]]
     if len(rivals) < len(firsts):  # there are several recipes

@@ -69,9 +69,9 @@ def replay(
         paths = [str(run.path) for run in named]
         raise CheckpointError(f"--replay {name}: which of {shortened(paths)}? Give one of them")
     record = named[0]
-    if not record.rows:
+    if not record.done:
         raise CheckpointError(f"--replay {name}: no epoch of it is on record")
-    if len(RunFolder(folder).metrics.rows()) >= (epochs or record.epochs):
+    if RunFolder(folder).metrics.count() >= (epochs or record.epochs):
         raise CheckpointError(
             f"{folder}: is such a replay already, perhaps by other code; expected another --out"
         )
@@ -133,7 +133,7 @@ def against_record(
     key = "val_top1" if "val_top1" in values[-1] else "train_loss"
     then, now = values[-1][key]
     text += f"apart: {key} {then:.4f} then, {now:.4f} now, after epoch {done}"
-    lasts = [run.rows[done - 1][key] for run in seeds if len(run.rows) >= done]
+    lasts = [run.rows[done - 1][key] for run in seeds if run.done >= done]
     on_record = [last for last in lasts if last is not None]
     if len(on_record) < 2:
         return f"{text}; one seed is on record, so no interval\n", False

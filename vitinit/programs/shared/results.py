@@ -252,8 +252,9 @@ def by_group(groups: Groups) -> str:
             cells.append(mean_and_std([*map(max, curves)]))
         if not all_classify:
             cells.append(mean_and_std([*group.last("val_loss").values()], places=4))
-        seconds = [row["seconds"] for run in runs for row in run.rows]
-        totals = [sum(run.measured("seconds")) for run in runs if None not in seconds]
+        seconds = [run.measured("seconds") for run in runs]
+        timed = all(len(spent) == run.done for spent, run in zip(seconds, runs))
+        totals = [sum(spent) for spent in seconds if timed]
         rows.append([*cells, mean_and_std(totals, places=0)])
     return table(head, rows)
 
