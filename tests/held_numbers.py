@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from pages import PAGES, RECIPES, REPOSITORY, Page, card
 
-from vitinit.programs.shared.records import RunRecord, read_archive, read_run
+from vitinit.programs.shared.records import RunRecord, columns_of, read_archive, read_run
 from vitinit.programs.shared.results import t_interval
 
 SPREAD = r"(?: ± (\d*\.?\d+))?"
@@ -136,7 +136,8 @@ def experiments() -> Mapping[str, Mapping[int, RunRecord]]:
     lines = (RECIPES / "resnet18_on_photographs.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines):  # the last one of a run is at its end
         name = f"r18-{row['data']}-e{row['epochs']}-lr{row['lr']:g}"
-        found[name][row["seed"]] = RunRecord(Path(name), "", {}, [row], [], {})
+        columns = columns_of([row], "epoch", ["val_top1", "cpu_seconds"])
+        found[name][row["seed"]] = RunRecord(Path(name), "", {}, columns, [], {})
     return found
 
 
