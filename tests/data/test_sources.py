@@ -188,7 +188,7 @@ def test_what_is_left_out_is_counted_by_suffix(tmp_path):
     assert in_words(Counter(), "x") == ""
 
 
-@pytest.mark.parametrize("name", [*OF_SYSTEMS, ".@__thumb", ".ipynb_checkpoints"])
+@pytest.mark.parametrize("name", [*sorted(OF_SYSTEMS), ".@__thumb", ".ipynb_checkpoints"])
 def test_folders_that_systems_make_are_no_class_and_hold_no_images_and_are_counted(tmp_path, name):
     root = tree(
         tmp_path / "set",

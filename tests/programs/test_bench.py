@@ -353,6 +353,22 @@ def test_the_commands_of_the_report_are_commands(capsys):
                     bench_recipe(name, getattr(args, "set", []))
 
 
+def test_the_machine_says_on_which_file_system_images_are(tmp_path, monkeypatch, capsys):
+    """The innermost that is mounted, and the last at one place; not one whose name begins alike."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(everything, "MOUNTS", mounts)
+    for lines, kind in (
+        ([("/", "ext4"), (photos, "autofs"), (photos, "nfs4"), (tmp_path, "xfs")], "nfs4"),
+        ([("/", "ext4"), (tmp_path / "pho", "nfs4")], "ext4"),
+        ([], "unknown"),
+    ):
+        mounts.write_text("".join(f"source {place} {kind} rw 0 0\n" for place, kind in lines))
+        assert bench.main(["machine", "--device", "cpu", "--data-dir", str(photos)]) == 0
+        assert f", data {photos} on {kind}, " in capsys.readouterr().out
+
+
 def test_rows_become_a_table():
     rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
     assert training.row_table(rows).splitlines() == [

@@ -23,6 +23,7 @@ from ...train.device import CPU_INFO, cores, describe_device
 from .training import ResultRow
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+MOUNTS = Path("/proc/mounts")  # what is mounted where, on Linux
 # pytest ends a check, and itself, after 40 seconds, and prints where it was: the first one that
 # compiles takes 25.
 CHECKS = (
@@ -34,8 +35,24 @@ TRAINING = "-m vitinit train --recipe quickstart --init impulse".split()
 MEASURED_RECIPES = "deit_small deit_base deit_tiny swin_tiny mixer_b16 convmixer_768_32".split()
 
 
-def machine(device: torch.device) -> ResultRow:
-    """The machine and the versions of the software, for the head of a report."""
+def file_system(folder: Path) -> str:
+    """The kind of file system that a folder is on, such as ext4 or nfs4; "unknown" if the machine
+    does not say.
+    """
+    kind, longest = "unknown", -1
+    for line in MOUNTS.read_text().splitlines() if MOUNTS.is_file() else ():
+        _, place, found, *_ = line.split()
+        # Of two that are mounted at one place the later one hides the other.
+        if len(place) >= longest and folder.resolve().is_relative_to(place):
+            kind, longest = found, len(place)
+    return kind
+
+
+def machine(device: torch.device, data: Path | None = None) -> ResultRow:
+    """The machine and the versions of the software, for the head of a report or of a bug's.
+
+    data: a folder of images, whose place and file system are told, too.
+    """
     row: ResultRow = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": git_commit(REPOSITORY),
@@ -46,9 +63,12 @@ def machine(device: torch.device) -> ResultRow:
         row |= {
             "memory": f"{memory / 2**30:.1f} GiB",
             "GPUs": torch.cuda.device_count(),
+            "threads": torch.get_num_threads(),
             "CUDA": torch.version.cuda,
             "cuDNN": torch.backends.cudnn.version(),
         }
+    if data:
+        row["data"] = f"{data.resolve()} on {file_system(data)}"
     name = re.search(r"model name\s*: (.+)", CPU_INFO.read_text()) if CPU_INFO.is_file() else None
     return row | {
         "processor": f"{name[1] if name else platform.machine()}, {cores()} cores",
@@ -105,7 +125,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
             streams.append(stack.enter_context(open(out, "x", encoding="utf-8")))
         report = BenchReport(streams, device, 60 * minutes)
         report.tell("# What vitinit does on this machine\n")
-        report.part([*BENCH, "machine", "--device", device], 60 * minutes / 5)
+        report.part([*BENCH, "machine", "--device", device, *data], 60 * minutes / 5)
         if (REPOSITORY / CHECKS[-1]).is_dir():
             report.check(60 * minutes / 2)
         else:

@@ -48,7 +48,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         )
     for command in (step, loader, memory):
         add_set(command, "override any key of the recipe; may be repeated")
-    for command in (everything, loader):
+    for command in (everything, here, loader):
         command.add_argument(
             "--data-dir", type=Path, help="folder of photographs; default: drawn ones"
         )
@@ -73,7 +73,8 @@ def run_bench(args: Namespace) -> int:
             args.out, device=args.device, photographs=args.data_dir, minutes=args.minutes
         )
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
-    print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
+    row = machine(device, getattr(args, "data_dir", None))
+    print(", ".join(f"{name} {value}" for name, value in row.items()))
     if args.bench == "memory":  # in the precision of a card
         recipes = [bench_recipe(name, args.set, device, automatic=BF16) for name in args.recipe]
         print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))
