@@ -1,5 +1,7 @@
 """All Markdown pages pass the linter of pages.py, which finds a planted mistake of each kind."""
 
+import importlib
+import inspect
 import re
 import runpy
 
@@ -133,6 +135,29 @@ def test_a_planted_mistake_is_found(check, text, found):
 def test_an_unlisted_file_is_found():
     found = list(bad_files(Page(PACKAGE / "runs" / "README.md", "`lock.py` and `folder.py`")))
     assert "trained.py: not listed" in found and "lock.py: not listed" not in found
+
+
+API = runpy.run_path(str(REPOSITORY / ".ci" / "api.py"))
+
+
+def test_the_page_of_public_names_is_what_its_command_writes():
+    page = (PACKAGE / "API.md").read_text(encoding="utf-8")
+    assert API["written"]() == page, "python .ci/api.py writes it"
+    assert {"vitinit", "vitinit.init", "vitinit.models"} <= {name for name, _ in API["modules"]()}
+
+
+def test_a_public_function_says_what_it_takes_and_raises():
+    """Its docstring, or that of the function that it sends the reader to."""
+    for module, _ in API["modules"]():
+        space = importlib.import_module(module)
+        for name in space.__all__:
+            function = getattr(space, name)
+            if not inspect.isfunction(function) or ": see `" in function.__doc__:
+                continue
+            takes = set(inspect.signature(function).parameters)
+            assert takes <= set(re.findall(r"\w+", function.__doc__)), f"{module}.{name}"
+            if re.search(r"^\s+raise ", inspect.getsource(function), re.MULTILINE):
+                assert re.search(r"[Rr]aises|Error", function.__doc__), f"{module}.{name}"
 
 
 def test_the_map_of_the_package_is_what_its_command_writes(repository):

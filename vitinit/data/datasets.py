@@ -36,6 +36,8 @@ from .images import DataError
 from .lists import open_list
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, LooseImages, Source, folder_of
 
+__all__ = ["DATA_SETS", "DataSet", "EVAL_SETS", "download", "open_split"]
+
 
 def open_folder(root: Path, split: str) -> ImageFolder:
     """Open a split of an image folder; folders.py says which folders are splits and classes.
@@ -234,12 +236,15 @@ def list_pets(root: Path, split: str) -> ImageFiles:
 
 
 class DataSet(NamedTuple):
+    """A row of `DATA_SETS`: how a set is read, what its folder holds, and how many classes it has."""
+
     open: Callable[[Path, str], Source]  # a split under a root folder; see `open_folder`
     holds: str  # what the root folder has to hold, for error messages
     num_classes: int | None  # how many classes the set has; None: any number
     torchvision: str = ""  # its class that downloads the set; "": none does
 
 
+# The data sets by name, with what each folder has to hold.
 # fmt: off
 DATA_SETS = {
     "shapes": DataSet(
@@ -276,7 +281,8 @@ DATA_SETS = {
 }
 # fmt: on
 
-EVAL_SETS = {  # which have no training split
+# The data sets by name that have no training split.
+EVAL_SETS = {
     "imagenet_v2": DataSet(
         open_imagenet_v2, "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000
     ),
@@ -287,9 +293,9 @@ EVAL_SETS = {  # which have no training split
 
 
 def download(name: str, root: str) -> None:
-    """Download a data set that torchvision offers, unless its files are there already.
+    """Download a data set that torchvision offers to `root`, unless its files are there already.
 
-    Of processes that share the folder, on any machine, one downloads and the others wait; if it
+    name: a key of DATA_SETS; others than torchvision's are left alone. Of processes that share the folder, on any machine, one downloads and the others wait; if it
     dies, the next goes on. Raises DataError if the download fails.
     """
     data_set = DATA_SETS[name]
@@ -318,8 +324,9 @@ def download(name: str, root: str) -> None:
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     """Open a split, "train" or "val", of a data set that is on disk already; see `open_folder`.
 
-    num_classes: how many are expected; 0: any number. Raises DataError for another number, a file
-    that is missing or damaged, and a class without images.
+    name: a key of DATA_SETS or EVAL_SETS. root: the folder, in which ~ is the home. num_classes: how
+    many are expected; 0: any number. Raises DataError for another number, a file that is missing or
+    damaged, and a class without images.
     """
     data_set = (DATA_SETS | EVAL_SETS)[name]
     folder = folder_of(root)

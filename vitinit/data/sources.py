@@ -29,6 +29,8 @@ from .folders import (
 )
 from .images import DataError, decode_image, jpeg_decoder
 
+__all__ = ["ImageFiles", "ImageFolder", "ImagesInMemory", "LooseImages", "Source"]
+
 SIZES = "sizes of files"  # the name of their digest among what a run records
 SIZED = 5_000  # files of a split whose sizes it is of
 
@@ -88,7 +90,9 @@ class ImagesInMemory(Source):
 
 
 class ImageFiles(Source):
-    """Images on disk; each is decoded anew whenever it is read.
+    """Images on disk; each is decoded anew whenever it is read, and DataError if it cannot be.
+
+    paths: of N files. labels: (N,), the number of each one's class. classes: their names.
 
     Their paths are bytes in one tensor, `text`, which parts share, and `stored`, (N, 2) int64, has
     where in it each begins and ends: tensors, whose memory workers share. Strings would be copied

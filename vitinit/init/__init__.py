@@ -24,10 +24,11 @@ from ..base.table import attribute, find
 from ..base.values import convert_options
 from ..models import FAMILIES, FAMILY_OF_CLASS, MODELS
 
-GIVEN = ("generator", "images")  # parameters of inits that a caller gives; they are no options
+# Parameters of inits that a caller gives; they are no options.
+GIVEN = ("generator", "images")
 ROTARY = "rotary_vit"  # a ViT with rotary attention, in the table below
 
-# By init and family, a function, or where it is: see base/table.py.
+# The inits: by name and family, a function, or where it is, see base/table.py.
 INITS: dict[str, dict[str, str | Callable[..., None]]] = {
     "default": {
         "vit": ".init.baseline:default",

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ..mixing.filters import Grid, Offset, neighbours
 from ..models.attention import attention_weights
 
+__all__ = ["Block", "Layout", "Rotation", "SwinLayout", "WindowBlock"]
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -190,7 +192,7 @@ class Layout(Attentions):
 
 @dataclass(frozen=True)
 class SwinLayout(Attentions):
-    """The same of a Swin, whose heads find their target by the relative bias of their window."""
+    """Where a Swin keeps what inits write: the relative biases of its windows, too."""
 
     blocks: tuple[WindowBlock, ...]
     family = "swin"

@@ -11,6 +11,8 @@ from torch import Generator, Tensor, nn
 from ..models import FAMILIES
 from . import family_of, init_function
 
+__all__ = ["Base", "draw_base"]
+
 EMBED_STD = 0.02  # std of embeddings in ViT, DeiT and timm, and of DeiT's linear layers
 CUT_NORMAL_STD = 0.87962566103423978  # std of a standard normal truncated at ± 2
 FLOOR = 0.05  # added to each component's mean square, as a share of their mean
@@ -34,11 +36,16 @@ SAME = {
         "pos_embed",
     ),
 }
+# The words for what draws every parameter first.
 Base = Literal["default", "torch", "lecun"]
 
 
 def draw_base(model: nn.Module, base: Base | None, generator: Generator) -> None:
-    """Draw every parameter by a baseline. None draws nothing; another library's model is a ViT."""
+    """Draw every parameter by a baseline. Another library's model is a ViT.
+
+    base: None draws nothing. generator: a CPU generator. Raises ValueError for a parameter that the model holds itself and
+    whose name no baseline knows.
+    """
     if base is None:
         return
     family = family_of(model)

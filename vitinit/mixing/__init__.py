@@ -33,6 +33,8 @@ from ..models.swin import SwinBlock
 from ..models.vit import VitBlock
 from .filters import Grid, Offset, convolution_matrix, kernel_offsets, neighbours
 
+__all__ = ["block_grids", "mean_kernel", "mixing_matrices", "target_mass"]
+
 AT_ONCE = 8  # images per forward pass, whose attention matrices are all computed
 
 Heads = slice | list[int]  # heads, or channels of a Mixer or ConvMixer
@@ -164,7 +166,7 @@ def mixers(model: nn.Module) -> Iterator[Mixer]:
 
 
 def block_grids(model: nn.Module) -> list[Grid]:
-    """The grid of patch tokens that each block mixes."""
+    """The grid (rows, columns) of patch tokens that each block of a model of this package mixes."""
     return [mixer.grid for mixer in mixers(model)]
 
 
@@ -233,8 +235,9 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: Grid) -> Tenso
 def mean_kernel(weights: Tensor, grid: Grid, radius: int) -> Tensor:
     """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1), as a convolution kernel.
 
-    weights: (..., N, N), of which `shares_of_patches` are taken. Entry [radius + down, radius +
-    right] is the average over the tokens with a neighbour at that offset; 0 if there are none.
+    weights: (..., N, N), of which `shares_of_patches` are taken. grid: (rows, columns) of the
+    patches. radius: of the kernel, in patches. Entry [radius + down, radius + right] is the average
+    over the tokens with a neighbour at that offset; 0 if there are none.
     """
     return by_offset(shares_of_patches(weights, grid), grid, radius)
 

@@ -32,6 +32,7 @@ VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
 VIT_BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 SWIN_SMALL = dict(patch_size=4, embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24))
 
+# The models by name: family, and keyword arguments of its class.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # arXiv 2010.11929, table 1 (B); DeiT, arXiv 2012.12877, table 1 (T, S) and §4 (distilled)
     "vit_tiny": ("vit", VIT_TINY),
@@ -71,7 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_class(family: str) -> type[Classifier]:
-    """The class of a family, one of FAMILIES."""
+    """The class of a family, a key of FAMILIES; raises KeyError for any other."""
     return find(FAMILIES[family])
 
 
@@ -86,9 +87,13 @@ def build_model(
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.
 
-    Raises ValueError, of one line, for an unknown name, for an option of another type, and for
-    sizes that do not fit together or for whose weights no memory can be had; TypeError for an
-    unknown option.
+    num_classes: of the logits; 0: a model without a head, which returns pooled features.
+    image_size: in pixels, one integer for a square, or (height, width).
+
+    Returns a model that turns images (B, 3, H, W) into logits (B, num_classes), with weights as
+    PyTorch's layers draw them; `vitinit.init_weights` initialises them. Raises ValueError, of one
+    line, for an unknown name, for an option of another type, and for sizes that do not fit together
+    or for whose weights no memory can be had; TypeError for an unknown option.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)

@@ -76,6 +76,8 @@ def conv_mixer_block(
 class ConvMixer(Classifier):
     """ConvMixer for images (B, 3, H, W) → logits (B, num_classes).
 
+    What is not listed here, and the errors: see `Classifier`.
+
     image_size, patch_size: one integer or (height, width). Any image that patches tile will do.
     num_filters: number of distinct depthwise filters per block; 0 gives each channel its own.
     train_filters: False freezes depthwise weights and biases, also for the optimiser (both options

@@ -42,7 +42,16 @@ class Classifier(nn.Module):
     images: (B, 3, H, W), normalised.
     drop_path: (branches, B) from `draw_drop_path`, or None; only in families with such rates.
 
-    The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`.
+    The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`. What
+    they take in all families:
+
+    num_classes: of the logits; 0: no head.
+    image_size, patch_size: in pixels, one integer or (height, width).
+    embed_dim, depth, num_heads: channels of a token, blocks, and heads of each block.
+    mlp_ratio: width of the MLP's hidden layer, divided by embed_dim. qkv_bias: whether queries,
+        keys and values have biases. drop_path: probability with which a branch is left out.
+
+    They raise ValueError for sizes that are not above 0 or do not fit together.
     """
 
     family: str  # the name of its file, one of `vitinit.models.FAMILIES`

@@ -53,6 +53,8 @@ class MixerBlock(nn.Module):
 class MlpMixer(Classifier):
     """MLP-Mixer for images (B, 3, H, W) → logits (B, num_classes).
 
+    What is not listed here, and the errors: see `Classifier`.
+
     tokens_ratio, channels_ratio: hidden widths of the two MLPs, divided by embed_dim.
     drop_path: stochastic-depth rate, the same in every block, as in timm.
     """

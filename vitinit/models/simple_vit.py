@@ -153,6 +153,8 @@ class SimpleBlock(nn.Module):
 class SimpleViT(Classifier):
     """SimpleViT for images (B, 3, H, W) → logits (B, num_classes).
 
+    What is not listed here, and the errors: see `Classifier`.
+
     reads, alpha, values, logit_scale: see SimpleAttention; "content" is the plain SimpleViT. The
         paper's code has the logit scale 0 but for its impulse init, with which it is 1 for "free"
         and 0.1 for the others, in training, too.

@@ -193,6 +193,8 @@ class SwinStage(nn.Module):
 class SwinTransformer(Classifier):
     """Swin for images (B, 3, H, W) → logits (B, num_classes).
 
+    What is not listed here, and the errors: see `Classifier`.
+
     image_size, patch_size, window_size: one integer or (height, width). In each stage the window is
         cut to the stage's grid, and must tile it. The grids of all stages but the last must be
         even. Raises ValueError, naming the stage, otherwise.

@@ -85,6 +85,8 @@ class VitBlock(nn.Module):
 class VisionTransformer(Classifier):
     """ViT for images (B, 3, H, W) → logits (B, num_classes).
 
+    What is not listed here, and the errors: see `Classifier`.
+
     image_size, patch_size: one integer or (height, width); the patches must tile the image.
     pool: "class": the head reads the class token. "mean": there is no class token, and the head
         reads the mean of the patch tokens.

@@ -14,7 +14,9 @@ from ..models.layers import Classifier
 from ..train.distributed import Processes
 from ..train.metrics import Evaluation
 
-# By the names that [task] takes. A teacher, which [distill] names, is one more: distillation.py.
+__all__ = ["TASKS", "Task"]
+
+# The tasks by the names that [task] takes. A teacher, which [distill] names, is one more: distillation.py.
 TASKS: dict[str, Any] = {
     "classify": ".tasks.labels:Labels",
     "reconstruct": ".tasks.reconstruction:Reconstruction",

@@ -31,6 +31,8 @@ from ...init.layout import rotation_of
 from ...mixing.filters import Grid
 from ...models.layers import PREFIX_TOKENS
 
+__all__ = ["block_of", "foreign_layout_of"]
+
 LAYERS = (  # the layers of Q, K and V, one where they are packed, and proj
     ("qkv", "proj"),
     ("q_proj", "k_proj", "v_proj", "proj"),

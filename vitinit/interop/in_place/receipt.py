@@ -12,6 +12,8 @@ from ...mixing import mean_shares
 from ...mixing.filters import Grid
 from ...watch.mass import InitOptions, Masses, Targets, decimal, has_targets, masses_on, targets_of
 
+__all__ = ["Description", "Report"]
+
 
 @torch.no_grad()
 def measured(
