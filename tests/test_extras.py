@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import vitinit
+
 
 @pytest.fixture
 def setup(repository) -> configparser.ConfigParser:
@@ -106,6 +108,47 @@ assert evaluate.main(["runs/quickstart-default-s1"]) == 0
     (start,) = json.loads((elsewhere / "runs/quickstart-default-s1/run.json").read_bytes())
     assert start["recipe"] == "quickstart" and start["git_commit"] == "unknown"
     assert start["arguments"]["changes"]["model.options.depth"] == 1
+
+
+def test_other_files_repeat_the_version_and_the_authors(setup, repository):
+    """The version is stated in vitinit/__init__.py alone, the authors in the licence."""
+    read = {
+        name: (repository / name).read_text("utf-8")
+        for name in (
+            "CITATION.cff",
+            "CHANGELOG.md",
+            "LICENSE",
+            "vitinit/programs/lessons/README.md",
+        )
+    }
+    assert setup["metadata"]["version"] == "attr: vitinit.__version__"
+    stated = {
+        name: re.search(pattern, read[name], re.MULTILINE)[1]
+        for name, pattern in {
+            "CITATION.cff": "^version: (.+)$",
+            "CHANGELOG.md": r"^## (\S+)",
+            "vitinit/programs/lessons/README.md": r"vitinit-([\d.]+)-py3",
+        }.items()
+    }
+    assert set(stated.values()) == {vitinit.__version__}, stated
+    (authors,) = re.findall(r"Copyright \(c\) \d+ (.+)", read["LICENSE"])
+    assert f"\nauthors:\n  - name: {authors}\n" in read["CITATION.cff"]
+
+
+def test_the_workflow_runs_the_versions_that_are_promised(setup, repository):
+    """Each Python, and the oldest torch and torchvision; the page has a row for each job."""
+    workflow = (repository / ".github" / "workflows" / "tests.yml").read_text("utf-8")
+    metadata, options = setup["metadata"], setup["options"]
+    pythons = re.findall(r"Python :: (3\.\d+)", metadata["classifiers"])
+    assert re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.+)\]", workflow)[1]) == pythons
+    assert options["python_requires"] == f">={pythons[0]}"
+    for name, oldest in re.findall(r"(torch\w*)>=(\S+)", options["install_requires"]):
+        assert f"'{name}=={oldest}.*'" in workflow
+    page = (repository / "CONTRIBUTING.md").read_text("utf-8")
+    jobs = re.findall(r"^  (\w+):\n    name:", workflow, re.MULTILINE)
+    assert len(jobs) == 5
+    rows = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    assert [name for name in dict.fromkeys(rows) if name in jobs] == jobs
 
 
 def test_every_extra_that_is_named_exists(setup, repository):

@@ -205,16 +205,3 @@ def test_a_model_a_data_set_a_loss_and_a_task_are_added_as_the_pages_show(tmp_pa
     assert source.image(2).shape == (3, 7, 5)
     assert 0.2 < losses[0] < 1.0  # ten decisions at a probability of about 1/2
     assert losses[0] == losses[1]
-
-
-def test_the_two_processes_of_the_test_command_share_all_files_of_tests():
-    """Also a file or folder that is added later belongs to one of the patterns."""
-    *_, both = README.section("Run the tests").blocks("bash")[0].splitlines()
-    files = [
-        file
-        for patterns in re.findall(r"pytest ([^&;]+)", both)
-        for pattern in patterns.split()
-        for place in REPOSITORY.glob(pattern)
-        for file in (place.rglob("test_*.py") if place.is_dir() else [place])
-    ]
-    assert sorted(files) == sorted((REPOSITORY / "tests").rglob("test_*.py"))
