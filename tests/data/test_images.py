@@ -25,11 +25,13 @@ from vitinit.data import images
 from vitinit.data.images import (
     Box,
     DataError,
+    JpegDecoder,
     crop,
     crop_and_flip,
     decode_bytes,
     decode_image,
     from_pillow,
+    plain_jpeg_size,
     resize,
     resize_and_centre_crop,
 )
@@ -60,16 +62,29 @@ FILES = valid_files(29, 43) | {
 }
 
 
-@pytest.fixture(params=["torchvision's", "none", "one that refuses"])
+def refuses(_):
+    raise RuntimeError("no")
+
+
+def found_without(library: str, monkeypatch) -> JpegDecoder | None:
+    """The decoder that is found where a library is not installed."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, library, None)
+        return images.jpeg_decoder.__wrapped__()
+
+
+@pytest.fixture(params=["torchcodec", "torchvision", "none", "one that refuses"])
 def jpeg_decoder(request, monkeypatch) -> None:
-    """What torchvision has to decode JPEGs; else Pillow does it."""
-
-    def refuses(*_, **__):
-        raise RuntimeError("no")
-
-    if request.param != "torchvision's":
-        decoder = refuses if "refuses" in request.param else None
-        monkeypatch.setattr(images, "jpeg_decoder", lambda: decoder)
+    """What decodes JPEGs; Pillow does where there is nothing else, and what that refuses."""
+    decoder = JpegDecoder("", refuses) if "refuses" in request.param else None
+    if request.param == "torchcodec":
+        pytest.importorskip("torchcodec")
+        decoder = found_without("torchvision.io", monkeypatch)
+    elif request.param == "torchvision":
+        decoder = found_without("torchcodec.decoders", monkeypatch)
+    if request.param.startswith("torch"):
+        assert decoder is not None and decoder.name == request.param
+    monkeypatch.setattr(images, "jpeg_decoder", lambda: decoder)
 
 
 def test_a_decoded_file_equals_pillows_rgb(tmp_path, jpeg_decoder):
@@ -418,9 +433,80 @@ def test_decoding_in_threads_leaves_the_filters_of_warnings_as_they_were(jpeg_de
         warnings.warn("heard")
 
 
-def test_a_torchvision_without_a_decoder_is_done_without(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision.io", None)
-    assert images.jpeg_decoder.__wrapped__() is None
+def test_libraries_without_a_decoder_are_done_without(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    assert found_without("torchvision.io", monkeypatch) is None
+    assert images.jpeg_decoder.__wrapped__().name == "torchvision"
+
+
+# The size that the head of a JPEG states ------------------------------------------------------
+def with_segment(code: int, body: bytes, content: bytes = FILES["rgb.jpg"]) -> bytes:
+    """A JPEG with one more segment, in front of all others."""
+    return content[:2] + struct.pack(">BBH", 0xFF, code, len(body) + 2) + body + content[2:]
+
+
+SMALLER = encoded(noise(11, 7), "JPEG")
+PLAIN_JPEGS = {
+    **{name: FILES[name] for name in ("rgb.jpg", "progressive.jpg", "grey.jpg", "cmyk.jpg")},
+    "comment": encoded(RGB, "JPEG", comment=SMALLER),
+    "profile with a frame in it": encoded(RGB, "JPEG", icc_profile=SMALLER),
+    "Adobe's": with_segment(0xEE, b"Adobe" + bytes(7)),
+    "restarts": encoded(RGB, "JPEG", restart_marker_blocks=1),
+    **{path.name: path.read_bytes() for path in CIFAR10.glob("*/*.jpg")},
+}
+UNUSUAL_JPEGS = {
+    "turned": FILES["turned.jpg"],
+    "two": FILES["two.jpg"],
+    "thumbnail": with_segment(0xE1, b"Exif\0\0" + SMALLER),
+    "another APP": with_segment(0xED, b"Photoshop 3.0\0" + SMALLER),
+    "padding": FILES["rgb.jpg"][:2] + b"\xff" + FILES["rgb.jpg"][2:],
+    "junk": FILES["rgb.jpg"][:2] + b"\0" + FILES["rgb.jpg"][2:],
+    "arithmetic coding": FILES["rgb.jpg"].replace(b"\xff\xc0\0", b"\xff\xc9\0"),
+    "12 bits": FILES["rgb.jpg"].replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+    "two layers": with_segment(0xC0, b"\x08\0\x0d\0\x11\x02" + bytes(6)),
+    "no start": bytes(2) + FILES["rgb.jpg"][2:],
+    "no scan": FILES["rgb.jpg"][: FILES["rgb.jpg"].index(b"\xff\xda")],
+    "JFIF too short": with_segment(0xE0, b"JFIF\0"),
+    "Adobe's too short": with_segment(0xEE, b"Adobe"),
+    "profile too short": with_segment(0xE2, b"ICC_PROFILE\0"),
+    "PNG": FILES["rgb.png"],
+    "empty": b"",
+}
+
+
+def test_a_plain_jpegs_size_is_pillows_and_of_others_it_is_not_told():
+    for name, content in PLAIN_JPEGS.items():
+        with Image.open(io.BytesIO(content)) as image:
+            assert plain_jpeg_size(content) == (image.height, image.width), name
+    for name, content in UNUSUAL_JPEGS.items():
+        assert plain_jpeg_size(content) is None, name
+
+
+def test_a_jpeg_is_decoded_or_refused_as_if_pillow_had_opened_it_first(jpeg_decoder, monkeypatch):
+    """Also one that is broken, as most of these are, and one with more pixels than Pillow reads."""
+
+    def outcomes() -> list[bytes | str]:
+        found: list[bytes | str] = []
+        for content in contents:
+            for apply in (True, False):
+                try:
+                    image = decode_bytes(content, "x", apply_exif_orientation=apply)
+                    found.append(repr(image.shape).encode() + image.numpy().tobytes())
+                except DataError as error:
+                    found.append(str(error))
+        return found
+
+    contents = [*PLAIN_JPEGS.values(), *UNUSUAL_JPEGS.values(), bomb(20_011, 20_021)]
+    contents += [content for name, content in broken_files(4_001, seed=2) if name.endswith(".jpg")]
+    fast = outcomes()
+    monkeypatch.setattr(images, "plain_jpeg_size", lambda content: None)
+    assert outcomes() == fast
+    assert {type(outcome) for outcome in fast} == {bytes, str}
+
+
+def test_a_plain_jpeg_is_not_opened_by_pillow(monkeypatch):
+    monkeypatch.setattr(images.Image, "open", None)
+    assert all(decode_bytes(content, "x").shape[0] == 3 for content in PLAIN_JPEGS.values())
 
 
 # Damaged, dangerous and strange files ---------------------------------------------------------

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vitinit.data.images import JpegDecoder
 from vitinit.programs import predict
 from vitinit.programs.figures import program as figures
 from vitinit.recipe.files import load_recipe, overrides
@@ -305,6 +306,23 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(
     ]
     report = (folder / "images.txt").read_text(encoding="utf-8")
     assert report.splitlines() == [line for line in whole if line.startswith(("classes", "files"))]
+
+
+def test_the_start_says_what_decodes_jpegs_and_the_terminal_that_it_is_pillow(
+    train_program, small_run, tmp_path, monkeypatch, capsys
+):
+    shapes = ["--recipe", "quickstart", "--dry-run", "--verbose"]
+    files, verbose = small_run(tmp_path, "--dry-run"), ["--verbose"]
+    by_pillow = "note    JPEGs are decoded by Pillow, "
+    for decoder, arguments, lines in (
+        (JpegDecoder("another", torch.clone), files + verbose, ["decode  JPEGs by another"]),
+        (None, files, [by_pillow]),
+        (None, shapes, []),
+    ):
+        monkeypatch.setattr("vitinit.runs.summary.jpeg_decoder", lambda found=decoder: found)
+        assert train_program.main(arguments) == 0
+        found = [line for line in capsys.readouterr().out.splitlines() if "JPEGs" in line]
+        assert [line[: len(by_pillow)] for line in found] == lines
 
 
 @pytest.mark.parametrize("warmup, cautioned", [(2, True), (1, False), (0, False)])

@@ -5,9 +5,11 @@ and torch's antialiased interpolation of uint8 is fastest with that layout.
 """
 
 import io
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,13 @@ from ..base.messages import OneLineError, in_brief, ran_out_of_memory, without_w
 LARGEST_FILE = 2**30  # bytes: RGB of 16 bits of the most pixels that Pillow reads
 LONG = 32  # an image so many times as long as its view is not enlarged whole
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")  # Pillow's names
+# Marks of a JPEG's segments: where its scan begins, frames (baseline, extended, progressive), and
+# others that Pillow never refuses, by the name that they begin with: tables, comments, JFIF's own, a
+# colour profile in one piece or more, Adobe's.
+SCAN = 0xFFDA
+FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
+TABLES_AND_COMMENT = dict.fromkeys((0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE), b"")
+PLAIN = {**TABLES_AND_COMMENT, 0xFFE0: b"JFIF\0", 0xFFE2: b"ICC_PROFILE\0", 0xFFEE: b"Adobe"}
 HEIF_BRANDS = {b"ftypheic": "HEIF", b"ftypheix": "HEIF", b"ftypmif1": "HEIF", b"ftypavif": "AVIF"}
 HEIF_REMEDY = (
     "HEIC and HEIF are read after pip install 'vitinit[heic]', AVIF by Pillow 11.3 or "
@@ -47,16 +56,64 @@ NOWHERE = Box(0, 0, 0, 0)
 HeightWidth = tuple[int, int]  # height and width, in pixels
 
 
+class JpegDecoder(NamedTuple):
+    name: str  # of the library
+    decode: Callable[[Tensor], Tensor]  # bytes (n,) uint8 → (3, H, W), upright by EXIF data
+
+
 @cache
-def jpeg_decoder() -> Callable | None:
-    """torchvision's decoder to RGB; None where it has none. Importing torchvision takes as long as
-    torch, so the first JPEG does it, or whoever starts workers, which would each have to.
+def jpeg_decoder() -> JpegDecoder | None:
+    """The fastest decoder to RGB that is installed; None if only Pillow is. Importing torchvision
+    takes as long as torch, so the first JPEG does it, or whoever starts workers, which would each
+    have to.
     """
-    try:
+    with suppress(ImportError, OSError, RuntimeError):  # none, or one for another torch
+        from torchcodec.decoders import decode_jpeg
+
+        return JpegDecoder("torchcodec", decode_jpeg)
+    with suppress(ImportError):  # deprecated since 0.29, to be removed
         from torchvision.io import ImageReadMode, decode_jpeg
-    except ImportError:  # deprecated since 0.29, to be removed
+
+        options = {"mode": ImageReadMode.RGB, "apply_exif_orientation": True}
+        return JpegDecoder("torchvision", partial(decode_jpeg, **options))
+    return None
+
+
+def decoded_jpeg(content: bytes) -> Tensor | None:
+    """A JPEG, (3, H, W) uint8, upright by its EXIF data; None without a decoder that takes it."""
+    decoder = jpeg_decoder()
+    if decoder is None:
         return None
-    return partial(decode_jpeg, mode=ImageReadMode.RGB)
+    try:
+        decoded = decoder.decode(torch.frombuffer(content, dtype=torch.uint8))
+    except RuntimeError:  # Pillow may decode it, or say why not
+        return None
+    return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def plain_jpeg_size(content: bytes) -> HeightWidth | None:
+    """Height and width that the head of a JPEG states, as Pillow reads them, which takes as long as
+    it takes to decode 32×32 pixels. None unless every segment before the first scan is one that
+    Pillow never refuses: not with EXIF data, a second picture, padding or another process.
+    """
+    size = None
+    place = 2
+    while content.startswith(b"\xff\xd8") and place + 16 <= len(content):
+        marker, length = struct.unpack_from(">HH", content, place)
+        start = place + 4
+        if marker == SCAN:
+            return size
+        if marker in FRAMES:
+            bits, height, width, layers = struct.unpack_from(">BHHB", content, start)
+            if bits != 8 or layers not in (1, 3, 4):
+                break
+            size = height, width
+        elif marker not in PLAIN or not content.startswith(PLAIN[marker], start):
+            break
+        elif length < len(PLAIN[marker]) + 4:  # Pillow reads two bytes after the name
+            break
+        place += 2 + length
+    return None
 
 
 @cache
@@ -110,9 +167,10 @@ def decode_image(
 def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
     """Decode the content of an image file: RGB, (3, H, W) uint8.
 
-    torchvision decodes JPEGs, because it is fast, and Pillow other formats and what torchvision
-    refuses; both give the same pixels. Of an animation the first frame is taken; transparency is
-    dropped as by Pillow's convert("RGB"); of 16-bit values the higher 8 bits are kept.
+    `jpeg_decoder` decodes JPEGs, because it is fast, and Pillow other formats, what that refuses,
+    and what it would turn and should not; both give the same pixels. Of an animation the first
+    frame is taken; transparency is dropped as by Pillow's convert("RGB"); of 16-bit values the
+    higher 8 bits are kept.
 
     apply_exif_orientation: turn a photograph upright, as its EXIF data say; False leaves it as it
         is stored, as torchvision's and timm's loaders do. Pillow turns a TIFF in any case, and
@@ -127,13 +185,17 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
         formats += heif_formats()
     with without_warnings():  # of deprecation, read-only bytes and damage
         try:
+            size = plain_jpeg_size(content)
+            is_plain = size is not None and prod(size) <= (Image.MAX_IMAGE_PIXELS or 0)
+            decoded = decoded_jpeg(content) if is_plain else None
+            if decoded is not None:
+                return decoded
             with Image.open(io.BytesIO(content), formats=formats) as image:  # reads its header
-                decode = jpeg_decoder() if image.format in ("JPEG", "MPO") else None
-                if decode is not None:
-                    with suppress(RuntimeError):  # Pillow may decode it, or say why not
-                        file = torch.frombuffer(content, dtype=torch.uint8)
-                        decoded = decode(file, apply_exif_orientation=apply_exif_orientation)
-                        return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+                if image.format in ("JPEG", "MPO"):
+                    if apply_exif_orientation or "exif" not in image.info:
+                        decoded = decoded_jpeg(content)
+                if decoded is not None:
+                    return decoded
                 return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
         except MemoryError:
             raise

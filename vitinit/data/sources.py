@@ -128,7 +128,8 @@ class ImageFiles(Source):
         return self.part(np.arange(0, len(self), len(self) // 64 + 1)).paths
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
-        (path,) = self.part(np.array([index])).paths
+        start, end = self.stored[index].tolist()
+        path = os.fsdecode(self.text[start:end].numpy().tobytes())
         return decode_image(path, view, apply_exif_orientation=self.apply_exif_orientation)
 
 
