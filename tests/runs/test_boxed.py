@@ -37,7 +37,7 @@ def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tm
     box = read_run(BOX)
     assert box.finished
     (tmp_path / "recipe.toml").write_text(load_recipe("cifar10_small").as_toml())
-    assert changed(box, read_run(tmp_path)) == {"engine.amp"}
+    assert changed(box, read_run(tmp_path)) == {"engine.amp", "optim.muon_dtype"}
     twins = {run.path.name: run for run in read_archive(BOXED.parent / "cifar10_small.tar.xz")}
     short = twins["deep_impulse-muon"]
     assert len(twins) == 3 and all(run.finished for run in twins.values())
