@@ -30,6 +30,7 @@ from .sources import ImageFiles
 
 ALL = 3  # beside TRAIN, VAL and TEST: of a list without splits
 LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": ALL}  # the split of all its images
+NUMBERS = {name: number for number, name in enumerate(LISTS)}
 LONGEST_ROW = 2**20  # most characters of a row, over all its lines
 # What spreadsheets write in place of a list, by a character of the first line that tells it.
 OF_SPREADSHEETS = {
@@ -54,9 +55,13 @@ class ListedLines:
         if self.wrong <= 5:  # as many as `shortened` shows
             self.problems.append(problem)
 
-    def add(self, file: Path, number: int, columns: list[str], row: list[str]) -> str | None:
-        """Add line `number` of a list, and return its path; or add what is wrong with it."""
-        place = f"{file.name}:{number}"
+    def add(
+        self, folder: str, name: str, number: int, columns: list[str], row: list[str]
+    ) -> str | None:
+        """Add line `number` of the list `name` in a folder, and return its path; or add what is
+        wrong with it.
+        """
+        place = f"{name}:{number}"
         if len(row) != len(columns):
             self.refuse(f"{place} has {counted(len(row), 'value')}, not {len(columns)}")
             return None
@@ -66,7 +71,7 @@ class ListedLines:
         if not path or not label:
             self.refuse(f"{place} has no {'label' if path else 'path'}")
             return None
-        split = LISTS[file.name]
+        split = LISTS[name]
         if split == ALL and "split" in values:
             word = values["split"].strip()
             if word.lower() not in SPLITS:
@@ -74,11 +79,11 @@ class ListedLines:
                 return None
             split = SPLITS[word.lower()]
         label_number = self.labels.setdefault(label, len(self.labels))
-        self.numbers.extend((label_number, split, list(LISTS).index(file.name), number))
-        path = os.path.join(file.parent, path)
-        name = os.fsencode(os.path.normpath(path))
+        self.numbers.extend((label_number, split, NUMBERS[name], number))
+        path = os.path.join(folder, path)
+        place_on_disk = os.fsencode(os.path.normpath(path))
         # Different ones with the same 128 bits are not to be expected.
-        self.digests += blake2b(name, digest_size=16).digest()
+        self.digests += blake2b(place_on_disk, digest_size=16).digest()
         return path
 
 
@@ -156,6 +161,7 @@ def read_list(file: Path, lines: ListedLines) -> Iterator[str]:
     """Yield the path of each line, and add to `lines` the rest of it, or what is wrong with it.
     Raises DataError for a file that is no list. Names of files need not be UTF-8.
     """
+    folder, name = str(file.parent), file.name
     length = 0  # of the row that is being read
 
     def limited() -> Iterator[str]:
@@ -178,7 +184,7 @@ def read_list(file: Path, lines: ListedLines) -> Iterator[str]:
                 length = 0
                 if not row:  # an empty line
                     continue
-                path = lines.add(file, rows.line_num, columns, row)
+                path = lines.add(folder, name, rows.line_num, columns, row)
                 if path is not None:
                     yield path
         except csv.Error as error:
