@@ -282,8 +282,9 @@ def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> So
 
 def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[ndarray]:
     """Yield the indices of each class in its order; DataError for too few to train and hold out."""
-    for label, name in enumerate(source.classes):
-        members = np.flatnonzero(source.labels == label)
+    by_class = np.argsort(source.labels, kind="stable")
+    ends = np.bincount(source.labels).cumsum()  # of each class; those after the last have none
+    for label, (name, members) in enumerate(zip(source.classes, np.split(by_class, ends))):
         if len(members) < least + held_out:
             which = f"class '{name}'" if name else "the folder"  # without classes
             raise DataError(
