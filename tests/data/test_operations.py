@@ -195,6 +195,7 @@ def test_an_image_has_the_same_bits_in_any_batch_or_parts(monkeypatch, height, w
     images, drawn = noisy_batch(61, height, width), random_operations(61, settings)
     assert set(drawn[..., 0].flat) == set(Operation)  # all of them, and none
     together = augmented(images, drawn)
+    assert torch.equal(augmented(images, drawn[:, :0]), images)  # no layers
     for few_launches in (False, True):
         for number in range(61):
             alone = augmented(

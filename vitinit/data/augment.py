@@ -30,7 +30,7 @@ def normalise(
     shift = mean / std
     # One product and one difference, because devices divide float32 in different ways.
     scale, shift = (part.float().to(images.device) for part in (scale, shift))
-    return (images * scale).sub_(shift)
+    return images.float().mul_(scale).sub_(shift)  # a CPU is slow at arithmetic on two types
 
 
 def normal_quantiles() -> Tensor:

@@ -20,6 +20,7 @@ integers, or single floating-point operations, whose rounding IEEE 754 defines.
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,14 +37,16 @@ MATRIX = slice(8, 14)
 COLUMNS = 14
 
 
-def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
-    """Look up each value in its channel's table; counts: of AutoContrast, Equalize and others."""
+def map_levels(
+    images: Tensor, counts: Sequence[int], columns: Tensor, *, few_launches: bool
+) -> Tensor:
+    """Look up each value in its channel's table; counts: of AutoContrast, Equalize and others.
+    few_launches: all channels together, for a GPU; else one after the other, and in place.
+    """
     stretched, equalised, fixed = counts
     adaptive = stretched + equalised  # how many tables depend on the image
     levels = torch.arange(LEVELS, dtype=torch.int16, device=images.device)
     tables = images.new_empty(len(images), 3, LEVELS)
-    first = torch.arange(0, tables.numel(), LEVELS, dtype=torch.int32, device=images.device)
-    entries = images + first.view(-1, 3, 1, 1)  # of each value, in the flattened tables
     if fixed:
         tables[adaptive:] = fixed_tables(columns[adaptive:], levels)
     if adaptive:
@@ -52,12 +55,28 @@ def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor
         tables[:stretched] = auto_contrast_tables(images[:stretched], lightest[:stretched], levels)
     if equalised:
         middle = slice(stretched, adaptive)  # the images that Equalize has
-        values = entries[middle].flatten()
-        histograms = first.new_zeros(tables.numel())
-        histograms.index_add_(0, values, first.new_ones(1).expand(len(values)))
-        histograms = histograms.view(tables.shape)[middle]
+        if few_launches:
+            entries = entries_of(images[middle]).flatten()
+            histograms = entries.new_zeros(tables[middle].numel())
+            histograms.index_add_(0, entries, entries.new_ones(1).expand(len(entries)))
+        else:  # which a GPU would have to wait for
+            channels = images[middle].flatten(0, 1).flatten(1)
+            histograms = torch.cat([channel.bincount(minlength=LEVELS) for channel in channels])
+        histograms = histograms.view(-1, 3, LEVELS)
         tables[middle] = equalize_tables(histograms, lightest[middle], levels)
-    return tables.flatten().index_select(0, entries.flatten()).view(images.shape)
+    if few_launches:
+        return tables.flatten().index_select(0, entries_of(images).flatten()).view(images.shape)
+    for values, table in zip(images.flatten(0, 1).numpy(), tables.flatten(0, 1).numpy()):
+        changed = values.tobytes().translate(table.tobytes())  # Python's own is the fastest
+        values[:] = np.frombuffer(changed, np.uint8).reshape(values.shape)
+    return images
+
+
+def entries_of(images: Tensor) -> Tensor:
+    """Where the entry of each value is in flattened tables (n, 3, 256): (n, 3, H, W) int32."""
+    size = 3 * LEVELS * len(images)
+    first = torch.arange(0, size, LEVELS, dtype=torch.int32, device=images.device)
+    return images + first.view(-1, 3, 1, 1)
 
 
 def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
@@ -97,14 +116,15 @@ def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
         black) and Sharpness (plain: smoothed) have, in this order.
     """
     coloured, contrasted, brightened, sharpened = counts
+    values = images.float()  # at once: a CPU is slow at arithmetic on two types
     parts = []
     if coloured or contrasted:
-        greys = grey(images[: coloured + contrasted])  # (·, 1, H, W)
+        greys = grey(values[: coloured + contrasted])  # (·, 1, H, W)
     if coloured:
         parts.append(greys[:coloured])
     if contrasted:
         pixels = images.shape[2] * images.shape[3]
-        total = greys[coloured:].sum((1, 2, 3), keepdim=True)  # int64
+        total = greys[coloured:].sum((1, 2, 3), keepdim=True, dtype=torch.int64)
         parts.append((2 * total + pixels) // (2 * pixels))  # the mean, rounded
     if brightened:
         parts.append(images.new_zeros(brightened, 1, 1, 1))
@@ -115,8 +135,7 @@ def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
         plain = torch.cat([part.expand(-1, *images.shape[1:]) for part in parts])
     plain = plain.float()
     factors = columns[:, ARGUMENT].float()[:, None, None, None]
-    blended = (images - plain).mul_(factors).add_(plain)
-    return to_levels(blended)
+    return to_levels(values.sub_(plain).mul_(factors).add_(plain))
 
 
 def to_levels(values: Tensor) -> Tensor:
@@ -125,10 +144,13 @@ def to_levels(values: Tensor) -> Tensor:
 
 
 def grey(images: Tensor) -> Tensor:
-    """The ITU-R 601 luma, rounded like in Pillow's convert("L"): (n, 1, H, W) int32."""
-    red, green, blue = images.int().split(1, dim=1)
-    luma = (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471)
-    return luma.add_(0x8000).bitwise_right_shift_(16)
+    """The ITU-R 601 luma of float32, rounded like in Pillow's convert("L"): (n, 1, H, W) float32.
+
+    Weights are multiples of 2⁻¹⁶ with a sum of 1, so no sum has more bits than float32 holds.
+    """
+    red, green, blue = images.split(1, dim=1)
+    luma = (red * (19595 / 2**16)).add_(green, alpha=38470 / 2**16)
+    return luma.add_(blue, alpha=7471 / 2**16).add_(0.5).floor_()
 
 
 def smoothed(images: Tensor) -> Tensor:
