@@ -150,8 +150,8 @@ class Trained:
         """What `predict` returns, of (B, classes); equal ones are in the order of `classes`."""
         order = probabilities.sort(dim=1, descending=True, stable=True)
         guesses = []
-        for indices, values in zip(order.indices.tolist(), order.values.tolist()):
-            names = [self.classes[index] for index in indices[:top]]
+        for indices, values in zip(order.indices[:, :top].tolist(), order.values[:, :top].tolist()):
+            names = [self.classes[index] for index in indices]
             guesses.append(list(zip(names, values)))
         return guesses
 
