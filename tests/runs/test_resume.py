@@ -611,7 +611,7 @@ def test_a_run_of_an_earlier_version_is_read_but_by_the_commit_that_is_named(
         assert main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith(
-            "last.pt: a recipe of version 11, and this code reads 12; commit "
+            "last.pt: a recipe of version 11, and this code reads 12, or 13 with a base; commit "
             "bb39c50 reads those of versions 1 to 11"
         )
     assert read_run(folder).keys["mix.group"] == 4

@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
     ):
         assert words in message
     misfits = [name for name in source.state_dict() if not name.startswith("head.")]
-    assert f" and {len(misfits) - 5} more; vitinit/train/README.md names" in message
+    assert f" and {len(misfits) - 5} more; the pages vitinit/models/README.md and" in message
     assert message.count(" where the model has ") == 5
     for tensors in (
         {"conv1.weight": torch.ones(11, 3, 7, 7), "fc.bias": torch.ones(7)},
