@@ -42,7 +42,7 @@ class Fork:
         context = multiprocessing.get_context(method)
         if method == "forkserver":
             if forkserver._forkserver._preload_modules != PRELOAD:  # an earlier test's server
-                forkserver._forkserver._stop()
+                _leave_server()
             context.set_forkserver_preload(PRELOAD)
         self.process = context.Process(target=_work, args=(function, folder, environment))
         self.process.start()
@@ -56,6 +56,16 @@ class Fork:
         out, err = ((self.folder / name).read_text(encoding="utf-8") for name in ("out", "err"))
         assert self.process.exitcode == 0, err
         return Ended(pickle.loads((self.folder / "result").read_bytes()), out, err)
+
+
+def _leave_server() -> None:
+    """Let the next process have another server. The one there is ends when nothing holds its pipe,
+    which processes hold that were forked meanwhile, such as a loader's workers until they are
+    collected: so nobody waits for its end, as `_stop` of it would."""
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
 def _work(function: Callable[[], Any], folder: Path, environment: dict[str, str]) -> None:
