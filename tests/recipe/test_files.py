@@ -264,6 +264,16 @@ def test_a_wrong_table_is_refused_with_the_nearest_right_one(tmp_path):
             "a recipe of version 13, and this code reads 12, or 13 with a base; "
             "commit bb39c50 reads those of versions 1 to 11",
         ),
+        (
+            "[ema]\n",
+            "[[ema]]\n",
+            "ema is [{'decay': 0.99, 'warmup': True}], expected a table, [ema]",
+        ),
+        (
+            "[run]\nseed = 0\n",
+            "",
+            'there is no section [run]; expected all sections, or base = "NAME" above the first',
+        ),
         ("[ema]\n", "[ema\n", "not valid TOML: Expected ']' at the end of a table declaration"),
         ("[ema]\n", "[ema]\ndecay = 0.0\n", "not valid TOML: Cannot overwrite a value"),
     ]:
@@ -296,7 +306,13 @@ def test_what_is_wrong_with_a_base_or_beside_it_is_named_with_its_file(tmp_path,
         (
             'version = 12\nbase = "quickstart"',
             path,
-            "a recipe of version 12, and this code reads 12,",
+            "a recipe of version 12 with a base, and this code reads 12, or 13 with a base; ",
+        ),
+        ('base = "quickstart"\noptim = 3', path, "optim is 3, expected a table, [optim]"),
+        (
+            '[optim]\nbase = "quickstart"',
+            path,
+            "there is no section [augment]; expected all sections",
         ),
         ('base = "quickstart"\n[optm]\neps = 1', path, "'optm' is no section of a recipe; did you"),
         (
@@ -345,10 +361,13 @@ def test_a_missing_key_is_named_with_what_it_takes():
             assert message.startswith(f"last.pt: [{title}] lacks the key '{field.name}' (")
             table[title][field.name] = value
     assert "version None, and" in refusal(from_dict, table | {"version": None}, "last.pt")
-    del table["ema"], table["schedule"]["epochs"]
+    epochs = table["schedule"].pop("epochs")
     assert refusal(from_dict, table, "last.pt").endswith(
         "'epochs' (an integer ≥ 1 and < 2,147,483,648)"
     )
+    table["schedule"]["epochs"] = epochs
+    del table["ema"]
+    assert refusal(from_dict, table, "last.pt").startswith("last.pt: there is no section [ema]; ")
 
 
 @pytest.mark.parametrize("option", ["decoder_dim", "decoder_depth", "decoder_heads"])

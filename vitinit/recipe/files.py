@@ -254,17 +254,25 @@ def _sections(tables: Table, source: str, version: int = VERSION) -> Table:
     """The sections of a table with its version, also those that a complete one may leave out."""
     found = tables.pop("version", None)
     if found != version:
+        kind = " with a base" if version == VERSION_WITH_BASE else ""
         raise RecipeError(
-            f"{source}: a recipe of version {show(found)}, and this code reads {VERSION}, or "
+            f"{source}: a recipe of version {show(found)}{kind}, and this code reads {VERSION}, or "
             f"{VERSION_WITH_BASE} with a base; commit bb39c50 reads those of versions 1 to 11"
         )
     for title, body in tables.items():
-        if title not in SECTIONS or not isinstance(body, dict):
+        if title not in SECTIONS:
             hint = nearest(title, SECTIONS)
             raise RecipeError(f"{source}: '{title}' is no section of a recipe{hint}")
+        if not isinstance(body, dict):
+            raise RecipeError(f"{source}: {title} is {show(body)}, expected a table, [{title}]")
     if version == VERSION_WITH_BASE:
         return tables
-    tables = {title: {} for title in SECTIONS} | plain(SECTIONS_LEFT_OUT) | tables
+    tables = plain(SECTIONS_LEFT_OUT) | tables
+    if missing := SECTIONS.keys() - tables:
+        raise RecipeError(
+            f"{source}: there is no section [{min(missing)}]; expected all sections, or "
+            'base = "NAME" above the first'
+        )
     for title in ("model", "init", "task"):
         tables[title].setdefault("options", {})
     for place, value in KEYS_LEFT_OUT.items():
