@@ -24,7 +24,8 @@ def found() -> dict[str, str]:
 
 
 def test_the_values_of_each_recipe_are_those_that_were_written_down():
-    assert found() == json.loads(VALUES.read_text(encoding="utf-8"))
+    written = json.loads(VALUES.read_text(encoding="utf-8"))
+    assert found() == written, "if it is meant: python tests/recipe/test_values.py writes it"
 
 
 if __name__ == "__main__":
