@@ -17,6 +17,7 @@ from vitinit.base.table import find
 from vitinit.init import INITS, init_function
 from vitinit.models import FAMILIES, model_class
 from vitinit.recipe.files import load_recipe, overrides
+from vitinit.tasks import TASKS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES, PACKAGE = REPOSITORY / "recipes", REPOSITORY / "vitinit"
@@ -210,12 +211,13 @@ def known_options() -> set[str]:
 
 @cache
 def known_keys() -> set[str]:
-    """All keys of recipes, with the options of every model and init."""
+    """All keys of recipes, with the options of every model, init and task."""
     functions = {
         "model": list(map(model_class, FAMILIES)),
         "init": [
             init_function(init, family) for init, families in INITS.items() for family in families
         ],
+        "task": [find(task).takes for task in TASKS.values()],
     }
     tables = {"model.options", "init.options", "task.options"}
     return (

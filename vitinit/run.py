@@ -34,6 +34,7 @@ from .runs.start import (
     fetch_weights,
     model_to_train,
     new_state,
+    objective_of,
     open_task,
     restore,
 )
@@ -233,7 +234,7 @@ class Run:
             state=state,
             forward=forward,
             steps=data.train_batches.steps,
-            loss=self.objective or task.loss,
+            loss=self.objective or objective_of(recipe, data, task, processes),
             learning_rate=learning_rate,
             drop_path=drop_path_of(cast(Classifier, state.model), recipe),
             processes=processes,

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from refused import refused
 
 from vitinit.base.files import FileError
 from vitinit.data import lists
 from vitinit.data.datasets import open_split
 from vitinit.data.images import DataError
-from vitinit.data.sources import Source, fingerprint, held_out_part
+from vitinit.data.sources import Source, fingerprint, held_out_part, stratified_part
 
 SPLITS = {"train": "train.csv", "val": "val.csv"}
 refusal = partial(refused, (DataError, FileError), open_split, "image_list")
@@ -265,7 +266,48 @@ def test_what_is_written_as_a_list_is_read_again_whatever_names_hold(tmp_path, s
     names = [f"a{sign}b.png", "c.png"]
     for name in names:
         (tmp_path / name).touch()
-    guesses = [(str(tmp_path / name), label, 0.5) for name, label in zip(names, "xy")]
-    (tmp_path / "images.csv").write_bytes(lists.as_list(guesses, tmp_path))
+    guesses = [(str(tmp_path / name), [(label, 0.5)]) for name, label in zip(names, "xy")]
+    (tmp_path / "images.csv").write_bytes(lists.as_list(guesses, tmp_path, several=False))
     source = open_split("image_list", str(tmp_path), "train", 2)
     assert source.paths == [str(tmp_path / name) for name in names] and source.classes == ["x", "y"]
+
+
+def test_several_labels_are_the_same_as_names_and_as_columns_and_may_be_none(image_tree):
+    paths = [path.relative_to(image_tree) for path in sorted(image_tree.glob("train/*/0*.png"))[:5]]
+    as_names = ["b|a", " a ; b;a", "", "c", "B|c"]
+    marks = ["1,1,0,0", "1,True,False,0", "0,0,0.0,0", "0,0,1,0", "0,0,1.0,1"]
+    for name, header, cells in (("names", "labels", as_names), ("columns", "a,b,c,B", marks)):
+        (image_tree / name).mkdir()
+        lines = [f"{image_tree / path},{cell}" for path, cell in zip(paths, cells)]
+        (image_tree / name / "images.csv").write_text("\n".join([f"path,{header}", *lines]))
+    first, other = (
+        open_split("image_list", str(image_tree / name), "train", 4)
+        for name in ("names", "columns")
+    )
+    assert first.classes == other.classes == ["B", "a", "b", "c"]
+    expected = [[0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 1]]
+    assert first.labels.tolist() == other.labels.tolist() == expected
+    assert first.class_images.tolist() == [1, 2, 2, 2] and first.of_class(3).tolist() == [3, 4]
+    turned = first.in_order(["c", "B", "b", "a"])
+    assert turned.labels.tolist() == [[row[3], row[0], row[2], row[1]] for row in expected]
+    held, rest = held_out_part(first, images_per_class=2), stratified_part(first, held_out=2)
+    assert sorted(held.paths + rest.paths) == first.paths and len(held) == 2  # of all, not of each
+
+
+@pytest.mark.parametrize(
+    "train, val, words",
+    [
+        ("path,a,b\nx.png,1,2", "", "train.csv:2 has '2' for a class, not 0 or 1"),
+        ("path,a|c,b\nx.png,1,0", "", "expected the columns path and label"),
+        ("path,a\nx.png,1", "", "expected the columns path and label"),
+        ("path,labels\nx.png,a|b", "path,label\ny.png,a", "val.csv: has one label per image"),
+        ("path,labels\nx.png,a|b", "path,labels\ny.png,b|c", "val.csv:2 has the label 'b|c'"),
+    ],
+)
+def test_what_is_wrong_with_a_list_of_several_labels_is_one_line(tmp_path, train, val, words):
+    for name in ("x.png", "y.png"):
+        Image.new("RGB", (3, 5)).save(tmp_path / name)
+    (tmp_path / "train.csv").write_text(train)
+    if val:
+        (tmp_path / "val.csv").write_text(val)
+    assert words in refusal(str(tmp_path), "val" if "label 'b" in words else "train", 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from refused import refused
 
-from vitinit.data.draw import epoch_order
+from vitinit.data.draw import balanced_order, epoch_order
 from vitinit.data.sampler import BatchPlan, TrainSampler, plan_batches
 
 SEED = 13
@@ -153,3 +153,34 @@ def test_a_set_whose_repeats_do_not_fill_a_batch_is_refused(count, global_batch,
     )
     views = f" in {repeats} views each" * (repeats > 1)
     assert f"{count} images{views}, fewer" in line and f"global_batch = {global_batch}" in line
+
+
+def test_balanced_epochs_have_as_many_places_for_each_class_whatever_the_plan():
+    """And of each image of a class, to one place; no two places of an image have the same draws."""
+    labels = np.repeat([0, 2, 3], [31, 5, 11])  # a class without images has no place
+    count, repeats = len(labels), 2
+    order, copies = balanced_order(SEED, 4, labels)
+    places = np.bincount(labels[order])
+    assert sorted(places.tolist()) == [0, 15, 16, 16] and len(order) == count
+    for label in (0, 2, 3):
+        of_each = np.bincount(order, minlength=count)[labels == label]
+        assert of_each.max() - of_each.min() <= 1
+    assert len({*zip(order.tolist(), copies.tolist())}) == count and copies.max() > 1
+    assert not np.array_equal(order, balanced_order(SEED, 5, labels)[0])
+    of_plans = set()
+    for plan in (plan_batches(12, 12, 1, group=2), plan_batches(12, 2, 3, group=2)):
+        found = {}
+        for rank in range(plan.world_size):
+            one = TrainSampler(count, plan, rank=rank, seed=SEED, repeats=repeats, labels=labels)
+            one.start(epoch=4, step=1)
+            for number, samples in enumerate(one, plan.accumulation):
+                step, micro_step = divmod(number, plan.accumulation)
+                for place, key in zip(plan.positions(rank, micro_step).tolist(), samples.keys):
+                    found[step, place] = tuple(key)
+        views = np.repeat(np.column_stack([order, copies * repeats]), repeats, axis=0)
+        views[1::2, 1] += 1
+        expected = [(4, *view) for view in views[12 : 3 * 12].tolist()]
+        assert [found[divmod(number, 12)] for number in range(12, 36)] == expected
+        assert len({*found.values()}) == len(found)
+        of_plans.add(tuple(sorted(found.items())))
+    assert len(of_plans) == 1

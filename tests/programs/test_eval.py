@@ -25,6 +25,7 @@ from vitinit.programs.evaluate import EvaluatedSet, columns_of
 from vitinit.programs.figures.report import judge
 from vitinit.recipe.files import overrides
 from vitinit.runs.load import open_saved
+from vitinit.tasks import labels
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
@@ -139,11 +140,14 @@ def test_auto_is_decided_where_another_projects_checkpoint_is_evaluated(
     eval_program, straight, tmp_path, image_tree, monkeypatch
 ):
     """And where a run's own recipe is asked for it; otherwise it states one."""
-    taken, evaluate = [], eval_program.evaluate
+    taken, real = [], eval_program.results_of
     monkeypatch.setattr(
         eval_program,
-        "evaluate",
-        lambda *given, amp, **more: (taken.append(amp), evaluate(*given, amp=amp, **more))[1],
+        "results_of",
+        lambda models, batches, engine, *given, **more: (
+            taken.append(engine.amp),
+            real(models, batches, engine, *given, **more),
+        )[1],
     )
     monkeypatch.setattr("vitinit.train.device.fastest_amp", lambda device: "bf16")
     torch.save(tiny_vit(3).state_dict(), tmp_path / "theirs.pth")
@@ -468,14 +472,14 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
     capsys.readouterr()
     alone = [rows_of(eval_program, capsys, folder)[0] for folder in folders]
     decoded = decodings(monkeypatch)
-    there, to, cpu, real = set(), nn.Module.to, nn.Module.cpu, eval_program.evaluate
+    there, to, cpu, real = set(), nn.Module.to, nn.Module.cpu, labels.evaluate
     monkeypatch.setattr(
         nn.Module, "to", lambda self, *where, **how: (there.add(self), to(self, *where, **how))[1]
     )
     monkeypatch.setattr(nn.Module, "cpu", lambda self: (there.discard(self), cpu(self))[1])
     alone_there = []
     monkeypatch.setattr(
-        eval_program,
+        labels,
         "evaluate",
         lambda models, *what, **how: (
             alone_there.append(there == set(models)),

@@ -27,6 +27,7 @@ from vitinit.recipe.files import (
     parse_override,
 )
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
+from vitinit.tasks import CROSS_ENTROPY
 from vitinit.train.optim import NO_TEACHER
 
 SHIPPED = sorted(RECIPES.glob("*.toml"))
@@ -59,7 +60,12 @@ def test_a_complete_recipe_is_read_as_it_is_written(path):
     written = copy.deepcopy(WRITTEN[path])
     if isinstance(side := written["data"]["image_size"], int):
         written["data"]["image_size"] = [side, side]
-    for title, meant in (("distill", NO_TEACHER), ("task", {"name": "classify", "options": {}})):
+    left_out = {
+        "loss": plain(CROSS_ENTROPY),
+        "distill": NO_TEACHER,
+        "task": {"name": "classify", "options": {}},
+    }
+    for title, meant in left_out.items():
         assert title in written or found.pop(title) == meant
     for title, body in written.items():
         options = body.pop("options", {})

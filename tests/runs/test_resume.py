@@ -645,8 +645,8 @@ def test_a_run_on_a_list_goes_on_in_the_order_of_classes_that_it_began_with(
         sets |= {"augment.erase_probability": "0.0", "model.options.patch_size": "2"}
     changes = {key.replace(".", "__"): value for key, value in sets.items()}
 
-    def as_numbers(known, key):
-        return sorted(known, key=lambda number: int(key(number)))
+    def as_numbers(names):
+        return sorted(names, key=int)
 
     folders = [tmp_path / name for name in ("whole", "cut")]
     with monkeypatch.context() as before:

@@ -158,7 +158,7 @@ def test_what_a_task_cannot_be_with_is_refused():
         ({"model.name": "mixer_s16", "model.options": {}}, "a ViT, which need not see all"),
         ({"mix.mixup_alpha": 0.5}, "expected 0.0"),
         ({"optim.train": "head"}, "expected all"),
-        ({"distill.teacher": "x"}, "as there are no classes"),
+        ({"distill.teacher": "x"}, "a teacher goes with cross-entropy"),
         ({"checkpoint.best_by": "val_top1"}, "expected val_loss"),
         ({"task.options.ratio": 0.5}, "has no key 'ratio'"),
     ):

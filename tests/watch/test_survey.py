@@ -71,7 +71,8 @@ def test_classes_and_kinds_of_files_are_counted_and_mistakes_named(tree):
         Image.new("L", (19 + number, 29)).save(tree / "train" / "cow" / f"{number}.png")
     assert said(tree).lines[0] == "classes cow 27, ant 5, bee 5"
     assert said(tree).cautions[0] == (
-        "class cow has 27 images and ant 5: read val_balanced, the mean over classes, beside top-1"
+        "class cow has 27 images and ant 5: read val_balanced, the mean over classes, beside top-1; "
+        'data.sampling or loss.class_weights = "balanced" lets all count alike'
     )
     image, exif = Image.new("RGB", (23, 31)), Image.Exif()
     exif[0x0112] = 6

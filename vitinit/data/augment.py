@@ -105,6 +105,13 @@ def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor
     return targets.scatter_(1, labels[:, None], float(on))
 
 
+def targets_of(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """What a model is to say, (B, K) float32, of labels (B,), or (B, K) of 0 and 1: those."""
+    if labels.ndim == 2:
+        return labels.float()
+    return smooth_one_hot(labels, num_classes, smoothing)
+
+
 def mix_images(images: Tensor, mixed: Tensor) -> Tensor:
     """Mix (B, 3, H, W) with partners, uint8 rounded; mixed: (B, 5), see `draw.Draws`."""
     share, top, left, height, width = mixed.view(-1, 5, 1, 1, 1).unbind(1)  # (B, 1, 1, 1) each
@@ -182,7 +189,7 @@ class TrainToDevice(ToDevice):
         mix = self.augmentation.mix
         targets = labels
         if self.augmentation.masks is None:
-            targets = smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
+            targets = targets_of(labels, self.num_classes, mix.label_smoothing)
         if mix.mixes:
             targets = mix_targets(targets, draws.mixed)
         operation_groups = on_host.operations[..., GROUP]

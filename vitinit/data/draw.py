@@ -60,6 +60,28 @@ def epoch_order(seed: int, epoch: int, count: int) -> ndarray:
     return keyed_generator(seed, Purpose.ORDER, epoch).permutation(count)
 
 
+def balanced_order(seed: int, epoch: int, labels: ndarray) -> tuple[ndarray, ndarray]:
+    """The order of an epoch in which all classes have as many places: images, and which copies.
+
+    labels: (N,), the class of each image. Both are (N,) int64: an index, and 0 for the first place
+    of that image, 1 for the second and so on. Classes have N / K places, and images of one class as
+    many of these as each other, rounded down or up; which are rounded up is drawn.
+    """
+    rng = keyed_generator(seed, Purpose.ORDER, epoch)
+    by_class = np.split(np.argsort(labels, kind="stable"), np.bincount(labels).cumsum()[:-1])
+    by_class = [images for images in by_class if len(images)]
+    least, more = divmod(len(labels), len(by_class))
+    with_more = set(rng.permutation(len(by_class))[:more].tolist())
+    images, copies = [], []
+    for number, of_class in enumerate(by_class):
+        places = least + (number in with_more)
+        drawn = np.resize(rng.permutation(of_class), places)  # repeated from its beginning
+        images.append(drawn)
+        copies.append(np.arange(places) // len(of_class))
+    shuffled = rng.permutation(len(labels))
+    return np.concatenate(images)[shuffled], np.concatenate(copies)[shuffled]
+
+
 class View(NamedTuple):
     """The part of an image that becomes one sample, and how it is resized and flipped."""
 

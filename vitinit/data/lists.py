@@ -4,6 +4,9 @@ The first line names the columns, of which these count: `path`, below the folder
 absolute, `label`, the name of a class, and in images.csv `split`, one of folders.SPLITS. Without
 that column all its images are to train on. An image is listed once, in one split.
 
+An image has several labels, or none, if in place of `label` there is a column `labels`, of names
+with | or ; between them, or else a column for each class, of 0 and 1.
+
 Lists are read row by row. At any time an image takes at most 150 bytes of memory beyond its path,
 in arrays, and each of the folders that are remembered, 65,536, some 300.
 """
@@ -14,7 +17,7 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -29,8 +32,12 @@ from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles
 
 ALL = 3  # beside TRAIN, VAL and TEST: of a list without splits
+OWN_COLUMNS = {"path", "label", "labels", "split"}  # the others may be classes
 LISTS = {"train.csv": TRAIN, "val.csv": VAL, "images.csv": ALL}  # the split of all its images
 NUMBERS = {name: number for number, name in enumerate(LISTS)}
+SEPARATOR = "|"  # of several labels; ; is read as well
+# What a column of a class holds; pandas writes True and False.
+MARKS = {"0": False, "1": True, "0.0": False, "1.0": True, "False": False, "True": True}
 LONGEST_ROW = 2**20  # most characters of a row, over all its lines
 # What spreadsheets write in place of a list, by a character of the first line that tells it.
 OF_SPREADSHEETS = {
@@ -44,7 +51,8 @@ class ListedLines:
     """Of the lines that can be used all but their paths, and what is wrong with the others."""
 
     def __init__(self) -> None:
-        self.labels: dict[str, int] = {}  # and the number of each
+        self.several: bool | None = None  # whether an image has several labels; None: not known yet
+        self.labels: dict[str, int] = {}  # and the number of each; of several all as one text
         self.numbers = array("i")  # of each line label, split, list, line
         self.digests = bytearray()  # of its path, 16 bytes
         self.wrong = 0  # how many cannot be used
@@ -66,18 +74,22 @@ class ListedLines:
             self.refuse(f"{place} has {counted(len(row), 'value')}, not {len(columns)}")
             return None
         values = dict(zip(columns, row))
-        path = values["path"]
-        label = composed(values["label"].strip())
-        if not path or not label:
-            self.refuse(f"{place} has no {'label' if path else 'path'}")
+        path = values.pop("path")
+        if not path:
+            self.refuse(f"{place} has no path")
             return None
         split = LISTS[name]
         if split == ALL and "split" in values:
-            word = values["split"].strip()
+            word = values.pop("split").strip()
             if word.lower() not in SPLITS:
                 self.refuse(f"{place} has the split '{in_brief(word)}', not train, val or test")
                 return None
             split = SPLITS[word.lower()]
+        try:
+            label = self.label_in(values)
+        except ValueError as error:
+            self.refuse(f"{place} {error}")
+            return None
         label_number = self.labels.setdefault(label, len(self.labels))
         self.numbers.extend((label_number, split, NUMBERS[name], number))
         path = os.path.join(folder, path)
@@ -86,12 +98,29 @@ class ListedLines:
         self.digests += blake2b(place_on_disk, digest_size=16).digest()
         return path
 
+    def label_in(self, values: Mapping[str, str]) -> str:
+        """The label of a line, or all its labels, sorted, as one text; ValueError says what is
+        wrong. values: by column, without path and split.
+        """
+        if not self.several:
+            label = composed(values["label"].strip())
+            if not label:
+                raise ValueError("has no label")
+            return label
+        if "labels" in values:
+            names = values["labels"].replace(";", SEPARATOR).split(SEPARATOR)
+        else:
+            unknown = {*values.values()} - MARKS.keys()
+            if unknown:
+                raise ValueError(f"has '{in_brief(min(unknown))}' for a class, not 0 or 1")
+            names = [name for name, mark in values.items() if MARKS[mark]]
+        return SEPARATOR.join(sorted({composed(name.strip()) for name in names} - {""}))
+
 
 def open_list(root: Path, split: str) -> ImageFiles:
     """Open a split of the images that are listed in `root`, in the order of their list.
 
-    Classes are the labels to train on, or else to validate on, sorted as
-    texts. split: as of `open_folder`; "whole" are all images of an images.csv without splits.
+    Classes are the labels to train on, or else to validate on, sorted as texts. split: as of `open_folder`; "whole" are all images of an images.csv without splits.
     Raises DataError that names lines which cannot be used, or if a split or class has no images.
     """
     names = lists_in(root)
@@ -102,7 +131,13 @@ def open_list(root: Path, split: str) -> ImageFiles:
     to_hold = splits == (VAL if VAL in splits else TEST)
     whole = split == "whole" and ALL in splits  # a list without splits
     used = to_train if split == "train" or whole else to_hold
-    known = set(images.labels[to_train]) or set(images.labels[to_hold])
+    learned = np.unique(images.labels[to_train if to_train.any() else to_hold])
+    texts = list(lines.labels)
+    names_of = [
+        [*filter(None, text.split(SEPARATOR))] if lines.several else [text] for text in texts
+    ]
+    classes = sorted({name for number in learned for name in names_of[number]})
+    known = {number for number, names in enumerate(names_of) if {*classes}.issuperset(names)}
     check_lines(root, images, lines, used, known)
     listed = images.part(used)
     if not len(listed):
@@ -114,19 +149,30 @@ def open_list(root: Path, split: str) -> ImageFiles:
             "--set data.held_out_per_class=N, which validates on N images of each class, and "
             "eval.py evaluates all images of an images.csv without a column split"
         )
-    labels = list(lines.labels)
+    listed.classes = classes
+    listed.labels = numbered(names_of, classes, several=lines.several)[listed.labels]
     of_test = len(images) - to_train.sum() - to_hold.sum()
-    source = readable_part(listed, labels, of_test, root)
+    source = readable_part(listed, of_test, root)
     if split == "train" and to_hold.any():
         source.to_validate_on = f"{counted(to_hold.sum(), 'image')} of {names[-1]}"
-    numbers = sorted(known, key=labels.__getitem__)  # of the classes, sorted as texts
-    source.classes = [labels[number] for number in numbers]
-    new_numbers = np.full(len(labels), -1)
-    new_numbers[numbers] = range(len(numbers))
-    source.labels = new_numbers[source.labels]
     if whole:
         source.note(f"{root}: no splits in it, so that all {len(source):,} images are evaluated")
     return source
+
+
+def numbered(
+    names_of: Sequence[Sequence[str]], classes: list[str], *, several: bool | None
+) -> ndarray:
+    """What the names of each label stand for, as `Source.labels`: (n,), or (n, K) if an image has
+    several. Names that are no class are left out.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    if not several:
+        return np.array([numbers.get(name, -1) for [name] in names_of])
+    marks = np.zeros((len(names_of), len(classes)), np.uint8)
+    for row, names in zip(marks, names_of):
+        row[[numbers[name] for name in names if name in numbers]] = 1
+    return marks
 
 
 def lists_in(root: Path) -> list[str]:
@@ -140,8 +186,8 @@ def lists_in(root: Path) -> list[str]:
     return names
 
 
-def readable_part(listed: ImageFiles, labels: list[str], of_test: int, root: Path) -> ImageFiles:
-    """The images whose names have a suffix of images; DataError for a label without any.
+def readable_part(listed: ImageFiles, of_test: int, root: Path) -> ImageFiles:
+    """The images whose names have a suffix of images; DataError for a class that has no other ones.
 
     of_test: how many other images are left out, since they are of the split "test".
     """
@@ -150,9 +196,9 @@ def readable_part(listed: ImageFiles, labels: list[str], of_test: int, root: Pat
     left_out = Counter(map(suffix_of, listed.part(~readable).paths))
     left_out["of the split test"] = of_test
     source.left_out = in_words(+left_out, root)
-    empty = set(listed.labels).difference(source.labels)
-    if empty:
-        name = min(labels[number] for number in empty)
+    empty = (source.class_images == 0) & (listed.class_images > 0)
+    if empty.any():
+        name = listed.classes[empty.argmax()]
         raise DataError(f"{root}: no image of class '{name}' can be read; {source.left_out}")
     return source
 
@@ -179,6 +225,13 @@ def read_list(file: Path, lines: ListedLines) -> Iterator[str]:
         rows = csv.reader(limited(), strict=True)
         try:
             columns = columns_in(file, next(rows, []))
+            several = "label" not in columns
+            if lines.several not in (None, several):
+                raise DataError(
+                    f"{file}: has {'several labels' if several else 'one label'} per image, unlike "
+                    "the list before it; expected the same columns"
+                )
+            lines.several = several
             length = 0
             for row in rows:
                 length = 0
@@ -193,9 +246,15 @@ def read_list(file: Path, lines: ListedLines) -> Iterator[str]:
 
 def columns_in(file: Path, row: list[str]) -> list[str]:
     """The names of a list's columns, which its first row states; DataError for what is no list."""
-    columns = [name.strip().lower() for name in row]
+    columns = [name.strip() for name in row]
+    columns = [name.lower() if name.lower() in OWN_COLUMNS else name for name in columns]
     if columns.count("path") == columns.count("label") == 1:
         return columns
+    each_once = len({*columns}) == len(columns)
+    of_classes = {*columns} - OWN_COLUMNS
+    if "path" in columns and "label" not in columns and each_once:
+        if "labels" in columns or (len(of_classes) > 1 and SEPARATOR not in "".join(of_classes)):
+            return columns
     header = ",".join(row) or "empty"
     problem = (
         "expected the columns path and label, each once, with commas between, in its first line"
@@ -255,19 +314,24 @@ def check_lines(
         )
 
 
-def as_list(guesses: Iterable[tuple[str, str, float]], folder: Path) -> bytes:
-    """The content of a list in `folder`: paths, labels and their probabilities, each image once."""
+def as_list(
+    guesses: Iterable[tuple[str, Sequence[tuple[str, float]]]], folder: Path, *, several: bool
+) -> bytes:
+    """The content of a list in `folder`, each image once. guesses: paths, each with its label and
+    the probability of that, or with several.
+    """
     start = os.path.join(os.path.abspath(folder), "")
     rows = {}
-    for path, label, share in guesses:
+    for path, labels in guesses:
         name = os.path.abspath(path).removeprefix(start)
-        rows[name] = name, label, f"{share:.6f}"
+        shares = [f"{share:.6f}" for _, share in labels]
+        rows[name] = name, SEPARATOR.join(label for label, _ in labels), SEPARATOR.join(shares)
     text = io.StringIO(newline="")
     # A writer whose lines end in "\n" leaves "\r" unquoted, which ends a line for a reader.
     broken = any("\r" in "".join(row) for row in rows.values())
     writer = csv.writer(
         text, lineterminator="\n", quoting=csv.QUOTE_ALL if broken else csv.QUOTE_MINIMAL
     )
-    writer.writerow(("path", "label", "probability"))
+    writer.writerow(("path", "labels" if several else "label", "probability"))
     writer.writerows(rows.values())
     return text.getvalue().encode("utf-8", "surrogateescape")

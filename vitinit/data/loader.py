@@ -50,7 +50,7 @@ class Batch(NamedTuple):
     # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or (B, 4) int64,
     # descriptions of views for the device, see `TrainViews`.
     images: Tensor
-    labels: Tensor  # (B,) int64; or (B, n), indices of the visible patches, of `Masks`
+    labels: Tensor  # as of `Source`, (B,) or (B, K); or (B, n), the visible patches, of `Masks`
     draws: Tensor  # (B, …) float64, see `Augmentation.draws`
 
 
@@ -106,7 +106,8 @@ class TrainViews(Dataset):
 class EvalViews(Dataset):
     """Evaluation views of this process's share: the images rank, rank + world_size, …, once each.
 
-    Each is a view (3, H, W) uint8 and its label; a batch is (B, 3, H, W) and labels (B,) int64.
+    Each is a view (3, H, W) uint8 and its label; a batch is (B, 3, H, W) and labels (B,) int64, or
+    (B, K) uint8 if an image has several.
     masks: in place of labels, the visible patches, (n,) int64, by which image of the set it is.
     """
 

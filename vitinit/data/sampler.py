@@ -14,7 +14,7 @@ import numpy as np
 from numpy import ndarray
 
 from ..base.messages import counted
-from .draw import SampleKey, Samples, epoch_order
+from .draw import SampleKey, Samples, balanced_order, epoch_order
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,9 @@ class TrainSampler:
     arXiv 1901.09335), as in DeiT. The epoch ends after count // global_batch steps, as without
     repeats, so that it has some of the images in all their views; or after one step, if a smaller
     set's repeated views fill it; else ValueError. A last, incomplete batch is left out.
+
+    labels: the class of each image, if all classes are to have as many places in an epoch; None:
+    each image has one. See `balanced_order`.
     """
 
     count: int
@@ -144,6 +147,7 @@ class TrainSampler:
     rank: int
     seed: int
     repeats: int
+    labels: ndarray | None = None
 
     def __post_init__(self) -> None:
         global_batch = self.plan.global_batch
@@ -166,7 +170,11 @@ class TrainSampler:
 
     def __iter__(self) -> Iterator[Samples]:
         plan = self.plan
-        order = epoch_order(self.seed, self.epoch, self.count)
+        if self.labels is None:
+            order = epoch_order(self.seed, self.epoch, self.count)
+            copies = np.zeros_like(order)
+        else:
+            order, copies = balanced_order(self.seed, self.epoch, self.labels)
         for step in range(self.first_step, self.steps_per_epoch):
             step_of_run = self.epoch * self.steps_per_epoch + step
             for micro_step in range(plan.accumulation):
@@ -174,6 +182,7 @@ class TrainSampler:
                 # View v of the epoch is number v % repeats of the image at place v // repeats.
                 views = step * plan.global_batch + positions
                 places, repeat_of = np.divmod(views, self.repeats)
+                repeat_of += copies[places] * self.repeats  # so each copy has draws of its own
                 keys = [
                     SampleKey(self.epoch, image, repeat)
                     for image, repeat in zip(order[places].tolist(), repeat_of.tolist())

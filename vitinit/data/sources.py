@@ -36,7 +36,10 @@ SIZED = 5_000  # files of a split whose sizes it is of
 
 
 class Source:
-    """N images, their labels, (N,) int64, and the names of their classes."""
+    """N images, their labels, and the names of their K classes.
+
+    labels: (N,) int64, the class of each image; or (N, K) uint8, 1 for each class that it is of.
+    """
 
     pixels: Callable[[int], Tensor]  # of an image that is in memory
     left_out = ""  # lines about what is left out of a folder
@@ -44,11 +47,31 @@ class Source:
 
     def __init__(self, stored: Tensor, labels: Sequence[int] | ndarray, classes: list[str]) -> None:
         self.stored = stored
-        self.labels = np.array(labels, np.int64)
+        self.labels = np.array(labels)
+        if not self.several_labels:
+            self.labels = self.labels.astype(np.int64)
         self.classes = classes
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def several_labels(self) -> bool:
+        """Whether an image may be of several classes, or of none."""
+        return self.labels.ndim == 2
+
+    @property
+    def class_images(self) -> ndarray:
+        """(K,), how many images each class has."""
+        if self.several_labels:
+            return self.labels.sum(axis=0, dtype=np.int64)
+        return np.bincount(self.labels, minlength=len(self.classes))
+
+    def of_class(self, number: int) -> ndarray:
+        """The indices of the images of a class, ascending."""
+        return np.flatnonzero(
+            self.labels[:, number] if self.several_labels else self.labels == number
+        )
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
         """Image `index`, (3, H, W) uint8, or what `view` makes of it: DataError if there is too
@@ -77,7 +100,11 @@ class Source:
         if list(classes) == self.classes or own != known:
             return self
         ordered = copy.copy(self)
-        ordered.labels = np.array(class_indices(classes, self.classes))[self.labels]
+        numbers = np.array(class_indices(classes, self.classes))
+        if self.several_labels:
+            ordered.labels = self.labels[:, numbers.argsort()]
+        else:
+            ordered.labels = numbers[self.labels]
         ordered.classes = list(classes)
         return ordered
 
@@ -281,10 +308,15 @@ def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> So
 
 
 def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[ndarray]:
-    """Yield the indices of each class in its order; DataError for too few to train and hold out."""
-    by_class = np.argsort(source.labels, kind="stable")
-    ends = np.bincount(source.labels).cumsum()  # of each class; those after the last have none
-    for label, (name, members) in enumerate(zip(source.classes, np.split(by_class, ends))):
+    """Yield the indices of each class in its order; DataError for too few to train and hold out.
+    Images that may be of several classes count as one.
+    """
+    names, labels = source.classes, source.labels
+    if source.several_labels:
+        names, labels = [""], np.zeros(len(source), np.int64)
+    by_class = np.argsort(labels, kind="stable")
+    ends = np.bincount(labels).cumsum()  # of each class; those after the last have none
+    for label, (name, members) in enumerate(zip(names, np.split(by_class, ends))):
         if len(members) < least + held_out:
             which = f"class '{name}'" if name else "the folder"  # without classes
             raise DataError(

@@ -34,11 +34,11 @@ from ..data.pipeline import EvaluationBatches
 from ..data.sources import Source
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
-from ..runs.data import evaluation_batches, validation_bar
+from ..runs.data import evaluation_batches, require_labels, validation_bar
 from ..runs.evaluated import EvaluatedSet, own_set, require_same_images, trained_set
 from ..runs.load import Saved, open_saved
-from ..runs.model import compiled
-from ..tasks.labels import evaluate
+from ..runs.model import compiled, task_of
+from ..tasks import Task
 from ..train import distributed
 from ..train.device import memory_for
 from ..train.distributed import Processes
@@ -62,6 +62,7 @@ EVALUATION_KEYS = (
     "engine.compile",
     "engine.channels_last",
     "engine.tf32",
+    "task.options.threshold",
 )
 
 
@@ -101,7 +102,9 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
         metavar="FILE",
         help="write the results as JSON to this file; -: to the terminal",
     )
-    parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
+    parser.add_argument(
+        "--per-class", action="store_true", help="print the accuracy of every class"
+    )
     args = parser.parse_args(arguments)
     if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(
@@ -187,6 +190,7 @@ def evaluate_checkpoints(
     with processes.together():
         for eval_set, number in pairs:
             require_same_images(eval_set, sources[eval_set], checkpoints[number].path.parent)
+            require_labels(checkpoints[number].recipe, sources[eval_set], str(eval_set))
         columns = {
             (eval_set, number): columns_of(checkpoints[number], eval_set, sources[eval_set])
             for eval_set, number in pairs
@@ -211,7 +215,7 @@ def evaluate_checkpoints(
                 processes,
                 stop,
                 what=f"validate {eval_set.name}",
-                num_classes=len(source.classes),
+                task=task_of(saved.recipe, source.classes),
                 columns=columns[pair],
             )
             yield (
@@ -236,23 +240,23 @@ def results_of(
     stop: StopRequest,
     *,
     what: str,
-    num_classes: int,
+    task: Task,
     columns: Tensor | None,
 ) -> list[Evaluation]:
-    """Evaluate models, which are on the device meanwhile. what: the words before the bar.
-    num_classes: of the images. columns: as of `columns_of`.
+    """Evaluate models, which are on the device meanwhile. what: the words before the bar. task: of
+    the images' classes. columns: as of `columns_of`.
     """
     set_precision(engine.tf32)
     bar = validation_bar(batches, what, processes)
     with bar, memory_for("eval.batch_size", batches.batch_size):
         for model in models:
             model.to(processes.device).to(memory_format=batches.prepare.format)
-        results = evaluate(
+        results = task.measure(
             models,
             bar,
+            loss=task.loss,
             amp=engine.amp,
             stop=stop,
-            num_classes=num_classes,
             processes=processes,
             columns=columns,
         )

@@ -70,6 +70,7 @@ def metadata(trained: Trained) -> Json:
     return {
         "made_by": f"vitinit {__version__}",
         "classes": known_classes(trained),
+        "threshold": trained.threshold,
         "image_size": trained.image_size,
         "mean": recipe.data.mean,
         "std": recipe.data.std,
@@ -145,6 +146,8 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
             prefix = f"{arguments['model_type']}."
             arguments["id2label"] = dict(enumerate(labels))
             arguments["label2id"] = {label: index for index, label in enumerate(labels)}
+            if trained.threshold is not None:
+                arguments["problem_type"] = "multi_label_classification"
         else:
             name = name.partition("For")[0] + "Model"  # ViTForImageClassification without a head
         files["config.json"] = arguments | {"architectures": [name]}

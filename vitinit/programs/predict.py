@@ -3,15 +3,16 @@
     vitinit predict runs/quickstart-impulse-s0 photo.jpg
     vitinit predict runs/base photographs/ --json guesses.jsonl --sheet guesses.png
 
-One line is printed per image: its path, then the likeliest classes with their probabilities. Images
+One line is printed per image: its path, then the likeliest classes with their probabilities; of a
+model of several labels all those that reach its task.options.threshold, which --set changes. Images
 come in the order given, those of a folder sorted by name. If an image lies below a folder that has the
 name of a class, at any depth, that class counts as the truth, as in training, and the last line says
-how many images were classified correctly. Where nothing names the classes of a checkpoint, --classes
+how many images were classified correctly; not of several labels. Where nothing names the classes of a checkpoint, --classes
 does, or they are those of the images' folders if these are as many, sorted as eval.py sorts them; a
 line says so. An image that cannot be read is named and skipped, and the exit status is 1.
 
---json FILE writes one JSON object per image and line, --csv FILE the path, likeliest class and its
-probability of each image that can be read, which data.name = "image_list" reads again. --sheet
+--json FILE writes one JSON object per image and line, --csv FILE the path, likeliest class (or all
+labels) and its probability of each image that can be read, which data.name = "image_list" reads again. --sheet
 FILE.png draws a contact sheet of the images with their predictions, marked as right or wrong;
 --attention adds a map of what the model attends to. --sheet needs the extra `figures`.
 """
@@ -38,6 +39,7 @@ from ..data.images import DataError
 from ..data.lists import as_list
 from ..data.sources import LooseImages
 from ..mixing import block_grids, mixing_matrices
+from ..recipe.files import RecipeError
 from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
 from ..train.device import this_device
 from ..watch.survey import dark_in_16_bits
@@ -46,10 +48,12 @@ from .shared.orders import order_taken
 from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save, subplots
 from .shared.results import json_line
 
+TOP = 5  # classes per image
 SHEET = 60  # most images on a contact sheet, evenly chosen if there are more
 UNKNOWN = "0.35"  # a grey, where the true class is not known
 TILES_PER_ROW = 10  # tiles per row, at most
 SIDE = 1.25  # width and height of an image in inches
+NO_LABEL = "no label"
 LONGEST = 22  # characters shown of a class or file name, at most
 STRONG = 4.0  # the scale of attention ends, at least, in multiples of uniform
 
@@ -57,13 +61,20 @@ STRONG = 4.0  # the scale of attention ends, at least, in multiples of uniform
 class Guess(NamedTuple):
     path: str
     truth: str | None  # the class of its folder; None: not known
-    ranked: list[tuple[str, float]]  # the likeliest classes and their probabilities
+    # The likeliest classes and their probabilities; of a model of several labels those it has.
+    ranked: list[tuple[str, float]]
     problem: str = ""  # why it could not be read; `ranked` is then empty
+    several: bool = False  # whether the model gives several labels
 
     @property
     def right(self) -> bool | None:
         """Whether the likeliest class is the true one; None if the truth is not known."""
         return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
+
+    @property
+    def labels(self) -> list[tuple[str, float]]:
+        """The likeliest class with its probability; of a model of several labels all it has."""
+        return self.ranked if self.several else self.ranked[:1]
 
     def as_json(self) -> str:
         facts = {
@@ -172,7 +183,8 @@ def classify(
                 ranked = [*trained.ranked(shares, top)]
             known = truths[start : start + BATCH]
             for path, truth, (view, problem) in zip(chunk, known, views):
-                yield Guess(path, truth, [] if problem else ranked.pop(0), problem), view
+                labels = [] if problem else ranked.pop(0)
+                yield Guess(path, truth, labels, problem, trained.threshold is not None), view
 
 
 def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
@@ -277,10 +289,11 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
         upper.imshow(pixels(tile.view))
         if heats:
             layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
-        name, share = tile.guess.ranked[0]
+        words = in_brief(", ".join(name for name, _ in tile.guess.labels) or NO_LABEL, LONGEST)
         truth = tile.guess.truth
-        words = f"{in_brief(name, LONGEST)} {100 * share:.0f} %"
-        if truth not in (None, name):
+        if len(tile.guess.labels) == 1:
+            words += f" {100 * tile.guess.labels[0][1]:.0f} %"
+        if tile.guess.right is False:
             words += f"\nis {in_brief(truth, LONGEST)}"
         colour = {None: UNKNOWN, True: BLUE, False: VERMILION}[tile.guess.right]
         below = {"transform": lower.transAxes, "ha": "center", "va": "top"}
@@ -311,13 +324,15 @@ def predict(
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
     tiles = []
-    items = classify(trained, paths, truths, top=args.top)
+    items = classify(trained, paths, truths, top=args.top or TOP)
     with ProgressBar("predict", len(paths), items=items, shown=sys.stderr.isatty()) as bar:
         for guess, view in bar:
             if view is None:
                 say(f"vitinit predict: {guess.problem}", sys.stderr)
             else:
-                words = [f"{name} {100 * share:.1f} %" for name, share in guess.ranked]
+                words = [f"{name} {100 * share:.1f} %" for name, share in guess.ranked] or [
+                    NO_LABEL
+                ]
                 bar.write(one_line("  ".join([guess.path, *words]), longest=2**20))
                 if args.sheet and len(guesses) in on_sheet:
                     heat = attended(trained, view) if args.attention else None
@@ -328,9 +343,10 @@ def predict(
         print(last_line, flush=True)
     deliver("".join(guess.as_json() for guess in guesses), args.json)
     if args.csv:
-        likeliest = [(guess.path, *guess.ranked[0]) for guess in guesses if guess.ranked]
+        labels = [(guess.path, guess.labels) for guess in guesses if not guess.problem]
+        several = trained.threshold is not None
         with written_atomically(args.csv) as file:
-            file.write(as_list(likeliest, args.csv.parent))
+            file.write(as_list(labels, args.csv.parent, several=several))
         print(f"wrote {args.csv}")
     if args.sheet:
         heading = f"{trained.path.parent.name}, {len(tiles)} of {len(paths):,} images"
@@ -345,7 +361,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit predict", description=__doc__)
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
-    parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
+    parser.add_argument("--top", type=integer(1), help=f"classes per image ({TOP})")
     parser.add_argument(
         "--json",
         type=Output(".json", ".jsonl", prints=True),
@@ -387,7 +403,13 @@ def run_predict(args: Namespace) -> int:
         require_no_input(out, paths)  # links may lead to it
     if caution := dark_in_16_bits(paths[:BATCH]):
         say(f"vitinit predict: warning {caution}", sys.stderr)
-    truth_of = Truths(trained.classes if trained.named else ())
+    several = trained.threshold is not None
+    if several and args.top:
+        raise RecipeError(
+            f"--top {args.top}: {trained.path} gives all labels that reach its threshold; expected "
+            "--set task.options.threshold=0.3, say, for more of them"
+        )
+    truth_of = Truths(trained.classes if trained.named and not several else ())
     truths = [truth_of(path, argument) for path, argument in images]
     return predict(trained, paths, truths, args)
 

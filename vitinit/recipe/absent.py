@@ -3,12 +3,18 @@
 One table. Records on disk stay as they are, and are compared by what they meant.
 """
 
-from ..base.values import Table, flat
+from ..base.values import Table, flat, plain
+from ..tasks import CROSS_ENTROPY
 from ..train.optim import NO_TEACHER
 
 # Recipes of version 12 may leave these out: sections as a whole, and keys that came later.
-SECTIONS_LEFT_OUT: Table = {"distill": NO_TEACHER, "task": {"name": "classify"}}
+SECTIONS_LEFT_OUT: Table = {
+    "distill": NO_TEACHER,
+    "task": {"name": "classify"},
+    "loss": plain(CROSS_ENTROPY),
+}
 KEYS_LEFT_OUT: Table = {
+    "data.sampling": "shuffled",
     "init.checkpoint_head": "keep",
     "init.checkpoint_classes": "",
     "distill.classes": "",

@@ -29,7 +29,7 @@ from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
-from ..tasks import TASKS, Contradiction, Task
+from ..tasks import TASKS, Contradiction, Loss, Task
 from ..train.optim import Distill, Optim, Schedule
 
 VERSION = 12  # of the keys; a change of keys, or of an option's default, adds one
@@ -52,6 +52,8 @@ class DataSection:
     images_per_class: Count  # number of images instead; 0: no limit
     # Decides which images those are; "run": run.seed does, and the held-out images are those of 0.
     subset_seed: Seed | Literal["run"]
+    # shuffled: all images once per epoch; balanced: as many of each class.
+    sampling: Literal["shuffled", "balanced"]
     held_out_per_class: Count  # training images to validate on; 0: test set
     image_size: Size  # (height, width) that the model takes
     mean: tuple[Proportion, Proportion, Proportion]  # per channel, in [0, 1]
@@ -124,7 +126,7 @@ class CheckpointSection:
     every_epochs: AtLeastOne  # between two last.pt; also at the end
     every_steps: Count  # also within an epoch; 0: never
     keep_epochs: tuple[Count, ...]  # for good; 0: as initialised
-    best_by: Literal["val_top1", "val_loss", "ema_top1"]
+    best_by: Literal["val_top1", "val_loss", "ema_top1", "val_map", "ema_map"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Recipe:
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
+    loss: Loss  # may be left out: cross-entropy
     distill: Distill  # may be left out: no teacher
     task: TaskSection  # may be left out: classify
     eval: EvalSection
@@ -248,10 +251,15 @@ def _of_weights(recipe: Recipe) -> Iterator[Contradiction]:
             yield (f"distill.{key}", "distill.teacher"), "none, as there is no teacher"
     if recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"):
         yield ("optim.train", "model.name"), "all, as the BatchNorm below would go on changing"
+    best_by, score = recipe.checkpoint.best_by, recipe.task.kind.score
+    measured = {"val_loss": None, f"val_{score}": None, f"ema_{score}": None}
+    if best_by not in measured:
+        expected = "val_loss" if score == "loss" else " or ".join(measured)
+        yield ("checkpoint.best_by", "task.name"), expected
     if not recipe.ema.decay:
         if recipe.ema.warmup:
             yield ("ema.warmup", "ema.decay"), "false, as no moving average is kept"
-        if recipe.checkpoint.best_by == "ema_top1":
+        if best_by.startswith("ema_"):
             yield ("checkpoint.best_by", "ema.decay"), "another one, as no moving average is kept"
     if max(recipe.checkpoint.keep_epochs, default=0) > recipe.schedule.total_epochs:
         keys = "checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"

@@ -88,6 +88,24 @@ def open_sets(
     return whole, part, held.in_order(whole.classes)
 
 
+def require_labels(recipe: Recipe, source: Source, name: str) -> None:
+    """Raise DataError if the images have several labels each and the recipe's task takes one, or
+    the other way round. name: of the set.
+    """
+    takes_several = recipe.task.kind.several_labels
+    if source.several_labels and not takes_several and recipe.task.kind.learns_classes:
+        raise DataError(
+            f"{name}: its images have several labels each, and task.name = {recipe.task.name} takes "
+            "one; expected multi_label, with loss.name = binary_cross_entropy and "
+            "checkpoint.best_by = val_map"
+        )
+    if takes_several and not source.several_labels:
+        raise DataError(
+            f"{name}: its images have one label each, in a column label, and task.name = "
+            f"{recipe.task.name} takes several; expected a column labels, or one for each class"
+        )
+
+
 def masks_of(recipe: Recipe) -> Masks | None:
     """How the patches of images are masked by [task]; None if a model sees all of them."""
     if not recipe.task.kind.hides_patches:
@@ -166,6 +184,8 @@ def open_data(
             download(data.name, data.root)
     with processes.together():
         whole_set, train_set, val_set = open_sets(data, recipe.run.seed, classes)
+        require_labels(recipe, whole_set, data.root)
+        require_labels(recipe, val_set, data.root)
         with building(f"recipe {recipe.name}", "optim"):
             plan = plan_of(recipe, processes, strided=strided)
             sampler = TrainSampler(
@@ -174,6 +194,7 @@ def open_data(
                 rank=processes.rank,
                 seed=recipe.run.seed,
                 repeats=recipe.augment.repeats,
+                labels=train_set.labels if data.sampling == "balanced" else None,
             )
     prepare = augmentation_of(recipe, len(whole_set.classes), processes.device)
     bar = ProgressBar("decode", len(train_set), shown=processes.is_main)

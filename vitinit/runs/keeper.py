@@ -146,7 +146,7 @@ class RunKeeper(Keeper):
         progress.finish_epoch()
         processes.say(epoch_line(row, training.epochs))
         best_by = recipe.checkpoint.best_by
-        is_best = progress.improves(row[best_by], best_by)
+        is_best = progress.improves(row.get(best_by), best_by)
         with processes.together():
             if processes.is_main:
                 # If the run dies before last.pt is written, resuming removes the line of metrics.

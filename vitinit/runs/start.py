@@ -14,12 +14,13 @@ from ..base.messages import in_brief
 from ..base.values import ReadOnly, flat, plain, to_toml
 from ..data.classes import rows_by_name
 from ..data.folders import composed
+from ..data.pipeline import Data
 from ..data.sources import Source
 from ..init import family_of, init_weights, reads_images
 from ..models.layers import Classifier, draw_drop_path
 from ..recipe.files import RecipeError, building
 from ..recipe.sections import Recipe
-from ..tasks import Task
+from ..tasks import Task, TensorFunction
 from ..train.distributed import Processes
 from ..train.loop import set_precision, tune_convolutions
 from ..train.metrics import Progress
@@ -82,6 +83,13 @@ def open_task(
 
     with processes.together():
         return learn_from_teacher(recipe, classes, processes.device, trusted=trust_teacher)
+
+
+def objective_of(recipe: Recipe, data: Data, task: Task, processes: Processes) -> TensorFunction:
+    """The loss that is minimised: the task's, as [loss] says it. Raises RecipeError."""
+    with building(f"recipe {recipe.name}", "loss"):
+        class_images = data.train_set.class_images.tolist()
+        return task.objective(recipe.loss, class_images, processes.device)
 
 
 def initialise(model: Classifier, recipe: Recipe, source: Source | None) -> torch.Generator:

@@ -23,7 +23,8 @@ from ..recipe.sections import Recipe
 from .data import as_input, evaluation_view
 from .load import open_saved
 
-VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a run's own recipe, `load` can change
+# Of a run's own recipe, `load` can change these.
+VIEW_KEYS = ("eval.crop_pct", "eval.interpolation", "task.options.threshold")
 BATCH = 64  # images per forward pass in `predict_batch`
 
 Weights = Literal["model", "ema"]
@@ -109,14 +110,21 @@ class Trained:
         """Views (B, 3, *image_size) uint8 as input of the model: what `preprocess` returns."""
         return as_input(views.to(self.device), self.recipe).to(next(self.model.parameters()).dtype)
 
+    @property
+    def threshold(self) -> float | None:
+        """From which probability on an image is of a class; None if it is of one class alone."""
+        task = self.recipe.task
+        return task.options["threshold"] if task.kind.several_labels else None
+
     @torch.no_grad()
     def probabilities(self, inputs: Tensor) -> Tensor:
         """Class probabilities (B, classes) float32, on the CPU, of what `preprocess` returns."""
-        return self.model(inputs).float().softmax(dim=1).cpu()
+        return self.recipe.loss.probabilities(self.model(inputs)).cpu()
 
     def predict(self, image: ImageLike, top: int | None = 5) -> list[tuple[str, float]]:
         """The `top` likeliest classes (None: all) of one image as (name, probability), likeliest
-        first. Raises ValueError if the image cannot be read, and for a `top` below 1.
+        first; of a model of several labels instead all that reach its threshold. Raises ValueError
+        if the image cannot be read, and for a `top` below 1.
         """
         return self.predict_batch([image], top)[0]
 
@@ -150,8 +158,11 @@ class Trained:
         """What `predict` returns, of (B, classes); equal ones are in the order of `classes`."""
         order = probabilities.sort(dim=1, descending=True, stable=True)
         guesses = []
-        for indices, values in zip(order.indices[:, :top].tolist(), order.values[:, :top].tolist()):
-            names = [self.classes[index] for index in indices]
+        counts: list[int | None] = [top] * len(probabilities)
+        if self.threshold is not None:
+            counts = (probabilities >= self.threshold).sum(1).tolist()
+        for count, indices, values in zip(counts, order.indices.tolist(), order.values.tolist()):
+            names = [self.classes[index] for index in indices[:count]]
             guesses.append(list(zip(names, values)))
         return guesses
 

@@ -5,11 +5,13 @@ it. To add one: a class like these, here or elsewhere, a row, and a recipe whose
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch import Generator, Tensor, nn
 
-from ..base.values import ReadOnly
+from ..base.values import PositiveNumber, ReadOnly
 from ..models.layers import Classifier
 from ..train.distributed import Processes
 from ..train.metrics import Evaluation
@@ -19,11 +21,32 @@ __all__ = ["TASKS", "Task"]
 # The tasks by the names that [task] takes. A teacher, which [distill] names, is one more: distillation.py.
 TASKS: dict[str, Any] = {
     "classify": ".tasks.labels:Labels",
+    "multi_label": ".tasks.multi_label:MultiLabel",
     "reconstruct": ".tasks.reconstruction:Reconstruction",
 }
 TensorFunction = Callable[..., Tensor]  # a model's forward pass, or an objective
 Batches = Iterable[tuple[Tensor, Tensor]]  # of images with labels, or with visible patches
 Contradiction = tuple[Sequence[str], str]  # keys, and what is expected of the first one's value
+
+
+@dataclass(frozen=True)
+class Loss:
+    """[loss]: how the logits of an image are held against its classes."""
+
+    # binary_cross_entropy decides each class for itself, as in DeiT III (arXiv 2204.07118).
+    name: Literal["cross_entropy", "binary_cross_entropy"]
+    targets: Literal["share", "any"]  # of a mixed image: each class's share; any: 1 for all it has
+    # How much each class counts; balanced: the less, the more images it has.
+    class_weights: Literal["none", "balanced"] | tuple[PositiveNumber, ...]
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Of the classes, (B, K) float32: of all together 1, or of each for itself."""
+        if self.name == "binary_cross_entropy":
+            return logits.float().sigmoid()
+        return logits.float().softmax(dim=1)
+
+
+CROSS_ENTROPY = Loss(name="cross_entropy", targets="share", class_weights="none")
 
 
 class Task:
@@ -39,6 +62,8 @@ class Task:
     # each once, by this process's batches. loss: the run's objective.
     measure: Callable[..., list[Evaluation]]
     learns_classes = False
+    several_labels = False  # whether an image has a label for each class, (B, K) of 0 and 1
+    score = "loss"  # which of its measures says how good a model is, as after val_ in metrics.jsonl
     hides_patches = False  # whether a model sees some of the patches, `visible(patches)`
     head_note = ""  # what the start prints of the classifier, in place of how its rows matched
     digest = "none"  # of a teacher, which a resumed run needs again
@@ -50,11 +75,22 @@ class Task:
         """
         if recipe.distill.teacher:
             yield ("distill.teacher", "task.name"), "none: a teacher goes with cross-entropy"
+        for key, usual in vars(CROSS_ENTROPY).items():
+            if getattr(recipe.loss, key) != usual:
+                yield (f"loss.{key}", "task.name"), f"{usual}, as the task has a loss of its own"
 
     def __init__(
         self, classes: Sequence[str] = (), options: Mapping[str, Any] = ReadOnly()
     ) -> None:
         self.classes, self.options = [*classes], options
+
+    def objective(
+        self, loss: Loss, class_images: Sequence[int], device: torch.device
+    ) -> TensorFunction:
+        """The task's `loss`, as [loss] of a recipe says it. class_images: how many training images
+        each class has. Raises ValueError for another number of weights than classes.
+        """
+        return self.loss
 
     def model(self, classifier: Classifier) -> nn.Module:
         """What is trained: the classifier, or what holds it."""

@@ -1,6 +1,7 @@
-"""Learning classes: cross-entropy with class probabilities; loss, top-1 and top-5 on all images."""
+"""Learning classes: cross-entropy, of all or of each; loss, top-1 and top-5 on all images."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +12,62 @@ from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
 from ..train.metrics import Evaluation
-from . import Batches, Contradiction, Task, TensorFunction
+from . import CROSS_ENTROPY, Batches, Contradiction, Loss, Task, TensorFunction
 
 MOST_PAIRED = 1_000  # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
 
 
 def cross_entropy(
-    forward: TensorFunction, images: Tensor, scales: Sequence[Tensor], targets: Tensor
+    forward: TensorFunction,
+    images: Tensor,
+    scales: Sequence[Tensor],
+    targets: Tensor,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
+    """The mean of −Σ weight · target · log softmax(logits) over a micro-batch, a scalar.
 
     images: (B, 3, H, W); targets: (B, K), probabilities; scales: drop-path's (branches, B), or none
+    weights: (K,) float32, how much each class counts; None: all alike.
     """
-    return F.cross_entropy(forward(images, *scales).float(), targets)
+    return F.cross_entropy(forward(images, *scales).float(), targets, weights)
+
+
+def binary_cross_entropy(
+    forward: TensorFunction,
+    images: Tensor,
+    scales: Sequence[Tensor],
+    targets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    any_share: bool = False,
+) -> Tensor:
+    """The mean over a micro-batch and its classes of −w t log σ(z) − (1 − t) log σ(−z), a scalar.
+
+    z: the logits; t: the targets; w: the class's weight. Arguments are those of `cross_entropy`.
+    any_share: t is 1 wherever the target is above 0, as in DeiT III's code (arXiv 2204.07118).
+    """
+    if any_share:
+        targets = (targets > 0.0).to(targets.dtype)
+    logits = forward(images, *scales).float()
+    return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights)
+
+
+def weights_of(loss: Loss, class_images: Sequence[int], device: torch.device) -> Tensor | None:
+    """How much each class counts, (K,) float32 on the device; None: all alike. See `Task.objective`.
+
+    balanced: N / (K n) of a class with n of the N images of all K, as in scikit-learn.
+    """
+    if loss.class_weights == "none":
+        return None
+    if loss.class_weights == "balanced":
+        images = torch.tensor(class_images, dtype=torch.float64)
+        return (images.sum() / (len(images) * images)).float().to(device)
+    if len(loss.class_weights) != len(class_images):
+        raise ValueError(
+            f"loss.class_weights has {len(loss.class_weights)} values; expected one for each of the "
+            f"{len(class_images)} classes, in their order"
+        )
+    return torch.tensor(loss.class_weights, device=device)
 
 
 @torch.no_grad()
@@ -103,11 +147,26 @@ def evaluate(
     return evaluations
 
 
+def contradictions_of(recipe: Any) -> Iterator[Contradiction]:
+    """Yield what of [loss] goes neither with itself nor with what mixes or samples the images."""
+    loss = recipe.loss
+    if loss.targets == "any":
+        if loss.name == "cross_entropy":
+            yield ("loss.targets", "loss.name"), "share, as its targets are probabilities"
+        if recipe.mix.label_smoothing:
+            smoothing = "mix.label_smoothing", "loss.targets"
+            yield smoothing, "0.0, as it gives every class a share"
+    if loss.class_weights == "balanced" and recipe.data.sampling == "balanced":
+        keys = "loss.class_weights", "data.sampling"
+        yield keys, "none, as all classes come equally often already"
+
+
 class Labels(Task):
     """The classes of the images, as mixing and smoothing leave them."""
 
     learns_classes = True
-    loss = staticmethod(cross_entropy)
+    score = "top1"
+    loss: TensorFunction = staticmethod(cross_entropy)
 
     @staticmethod
     def contradictions(recipe: Any) -> Iterator[Contradiction]:
@@ -118,6 +177,20 @@ class Labels(Task):
             )
         if recipe.task.kind.loss is not cross_entropy:  # a class that is made of this one
             yield from Task.contradictions(recipe)
+        if recipe.distill.teacher and recipe.loss != CROSS_ENTROPY:
+            yield ("distill.teacher", "loss.name"), "none: a teacher goes with plain cross-entropy"
+        yield from contradictions_of(recipe)
+
+    def objective(
+        self, loss: Loss, class_images: Sequence[int], device: torch.device
+    ) -> TensorFunction:
+        weights = weights_of(loss, class_images, device)
+        if loss.name == "binary_cross_entropy":
+            any_share = loss.targets == "any"
+            return partial(binary_cross_entropy, weights=weights, any_share=any_share)
+        if weights is None:
+            return self.loss  # which may be that of a teacher
+        return partial(cross_entropy, weights=weights)
 
     def measure(
         self,

@@ -65,12 +65,9 @@ class Reconstruction(Task):
             yield ("model.name", "task.name"), "a ViT, which need not see all patches"
         if recipe.mix.mixes:
             yield ("mix.probability", "task.name"), "0.0"
-        if recipe.distill.teacher:
-            yield ("distill.teacher", "task.name"), "none, as there are no classes"
+        yield from Task.contradictions(recipe)
         if recipe.optim.train == "head":
             yield ("optim.train", "task.name"), "all"
-        if recipe.checkpoint.best_by != "val_loss":
-            yield ("checkpoint.best_by", "task.name"), "val_loss"
 
     def model(self, classifier: Classifier) -> MaskedAutoencoder:
         return MaskedAutoencoder(cast(VisionTransformer, classifier), **self.options)

@@ -20,7 +20,11 @@ from .distributed import Processes
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
            "val_balanced", "ema_top1", "ema_top5", "skipped_steps", "seconds", "cpu_seconds",
            "waiting", "tflops_per_device", "share_of_rate", "peak_memory_gib")
+# Behind them, where an image has several labels.
+OF_SEVERAL = ("val_map", "val_f1", "val_macro_f1", "ema_map", "ema_f1", "ema_macro_f1")
 # fmt: on
+# What an evaluation measures, in words.
+MEASURES = {"top1": "top-1", "top5": "top-5", "map": "mAP", "f1": "F1", "macro_f1": "macro F1"}
 BACKWARD_COST = 2  # in forward passes: gradients of the inputs and of the weights
 
 
@@ -176,13 +180,33 @@ class Evaluation:
     """Loss and accuracy of one model, over every image of a split exactly once."""
 
     loss: float  # mean cross-entropy per image
-    top1: float | None  # percent; None in a run that learns no classes
+    top1: float | None  # percent; None in a run that learns no classes, or several of an image
     top5: float | None  # percent; None with five classes or fewer, where it says nothing
     images: int
-    class_hits: list[int]  # per class: its images whose highest logit is the right one
+    class_hits: list[int]  # per class: its images that are taken for it
     class_images: list[int]  # per class: its images
     class_guesses: list[int]  # per class: the images that are taken for it
     confusion: Tensor | None  # (K, K) int64 on the CPU: images of a class, a row, by their guess
+    # Per class, in [0, 1], None without images; [] if an image has one label.
+    precisions: Sequence[float | None] = ()
+
+    @property
+    def measures(self) -> dict[str, float | None]:
+        """Its MEASURES, in percent, which metrics.jsonl has after val_ and ema_. If an image has
+        several labels: the mean average precision; F1 over all pairs of an image and a class, and
+        its mean over the classes that have images.
+        """
+        if not self.precisions:
+            return {"top1": self.top1, "top5": self.top5}
+        known = [share for share in self.precisions if share is not None]
+        counts = zip(self.class_hits, self.class_images, self.class_guesses)
+        shares = [2 * hits / (images + taken) for hits, images, taken in counts if images]
+        hits, both = sum(self.class_hits), sum(self.class_images) + sum(self.class_guesses)
+        return {
+            "map": 100.0 * fmean(known) if known else None,
+            "f1": 100.0 * 2 * hits / both if both else None,
+            "macro_f1": 100.0 * fmean(shares) if shares else None,
+        }
 
 
 def balanced_accuracy(hits: Sequence[int], images: Sequence[int]) -> float:
@@ -221,10 +245,10 @@ def metrics_row(
         "share_of_rate": tflops / peak if peak else None,
         "peak_memory_gib": peak_gib(processes.device),
     }
-    if results and results[0].class_images:
+    if results and results[0].top1 is not None:
         row["val_balanced"] = balanced_accuracy(results[0].class_hits, results[0].class_images)
     for name, result in zip(("val", "ema"), results):
-        row |= {f"{name}_top1": result.top1, f"{name}_top5": result.top5}
+        row |= {f"{name}_{measure}": value for measure, value in result.measures.items()}
     return row
 
 
@@ -235,9 +259,12 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
         "train_loss": "loss {:.3f}",
         "val_loss": "val {:.3f}",
         "val_top1": "top-1 {:.2f} %",
+        "val_map": "mAP {:.2f} %",
         "ema_top1": "EMA {:.2f} %",
+        "ema_map": "EMA {:.2f} %",
         "images_per_second": f"{{:.{digits}f}} img/s",
     }
     parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}"]
-    parts += [text.format(row[key]) for key, text in texts.items() if row[key] is not None]
+    known = [key for key in texts if row.get(key) is not None]
+    parts += [texts[key].format(row[key]) for key in known]
     return "  ".join(parts)

@@ -37,7 +37,7 @@ SRGB = b"sRGB", "sRGB".encode("utf-16-be")  # in a profile's description, by its
 
 class File(NamedTuple):
     split: int  # 0: to train on; 1: to validate on
-    label: int
+    label: str  # its class's number, or the marks of all
     path: str
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
     ):
         files = []
         for split, source in enumerate((train_set, val_set)):
-            for label, path in zip(source.labels.tolist(), source.paths):
+            for label, path in zip(map(str, source.labels), source.paths):
                 files.append(File(split, label, path))
         copies = same_bytes(files)
         cautions += of_copies(copies)
@@ -112,16 +112,22 @@ def in_two_lines(words: str, names: Sequence[str], sign: str = ", ") -> str:
 def of_classes(train_set: Source) -> tuple[list[str], list[str]]:
     """A line about how many images each class has, if there are classes, and cautions."""
     names = train_set.classes
-    counts = np.bincount(train_set.labels, minlength=len(names))
+    counts = train_set.class_images
     order = np.argsort(-counts, kind="stable")
     texts = [f"{names[index]} {counts[index]:,}" for index in order]
     if len(texts) > LISTED:  # the largest and the smallest
         texts[3:-2] = [f"… {texts[-3]}"]
     cautions = []
+    advice = 'loss.class_weights = "balanced" lets all count alike; read val_macro_f1, too'
+    if not train_set.several_labels:
+        advice = (
+            "read val_balanced, the mean over classes, beside top-1; data.sampling or "
+            'loss.class_weights = "balanced" lets all count alike'
+        )
     if counts.max() > IMBALANCE * counts.min() > 0:
         cautions.append(
             f"class {names[order[0]]} has {counts.max():,} images and {names[counts.argmin()]} "
-            f"{counts.min():,}: read val_balanced, the mean over classes, beside top-1"
+            f"{counts.min():,}: {advice}"
         )
     first: dict[str, str] = {}
     twins = []

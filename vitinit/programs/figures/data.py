@@ -42,7 +42,7 @@ def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
 
 def sheet(out: Path, source: Source, report: Survey) -> None:
     """Draw a row per class: its examples, and a bar as long as its number of images."""
-    counts = np.bincount(source.labels, minlength=len(source.classes))
+    counts = source.class_images
     order = np.argsort(-counts, kind="stable")
     rows = order
     hidden = ""
@@ -71,7 +71,7 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
 
 def of_class(source: Source, label: int) -> np.ndarray:
     """The numbers of at most EXAMPLES images of a class, spread evenly over it."""
-    numbers = np.flatnonzero(source.labels == label)
+    numbers = source.of_class(label)
     spread = np.linspace(0, len(numbers) - 1, min(EXAMPLES, len(numbers)))
     return numbers[spread.astype(int)]
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,9 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], Json]
             levels.append(part)
             blocks.append(view)
         # A model without classes has no logits, and so no probabilities.
-        probabilities = model(image).softmax(1)[0] if model.num_classes else []
+        probabilities: Any = []
+        if model.num_classes:
+            probabilities = recipe.loss.probabilities(model(image))[0]
         images.append({"blocks": blocks, "probabilities": rounded(probabilities)})
     masses = None
     init = recipe.init

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import torch
+from torch import Tensor
 
 from ...base.files import CheckpointError
 from ...base.messages import OneLineError, ProgressBar
@@ -19,9 +20,10 @@ from ...recipe.files import load_recipe
 from ...runs.data import evaluation_batches
 from ...runs.evaluated import own_set, require_same_images
 from ...runs.load import open_saved
+from ...tasks.multi_label import evaluation_of
 from ...train.device import this_device
 from ...train.loop import autocast
-from ...train.metrics import balanced_accuracy
+from ...train.metrics import MEASURES, balanced_accuracy
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
 from ..shared.groups import Group, Groups, group_runs
 from ..shared.plot import FigureError, as_png, rounded
@@ -32,7 +34,7 @@ from .page import write_page
 MISTAKES = 24  # shown
 SIDE = 96  # pixels of a mistake's longer side, at most
 STATED = ("time", "device", "processes", "torch", "python", "git_commit")  # of each start
-MEASURES = (
+COSTS = (
     ("images_per_second", "images/s, median", "{:,.0f}", statistics.median),
     ("waiting", "waiting for data", "{:.0%}", statistics.median),
     ("peak_memory_gib", "peak memory", "{:.2f} GiB", max),
@@ -175,7 +177,11 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     else:
         title, last = "epochs, not finished", "so far"
     numbers = [(title, f"{run.done:,} of {run.epochs:,}")]
-    for metric, words in (("val_top1", "top-1"), ("ema_top1", "EMA top-1")):
+    score = "top1" if run.score == "loss" else run.score  # which such a run has not
+    for metric, words in (
+        (f"val_{score}", MEASURES[score]),
+        (f"ema_{score}", f"EMA {MEASURES[score]}"),
+    ):
         if values := run.measured(metric):
             numbers.append((f"{words}, {last}", f"{values[-1]:.2f} %"))
             numbers.append((f"{words}, best epoch", f"{max(values):.2f} %"))
@@ -186,7 +192,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         if minutes >= 60:
             time = f"{minutes // 60} h {minutes % 60:02} min"
         numbers.append(("training", time))
-    for key, words, form, summarise in MEASURES:
+    for key, words, form, summarise in COSTS:
         if values := run.measured(key):
             numbers.append((words, form.format(summarise(values)).replace("%", " %")))
     return numbers
@@ -196,8 +202,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
 def judge(
     path: Path, data_dir: str | None, images: int, weights: str, folder: Path = Path()
 ) -> Json:
-    """How a run's model does on its validation images: who is taken for whom, and the mistakes,
-    whose links lead from `folder` to their files.
+    """How a run's model does on its validation images: its classes, and the mistakes, whose links
+    lead from `folder` to their files; and, if an image has one label, who is taken for whom.
 
     Raises CheckpointError without weights or classes, and DataError if the images are not at hand
     or have other classes than the model.
@@ -227,42 +233,106 @@ def judge(
         for inputs, of_images in bar:
             with autocast(device, recipe.engine.amp):
                 logits = model(inputs)  # (B, K)
-            likeliest = logits.float().softmax(1).max(1)
-            judged.append([part.cpu() for part in (*likeliest, of_images)])
-    shares, guesses, labels = map(torch.cat, zip(*judged))  # (n,) each
-    pairs, counts = torch.stack([labels, guesses], 1).unique(dim=0, return_counts=True)
-    right = labels[guesses == labels]
-    hits, totals, taken = (
-        part.bincount(minlength=number).tolist() for part in (right, labels, guesses)
-    )
-    wrong = (guesses != labels).nonzero()[:, 0]
-    surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
-    mistakes = []
-    for index in surest.tolist():
+            judged.append((logits.float().cpu(), of_images.cpu()))
+    logits, labels = map(torch.cat, zip(*judged))  # (n, K), and (n,) or (n, K)
+    if source.several_labels:
+        found, mistakes = several_judged(
+            logits, labels.bool(), recipe.task.options["threshold"], classes
+        )
+    else:
+        found, mistakes = one_judged(recipe.loss.probabilities(logits), labels, classes)
+    for mistake in mistakes:
+        index = mistake.pop("index")
         place = batches.views.indices[index]  # in the source
         file = source.paths[place] if isinstance(source, ImageFiles) else None
-        mistakes.append(
-            {
-                "source": as_png(batches.views[index][0], SIDE),
-                "truth": int(labels[index]),
-                "guess": int(guesses[index]),
-                "share": rounded(shares[index]),
-                "file": file or f"image {place}",
-                "link": file and address(file, folder),
-            }
-        )
-    return {
+        mistake |= {
+            "source": as_png(batches.views[index][0], SIDE),
+            "file": file or f"image {place}",
+            "link": file and address(file, folder),
+        }
+    return found | {
         "classes": classes,
         "images": len(labels),
         "of": len(source),
         "weights": weights,
         "set": data_set.name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "scores": rounded(class_scores(hits, totals, taken)),
-        "balanced_accuracy": rounded(balanced_accuracy(hits, totals)),
-        "pairs": torch.column_stack([pairs, counts]).tolist(),
         "mistakes": mistakes,
     }
+
+
+def one_judged(
+    probabilities: Tensor, labels: Tensor, classes: Sequence[str]
+) -> tuple[Json, list[Json]]:
+    """The part of `judge` that images with one label have, and the most confident mistakes, each
+    with the index of its image. probabilities: (n, K); labels: (n,).
+    """
+    shares, guesses = probabilities.max(1)  # (n,) each
+    pairs, counts = torch.stack([labels, guesses], 1).unique(dim=0, return_counts=True)
+    right = labels[guesses == labels]
+    hits, totals, taken = (
+        part.bincount(minlength=len(classes)).tolist() for part in (right, labels, guesses)
+    )
+    wrong = (guesses != labels).nonzero()[:, 0]
+    surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
+    mistakes = [
+        {
+            "index": index,
+            "truth": classes[int(labels[index])],
+            "guess": classes[int(guesses[index])],
+            "share": rounded(shares[index]),
+        }
+        for index in surest.tolist()
+    ]
+    numbers = {
+        "top-1, judged here": 100.0 * sum(hits) / len(labels),
+        "balanced accuracy": balanced_accuracy(hits, totals),
+    }
+    found = {
+        "numbers": [[words, rounded(value)] for words, value in numbers.items()],
+        "totals": totals,
+        "scores": rounded(class_scores(hits, totals, taken)),
+        "columns": ["precision", "recall", "F1"],
+        "pairs": torch.column_stack([pairs, counts]).tolist(),
+    }
+    return found, mistakes
+
+
+def several_judged(
+    logits: Tensor, truths: Tensor, threshold: float, classes: Sequence[str]
+) -> tuple[Json, list[Json]]:
+    """As `one_judged`, of images with several labels, (n, K) bool. A mistake is of one class."""
+    result = evaluation_of(logits, truths, threshold)
+    hits, totals, taken = result.class_hits, result.class_images, result.class_guesses
+    scores = [
+        [*of_class, None if precision is None else 100.0 * precision]
+        for of_class, precision in zip(class_scores(hits, totals, taken), result.precisions)
+    ]
+    shares = logits.sigmoid()
+    chosen = shares >= threshold
+    sureness = torch.where(chosen, shares, 1.0 - shares).masked_fill(chosen == truths, -1.0)
+    wrong = min(MISTAKES, int((chosen != truths).sum()))
+    mistakes = []
+    for place in sureness.flatten().sort(descending=True, stable=True).indices[:wrong].tolist():
+        index, number = divmod(place, len(classes))
+        labels = [name for name, is_one in zip(classes, truths[index]) if is_one]
+        mistakes.append(
+            {
+                "index": index,
+                "truth": ", ".join(labels) or "none of these",
+                "guess": classes[number] if chosen[index, number] else f"not {classes[number]}",
+                "share": rounded(sureness[index, number]),
+            }
+        )
+    numbers = {f"{MEASURES[key]}, judged here": value for key, value in result.measures.items()}
+    found = {
+        "numbers": [[words, rounded(value)] for words, value in numbers.items()],
+        "totals": totals,
+        "scores": rounded(scores),
+        "columns": ["precision", "recall", "F1", "average precision"],
+        "pairs": None,
+    }
+    return found, mistakes
 
 
 def address(path: str, folder: Path) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...base.messages import counted
 from ...runs.folder import RunFolder
+from ...train.metrics import MEASURES
 from .groups import Group, Groups, experiment, text_of
 from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save, subplots
 from .records import RunRecord, columns_of
@@ -30,6 +31,8 @@ SUBSET = ("data.images_per_class", "data.subset")
 EPOCHS = {
     "val_top1": "validation top-1 (%)",
     "ema_top1": "top-1 of the moving average (%)",
+    "val_map": "validation mAP (%)",
+    "ema_map": "mAP of the moving average (%)",
     "val_loss": "validation loss",
     "train_loss": "training loss",
 }
@@ -51,6 +54,8 @@ def by_epoch(groups: Groups, metric: str) -> Iterator[Band]:
     """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
     for group, look in zip(groups, looks(groups)):
         curves = []
+        if metric not in group.first.columns:
+            continue
         for run in group.runs.values():
             epochs, values = run.columns["epoch"], run.columns[metric]
             curves.append((epochs[~values.mask], values.compressed()))
@@ -118,7 +123,7 @@ def draw_curves(out: Path, groups: Groups) -> None:
     metric = next((key for key in EPOCHS if any(group.last(key) for group in groups)), None)
     if metric is None:
         raise FigureError(f"{groups[0].label}: no epoch on record to draw")
-    heading = "Loss" if metric.endswith("loss") else "Top-1"
+    heading = {"val_top1": "Top-1", "val_map": "mAP"}.get(metric, "Loss")
     figure, [[axis]] = subplots(1, 1, 6.4, 3.8)
     bands = list(by_epoch(groups, metric))
     draw_bands(axis, bands)
@@ -171,7 +176,7 @@ def draw_across(out: Path, groups: Groups, key: str) -> None:
     firsts = [next(iter(line.values())) for line in lines]
     hidden = (key, *SUBSET) if key == NUMBER_OF_IMAGES else (key,)
     for line, first, (colour, dashes) in zip(lines, firsts, looks(firsts)):
-        tops = [group.last("val_top1").values() for group in line.values()]
+        tops = [group.last(group.scores["model"]).values() for group in line.values()]
         means = [sum(values) / len(values) for values in tops]
         below = [mean - min(values) for mean, values in zip(means, tops)]
         above = [max(values) - mean for mean, values in zip(means, tops)]
@@ -190,9 +195,10 @@ def draw_across(out: Path, groups: Groups, key: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [f"{value:,}" for value in values], minor=False)
     words = key.rpartition(".")[2].replace("_", " ")
-    axis.set(xlabel=words, ylabel="last validation top-1 (%)")
     drawn = [group for line in lines for group in line.values()]
-    finish(figure, out, drawn, f"Top-1 by {words}", spread="bar")
+    score = MEASURES[drawn[0].first.score]
+    axis.set(xlabel=words, ylabel=f"last validation {score} (%)")
+    finish(figure, out, drawn, f"{score[0].upper()}{score[1:]} by {words}", spread="bar")
 
 
 def lines_across(groups: Groups, key: str) -> list[dict[float, Group]]:
@@ -219,7 +225,7 @@ def lines_across(groups: Groups, key: str) -> list[dict[float, Group]]:
                 f"{line[value].label} and {group.label} are alike but for the code; "
                 "expected the runs of one of them"
             )
-        if not group.last("val_top1"):
+        if not group.last(group.scores["model"]):
             raise FigureError(f"{group.label}: has no top-1 on record")
     several = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
     if not several:

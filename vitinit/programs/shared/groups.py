@@ -56,6 +56,14 @@ class Group:
                 parts.append(text if name == "name" else f"{name} {text}")
         return ", ".join(filter(None, [*parts, self.commit]))
 
+    @property
+    def scores(self) -> dict[str, str]:
+        """Its key in metrics.jsonl, of the model and of its moving average."""
+        score = self.first.score
+        if score == "loss":
+            score = "top1"  # which such runs have not
+        return {"model": f"val_{score}", "EMA": f"ema_{score}"}
+
     def last(self, metric: str) -> dict[int, float]:
         """Seed → the metric's last value, for the runs that have any."""
         measured = {seed: run.measured(metric) for seed, run in self.runs.items()}

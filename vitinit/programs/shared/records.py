@@ -33,9 +33,12 @@ import numpy as np
 
 from ...base.files import LARGEST_TEXT, CheckpointError, parse_json, read_bytes, written_atomically
 from ...base.messages import counted, in_brief, shortened, warn
+from ...base.table import find
+from ...recipe.absent import MEANT
 from ...runs.folder import RunFolder, image_digests, parse_keys, parse_lines, parse_starts
 from ...runs.load import by_name
-from ...train.metrics import METRICS
+from ...tasks import TASKS
+from ...train.metrics import METRICS, OF_SEVERAL
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
@@ -95,7 +98,18 @@ class RunRecord:
 
     def measured(self, metric: str) -> list[float]:
         """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
-        return self.columns[metric].compressed().tolist()
+        return self.columns[metric].compressed().tolist() if metric in self.columns else []
+
+    @property
+    def score(self) -> str:
+        """Which of MEASURES says how good its models are; or "loss"."""
+        return score_of(self.keys)
+
+
+def score_of(keys: Mapping[str, Any]) -> str:
+    """`RunRecord.score` of a run with these keys."""
+    name = (MEANT | {**keys})["task.name"]
+    return find(TASKS[name]).score if name in TASKS else "top1"
 
 
 def columns_of(rows: Iterable[Json], place: str, keys: Iterable[str]) -> Columns:
@@ -127,7 +141,8 @@ def parse_run(path: Path, files: Mapping[str, bytes], rows: Iterable[Json]) -> R
     keys = parse_keys(files["recipe.toml"], path / "recipe.toml")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     source = recipe_of(starts[0] if starts else {})
-    return RunRecord(path, source, keys, columns_of(rows, "epoch", METRICS), starts, files)
+    measured = (*METRICS, *OF_SEVERAL) if score_of(keys) == "map" else METRICS
+    return RunRecord(path, source, keys, columns_of(rows, "epoch", measured), starts, files)
 
 
 def recipe_of(start: Mapping[str, Any]) -> str:

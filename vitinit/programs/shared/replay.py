@@ -23,6 +23,7 @@ from ...recipe.sections import Recipe
 from ...run import Run
 from ...runs.data import open_sets
 from ...runs.folder import RunFolder
+from ...train.metrics import MEASURES, OF_SEVERAL
 from .groups import commit, experiment
 from .records import RunRecord
 from .results import RECORDED, t_interval, table
@@ -37,6 +38,7 @@ COMPARED = (
     "val_balanced",
     "ema_top1",
     "ema_top5",
+    *OF_SEVERAL,
     "skipped_steps",
 )
 OF_MACHINE = ("device", "torch", "python", "processes", "git_commit")  # of RECORDED
@@ -122,15 +124,15 @@ def against_record(
     those that differ from it in the seed alone.
     """
     # What both have: a run that is evaluated every fifth epoch has no top-1 in between.
-    values = [
-        {key: (then[key], now[key]) for key in COMPARED if None not in (then[key], now[key])}
-        for then, now in zip(record.rows, rows)
-    ]
+    values = []
+    for then, now in zip(record.rows, rows):
+        known = [key for key in COMPARED if None not in (then.get(key), now.get(key))]
+        values.append({key: (then[key], now[key]) for key in known})
     done = len(values)
     text = f"{table_of_both(rows, values)}\n\n{other_machine(record, starts)}\n"
     if all(then == now for both in values for then, now in both.values()):
         return f"{text}equal to the bit: all results of epochs 1 to {done}\n", True
-    key = "val_top1" if "val_top1" in values[-1] else "train_loss"
+    key = next(key for key in ("val_top1", "val_map", "train_loss") if key in values[-1])
     then, now = values[-1][key]
     text += f"apart: {key} {then:.4f} then, {now:.4f} now, after epoch {done}"
     lasts = [run.rows[done - 1][key] for run in seeds if run.done >= done]
@@ -151,13 +153,14 @@ def against_record(
 def table_of_both(
     rows: Sequence[dict[str, Any]], values: Sequence[dict[str, tuple[float, float]]]
 ) -> str:
-    """Loss and top-1 by epoch, then and now. values: of each row, what both runs have."""
+    """Loss and score by epoch, then and now. values: of each row, what both runs have."""
+    score = "map" if any("val_map" in both for both in values) else "top1"
     cells = []
     for row, both in zip(rows, values):
         losses = [f"{loss:.6f}" for loss in both.get("train_loss", ())] or ["–", "–"]
-        accuracies = [f"{top1:.2f}" for top1 in both.get("val_top1", ())] or ["–", "–"]
-        cells.append([str(row["epoch"]), *losses, *accuracies])
-    return table(["epoch", "loss then", "now", "top-1 then", "now"], cells)
+        shares = [f"{share:.2f}" for share in both.get(f"val_{score}", ())] or ["–", "–"]
+        cells.append([str(row["epoch"]), *losses, *shares])
+    return table(["epoch", "loss then", "now", f"{MEASURES[score]} then", "now"], cells)
 
 
 def other_machine(record: RunRecord, starts: Sequence[dict[str, Any]]) -> str:

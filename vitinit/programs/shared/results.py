@@ -15,13 +15,12 @@ from typing import NamedTuple
 from ...base.files import STDOUT, deliver
 from ...base.messages import one_line
 from ...runs.evaluated import EvaluatedSet
-from ...train.metrics import Evaluation, balanced_accuracy
+from ...train.metrics import MEASURES, Evaluation, balanced_accuracy
 from .groups import Group, Groups, finished_runs, group_runs
 from .records import Json, RunRecord
 
 CONFIDENCE = 0.95
 BISECTIONS = 100  # each halves an interval of doubles, whose mantissa has 53 bits
-TOP1_OF = {"model": "val_top1", "EMA": "ema_top1"}
 RECORDED = {
     "git_commit": "commit",
     "torch": "torch",
@@ -91,16 +90,31 @@ class Finding(NamedTuple):
         return findings | results
 
     def by_class(self) -> str:
-        """A Markdown table of all classes with images by their top-1 accuracy, lowest first."""
+        """A Markdown table of all classes with images by their accuracy, lowest first: the share of
+        their images that are taken for them, or, if an image has several labels, their precision.
+        """
         totals = self.results["model"].class_images
-        hits_of = [result.class_hits for result in self.results.values()]
-        present = [row for row in zip(self.classes, totals, *hits_of) if row[1]]
-        present.sort(key=lambda row: row[2] / row[1])
-        rows = []
-        for label, total, *hits in present:
-            shares = [f"{100.0 * correct / total:.2f}" for correct in hits]
-            rows.append([one_line(label), f"{total:,}", *shares])
-        return table(["class", "images", *(f"{name} top-1" for name in self.results)], rows)
+        shares_of = [shares_right(result) for result in self.results.values()]
+        present = [row for row in zip(self.classes, totals, *shares_of) if row[1]]
+        present.sort(key=lambda row: row[2])
+        rows = [
+            [one_line(label), f"{total:,}", *(f"{share:.2f}" for share in shares)]
+            for label, total, *shares in present
+        ]
+        return table(["class", "images", *(f"{name} {self.by}" for name in self.results)], rows)
+
+    @property
+    def by(self) -> str:
+        """What `by_class` shows of a class."""
+        return "precision" if self.results["model"].precisions else "top-1"
+
+
+def shares_right(result: Evaluation) -> list[float]:
+    """What `Finding.by_class` shows, in percent; 0 for a class without images."""
+    if result.precisions:
+        return [100.0 * (share or 0.0) for share in result.precisions]
+    pairs = zip(result.class_hits, result.class_images)
+    return [100.0 * hits / images if images else 0.0 for hits, images in pairs]
 
 
 def as_dict(result: Evaluation, classes: Sequence[str]) -> Json:
@@ -110,13 +124,18 @@ def as_dict(result: Evaluation, classes: Sequence[str]) -> Json:
     scores = class_scores(hits, images, result.class_guesses)
     for label, correct, total, score in zip(classes, hits, images, scores):
         per_class.append({"class": label, "correct": correct, "total": total} | score._asdict())
-    return {
+    found = {
         "loss": result.loss,
-        "top1": result.top1,
-        "top5": result.top5,
-        "balanced_accuracy": balanced_accuracy(hits, images),
+        **result.measures,
         "images": result.images,
         "per_class": per_class,
+    }
+    if result.precisions:
+        for row, precision in zip(per_class, result.precisions):
+            row["average_precision"] = None if precision is None else 100.0 * precision
+        return found
+    return found | {
+        "balanced_accuracy": balanced_accuracy(hits, images),
         "confusion": None if result.confusion is None else result.confusion.tolist(),
     }
 
@@ -141,31 +160,35 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
                 f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
                 f"classes of {finding.checkpoint}; the others are left out of ranking and loss"
             )
-    rows = [*cells_of(findings)]
+    results = [result for finding in findings for result in finding.results.values()]
+    words = [MEASURES[key] for key in MEASURES if any(key in each.measures for each in results)]
+    rows = [*cells_of(findings, words)]
     if len(findings) > 1:
-        head = ["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"]
-        print(table(head, rows))
+        shares = [f"{measure} %" for measure in words]
+        print(table(["checkpoint", "weights", "data", *shares, "loss", "images"], rows))
     else:
-        for _, name, _, top1, top5, loss, images in rows:
-            among5 = "" if top5 == "–" else f"  top-5 {top5} %"
-            print(f"{name:5}  top-1 {top1} %{among5}  loss {loss}  over {images} images")
+        for _, name, _, *numbers, loss, images in rows:
+            known = [f"{word} {number} %" for word, number in zip(words, numbers) if number != "–"]
+            print("  ".join([f"{name:5}", *known, f"loss {loss}", f"over {images} images"]))
     if per_class:
         for finding in findings:
             print(
-                f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
+                f"\n{finding.checkpoint} on {finding.data_set}, {finding.by} of every class in %:\n\n"
                 f"{finding.by_class()}\n"
             )
     if json_file == STDOUT:
         deliver(text, json_file)
 
 
-def cells_of(findings: Iterable[Finding]) -> Iterator[list[str]]:
-    """Yield what a table shows of each finding and weights."""
+def cells_of(findings: Iterable[Finding], words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield what a table shows of each finding and weights. words: of the measures it shows."""
     for finding in findings:
         for name, result in finding.results.items():
-            top5 = "–" if result.top5 is None else f"{result.top5:.3f}"
-            numbers = [f"{result.top1:.3f}", top5, f"{result.loss:.4f}", f"{result.images:,}"]
-            yield [finding.checkpoint, name, str(finding.data_set), *numbers]
+            known = {MEASURES[key]: value for key, value in result.measures.items()}
+            shown = [known.get(word) for word in words]
+            shares = ["–" if share is None else f"{share:.3f}" for share in shown]
+            place = finding.checkpoint, name, str(finding.data_set)
+            yield [*place, *shares, f"{result.loss:.4f}", f"{result.images:,}"]
 
 
 def share_within(angle: float, degrees: int) -> float:
@@ -201,12 +224,12 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def paired(groups: Groups) -> Iterator[tuple[Group, str, dict[int, float]]]:
-    """Yield for each other group and "model" or "EMA", by seed, its last top-1 minus that of the
-    first group.
+    """Yield for each other group and "model" or "EMA", by seed, its last score minus that of the
+    first group, such as top-1.
     """
     first, *others = groups
     for other in others:
-        for name, metric in TOP1_OF.items():
+        for name, metric in first.scores.items():
             ours, theirs = first.last(metric), other.last(metric)
             yield other, name, {seed: theirs[seed] - ours[seed] for seed in theirs if seed in ours}
 
@@ -218,9 +241,12 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
     finished, unfinished = finished_runs(runs)
     groups = group_runs(finished)
     names = dict.fromkeys(run.recipe for run in finished)
+    scores = " and ".join(
+        dict.fromkeys(MEASURES.get(group.first.score, "top-1") for group in groups)
+    )
     parts = [
         f"# {', '.join(names)}",
-        "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best "
+        f"{scores[0].upper()}{scores[1:]} on the validation set in %, mean ± standard deviation over seeds. The best "
         "epoch is chosen on the images it is reported on. Seconds are those of training, "
         "without evaluation.",
         by_group(groups),
@@ -237,14 +263,14 @@ def by_group(groups: Groups) -> str:
     of the last loss, if a group has not learned classes.
     """
     head = ["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds per run"]
-    all_classify = all(group.last("val_top1") for group in groups)
+    all_classify = all(group.last(group.scores["model"]) for group in groups)
     if not all_classify:
         head.insert(-1, "loss")
     rows = []
     for group in groups:
         runs = group.runs.values()
         cells = [group.label, str(len(runs))]
-        for metric in TOP1_OF.values():
+        for metric in group.scores.values():
             curves = [run.measured(metric) for run in runs]
             if not all(curves):  # some have none, so none are shown
                 curves = []
@@ -270,11 +296,11 @@ def mean_and_std(values: Sequence[float], places: int = 2) -> str:
 
 
 def by_seed(groups: Groups) -> str:
-    """A table of the last epoch's top-1 of every run."""
+    """A table of the last epoch's score of every run, such as top-1."""
     seeds = sorted({seed for group in groups for seed in group.runs})
     rows = []
     for group in groups:
-        for name, metric in TOP1_OF.items():
+        for name, metric in group.scores.items():
             values = group.last(metric)
             cells = [f"{values[seed]:.2f}" if seed in values else "–" for seed in seeds]
             if values:

@@ -1,0 +1,144 @@
+"""Learning several labels per image: a yes or no for each class; average precision and F1.
+
+The sets are lists of images with several labels (data/lists.py). What is measured is what
+scikit-learn calls average_precision_score and f1_score, with what its averages are called.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..base.values import Proportion
+from ..train.distributed import Processes, agreed
+from ..train.interruption import StopRequest
+from ..train.loop import autocast
+from ..train.metrics import Evaluation
+from . import Batches, Contradiction, TensorFunction
+from .labels import Labels, binary_cross_entropy, contradictions_of
+
+
+def options(*, threshold: Proportion = 0.5) -> None:
+    """threshold: an image is of the classes that have at least this probability."""
+
+
+def average_precision(scores: Tensor, truths: Tensor) -> float | None:
+    """Σ (recall now − recall before) · precision over the distinct scores, from the highest; None
+    if no image is of the class.
+
+    scores: (N,); truths: (N,) bool, whether an image is of it. Images of one score count at once.
+    """
+    total = int(truths.sum())
+    if not total:
+        return None
+    order = scores.argsort(descending=True)
+    scores, hits = scores[order], truths[order].cumsum(0)  # among the first so many
+    last = torch.ones_like(truths)  # of those with its score
+    last[:-1] = scores[1:] != scores[:-1]
+    places = last.nonzero()[:, 0]
+    hits = hits[places].double()
+    precision = hits / (places + 1)
+    recall = hits / total
+    return float((recall.diff(prepend=recall.new_zeros(1)) * precision).sum())
+
+
+@torch.no_grad()
+def evaluate(
+    models: Sequence[nn.Module],
+    batches: Batches,
+    *,
+    num_classes: int,
+    threshold: float,
+    amp: str,
+    processes: Processes,
+    stop: StopRequest,
+    columns: Tensor | None = None,
+) -> list[Evaluation]:
+    """As `labels.evaluate`, of labels (B, K). The loss is the mean binary cross-entropy of an image
+    and a class, all alike. Precision needs all scores at once: 4 bytes for each image, class and
+    model are kept in memory, so 200 MB of 50,000 images and 1,000 classes, twice while they are put
+    together.
+    """
+    device = processes.device
+    kept: list[list[Tensor]] = [[torch.empty(0, num_classes)] for _ in (*models, "labels")]
+    for model in models:
+        model.eval()
+    for batch in agreed(batches, processes, stop):
+        if batch is None:  # only other processes have images left
+            continue
+        images, labels = batch
+        for scores, model in zip(kept, models):
+            with autocast(device, amp):
+                logits = model(images).float()  # (B, classes of the model)
+            scores.append((logits if columns is None else logits[:, columns.to(device)]).cpu())
+        kept[-1].append(labels.float().cpu())
+    *scores_of, truths = (of_all_processes(torch.cat(parts), processes) for parts in kept)
+    return [evaluation_of(scores, truths.bool(), threshold) for scores in scores_of]
+
+
+def of_all_processes(rows: Tensor, processes: Processes) -> Tensor:
+    """The rows (n, K) float32 of each process, of all of them (N, K), in the images' order: image i
+    is number i // world_size of process i % world_size.
+    """
+    count = int(processes.sum(torch.tensor(len(rows), device=processes.device)))
+    table = torch.zeros(count, rows.shape[1], device=processes.device)
+    table[processes.rank :: processes.world_size] = rows.to(processes.device)
+    return processes.sum(table).cpu()  # with zeros, which changes no bit
+
+
+def evaluation_of(logits: Tensor, truths: Tensor, threshold: float) -> Evaluation:
+    """What the logits (N, K) float32 of all images say, whose labels are (N, K) bool."""
+    chosen = logits.sigmoid() >= threshold
+    precisions, loss = [], 0.0
+    for scores, of_class in zip(logits.T, truths.T):  # all at once would take four times as much
+        precisions.append(average_precision(scores, of_class))
+        loss += F.binary_cross_entropy_with_logits(
+            scores.double(), of_class.double(), reduction="sum"
+        ).item()
+    return Evaluation(
+        loss / max(truths.numel(), 1),
+        None,
+        None,
+        len(truths),
+        (chosen & truths).sum(0).tolist(),
+        truths.sum(0).tolist(),
+        chosen.sum(0).tolist(),
+        None,
+        precisions,
+    )
+
+
+class MultiLabel(Labels):
+    """All classes that an image is of, each decided for itself."""
+
+    takes = staticmethod(options)
+    loss: TensorFunction = staticmethod(binary_cross_entropy)
+    several_labels = True
+    score = "map"
+
+    @staticmethod
+    def contradictions(recipe: Any) -> Iterator[Contradiction]:
+        if recipe.data.name != "image_list":
+            yield ("data.name", "task.name"), "image_list, which may state several labels"
+        if recipe.loss.name != "binary_cross_entropy":
+            yield ("loss.name", "task.name"), "binary_cross_entropy"
+        if recipe.mix.label_smoothing:
+            yield ("mix.label_smoothing", "task.name"), "0.0"
+        if recipe.data.sampling != "shuffled":
+            yield ("data.sampling", "task.name"), "shuffled, as an image is of several classes"
+        if recipe.distill.teacher:
+            yield ("distill.teacher", "task.name"), "none: a teacher goes with plain cross-entropy"
+        yield from contradictions_of(recipe)
+
+    def measure(
+        self,
+        models: Sequence[nn.Module],
+        batches: Batches,
+        *,
+        loss: TensorFunction,
+        **how: Any,
+    ) -> list[Evaluation]:
+        threshold = self.options["threshold"]
+        return evaluate(models, batches, num_classes=len(self.classes), threshold=threshold, **how)
