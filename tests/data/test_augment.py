@@ -16,6 +16,7 @@ from torchvision.transforms import v2
 from vitinit.data.augment import (
     ToDevice,
     TrainToDevice,
+    erase_one_by_one,
     mix_images,
     mix_targets,
     normal_quantiles,
@@ -168,6 +169,8 @@ def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_st
     erased[:, 4] = torch.tensor(NOISE_KEYS).view(torch.float64)
     found = erase(images, erased, fill)
     assert torch.equal(found, expected) and found.dtype == torch.float32
+    erase_one_by_one(images.numpy(), erased.numpy(), fill, QUANTILES.numpy())  # in place
+    assert torch.equal(images, expected)
 
 
 def on_fake_gpu(count: int, size: int, settings: Augmentation) -> Launches:
