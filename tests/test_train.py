@@ -17,6 +17,7 @@ import vitinit
 from vitinit.data import images, sources
 from vitinit.programs import export
 from vitinit.recipe.files import load_recipe
+from vitinit.runs import data, start
 from vitinit.runs.start import drop_path_of
 from vitinit.train.metrics import METRICS, StepRow
 from vitinit.watch.mass import mass_on_images
@@ -169,6 +170,20 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert "steps   12 = 3 epochs × 4, by Muon and AdamW, learning rate up to 0.001" in printed
     assert "lr      peak 0.001; first step 1e-06" in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_validates_on_few_images_at_once_and_its_init_reads_those_of_a_run(
+    train_program, small_run, tmp_path, monkeypatch
+):
+    """Workers decode several batches ahead of the one that it uses."""
+    views, batches = Mock(wraps=start.training_views), Mock(wraps=data.EvaluationBatches)
+    monkeypatch.setattr("vitinit.runs.start.training_views", views)
+    monkeypatch.setattr("vitinit.runs.data.EvaluationBatches", batches)
+    arguments = small_run(tmp_path / "run", init="whitened", eval__batch_size="19")
+    assert train_program.main([*arguments, "--dry-run"]) == 0
+    assert train_program.main(arguments) == 0
+    assert [call.args[2] for call in views.call_args_list] == [512, 512]
+    assert [call.kwargs["batch_size"] for call in batches.call_args_list] == [8, 19]
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

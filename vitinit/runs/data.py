@@ -33,6 +33,8 @@ from ..tasks import Task
 from ..train.distributed import Processes
 from .model import task_of
 
+REHEARSED_IMAGES = 8  # of a dry run's forward pass, which a CPU has to do in seconds
+
 
 def open_training_set(
     data: DataSection, run_seed: int, classes: Sequence[str] | None = ()
@@ -125,9 +127,10 @@ def evaluation_batches(
     *,
     rank: int = 0,
     world_size: int = 1,
+    batch_size: int | None = None,
 ) -> EvaluationBatches:
     """A data set's images as the recipe evaluates its model on them, at this size: every
-    `world_size`-th of them, from number `rank` on.
+    `world_size`-th of them, from number `rank` on. batch_size: None: the recipe's.
     """
     data, how = recipe.data, recipe.eval
     views = EvalViews(
@@ -145,7 +148,7 @@ def evaluation_batches(
     return EvaluationBatches(
         views,
         prepare,
-        batch_size=how.batch_size,
+        batch_size=batch_size or how.batch_size,
         workers=data.workers,
         on_device_gib=data.on_device_gib,
         cache_gib=how.cache_gib,
@@ -173,7 +176,8 @@ def open_data(
     strided: bool = False,
     classes: Sequence[str] | None = (),
 ) -> Data:
-    """Open the data sets and make this process's batches. dry_run: neither download nor decode.
+    """Open the data sets and make this process's batches. dry_run: neither download nor decode, and
+    validate on few images at once, since workers decode several batches ahead of the first.
     strided: as in `BatchPlan`, also of a recipe whose model needs no strided pairs. classes: as of
     `open_training_set`.
     """
@@ -214,6 +218,7 @@ def open_data(
         processes.device,
         rank=processes.rank,
         world_size=processes.world_size,
+        batch_size=REHEARSED_IMAGES if dry_run else None,
     )
     learned = list(map(str, whole_set.classes)) if recipe.task.kind.learns_classes else []
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches, learned)

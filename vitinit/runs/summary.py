@@ -20,10 +20,10 @@ from ..tasks import Task
 from ..train.device import cores, describe_device, fastest_amp
 from ..train.loop import Training
 from ..train.state import TrainState
+from .data import REHEARSED_IMAGES
 from .folder import RunFolder
 from .watching import Watchers
 
-REHEARSED_IMAGES = 8  # of a dry run's forward pass, which a CPU has to do in seconds
 FEW_UPDATES = 1_000  # steps; fewer than that from scratch give a warning
 SMALL_GRID = 6  # patches along a side; fewer than that give a warning
 WIDTH = 80  # characters of a line on the terminal
