@@ -53,6 +53,23 @@ def drawn_images(batch: int = 3, height: int = 12, width: int = 20) -> torch.Ten
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
 
 
+@each_family
+@torch.no_grad()
+def test_a_model_takes_as_many_channels_as_it_is_built_for(family):
+    model = built(family, in_channels=5)
+    images = torch.randn(3, 5, 12, 20, generator=torch.Generator().manual_seed(0))
+    logits = model(images)
+    for channel in range(5):
+        changed = images.clone()
+        changed[:, channel] += torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(1))
+        assert not torch.allclose(model(changed), logits)
+    line = refused(ValueError, model, images[:, :3])
+    assert line == "the model takes images of shape (B, 5, 12, 20) and got (3, 3, 12, 20)"
+    assert "in_channels is 0, expected more than 0" in refused(
+        ValueError, built, family, in_channels=0
+    )
+
+
 # Features: held against hooks on the modules that make them -----------------------------------
 @each_family
 @torch.no_grad()

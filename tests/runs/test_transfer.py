@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from refused import refused
-from small_models import redraw, state_of
+from small_models import SMALL, redraw, state_of
 from torch import Tensor, nn
 
 import vitinit
@@ -403,3 +403,47 @@ def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(tmp_path):
         line, *_ = fine_tune(model, changed, task_of(changed))
         assert_equal(model, expected.state_dict())
         assert "pos_embed 3×5 → 5×3 resized" in line
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("name", ["vit_tiny", "swin_tiny", "mixer_s16", "convmixer_256_8"])
+@torch.no_grad()
+def test_weights_for_rgb_compute_the_same_of_equal_channels(name, count):
+    """So those of RGB of a grey image, repeated, for one channel; and no other tensor changes."""
+    rgb, other = (
+        redraw(
+            vitinit.build_model(
+                name, num_classes=7, image_size=16, in_channels=channels, **SMALL[name]
+            ),
+            first=channels,
+        )
+        .float()
+        .eval()
+        for channels in (3, count)
+    )
+    before = state_of(rgb)
+    transfer = start_from(other, before, PATH, rgb.grid)
+    grey = torch.randn(11, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    expected = rgb(grey.expand(-1, 3, -1, -1))
+    assert expected.std() > 1e-3
+    torch.testing.assert_close(other(grey.expand(-1, count, -1, -1)), expected, rtol=0, atol=1e-4)
+    [words] = transfer.resized
+    assert (
+        f"{words.partition(' ')[0]} 3 → {count} channels (each the sum of all / {count})" == words
+    )
+    assert f"; {words} resized" in str(transfer)
+    for layer, value in other.state_dict().items():
+        assert torch.equal(value, before[layer]) == (layer not in words), layer
+
+
+def test_weights_of_a_simple_vit_for_another_number_of_channels_are_refused():
+    """Its first norm mixes pixels and channels, so that no tensors of another size compute the same."""
+    one, three = (
+        vitinit.build_model(
+            "simple_vit", num_classes=7, image_size=16, in_channels=channels, **SMALL["simple_vit"]
+        )
+        for channels in (1, 3)
+    )
+    assert "other shape: patch_embed.norm1.weight (48,) where the model has (16,), " in refusal(
+        one, state_of(three)
+    )

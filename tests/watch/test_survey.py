@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vitinit.data.datasets import open_split
-from vitinit.data.sources import LooseImages, oriented
+from vitinit.data.sources import LooseImages, read_as
 from vitinit.watch import survey as module
 from vitinit.watch.survey import survey
 
@@ -29,7 +29,7 @@ def tree(tmp_path):
 
 def said(tree, *, upright: bool = True, **options):
     sets = (
-        oriented(open_split("image_folder", str(tree), split, 0), upright)
+        read_as(open_split("image_folder", str(tree), split, 0), 3, upright)
         for split in ("train", "val")
     )
     return survey(*sets, SIDE, **options)

@@ -24,10 +24,10 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 def normalise(
     images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor
 ) -> Tensor:
-    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with 3 means and 3 stds."""
+    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with a mean and std per channel."""
     # In float64 on the CPU, or where the numbers are: Apple's GPUs have none.
-    mean = torch.as_tensor(mean, dtype=torch.float64).view(3, 1, 1)
-    std = torch.as_tensor(std, dtype=torch.float64).view(3, 1, 1)
+    mean = torch.as_tensor(mean, dtype=torch.float64).view(-1, 1, 1)
+    std = torch.as_tensor(std, dtype=torch.float64).view(-1, 1, 1)
     scale = 1.0 / (255.0 * std)
     shift = mean / std
     # One product and one difference, because devices divide float32 in different ways.
@@ -61,21 +61,22 @@ def hashed(keys: Array | int, counters: Array) -> Array:
 def erase(images: Tensor, erased: Tensor, num_erased: int, fill: str, quantiles: Tensor) -> Tensor:
     """Fill each image's erased box, in place; images: (B, 3, H, W) float32, normalised.
 
-    erased: (B, 5), as in `draw.Draws`. num_erased: how many values all boxes have (3 · height ·
-    width each), which the host must know. fill: as the key augment.erase_fill. All tensors are on one
+    erased: (B, 5), as in `draw.Draws`. num_erased: how many values all boxes have (channels ·
+    height · width each), which the host must know. fill: as the key augment.erase_fill. All tensors are on one
     device. Noise is looked up among the quantiles (of `normal_quantiles`) by a hash of the image's
     noise key and the position in the box (channel, row, column): the same bits on every device.
     """
     if num_erased == 0:
         return images
-    across = images.shape[3]
-    area = images.shape[2] * across
+    count, channels, down, across = images.shape
+    area = down * across
+    whole = channels * area
     # Per box, (B,): the place of its first value among those of all images, its sizes and its key.
     top, left, height, width = erased[:, :4].long().unbind(1)
-    first = torch.arange(0, 3 * area * len(images), 3 * area, device=images.device)
+    first = torch.arange(0, whole * count, whole, device=images.device)
     corner = first + across * top + left
     pixels = height * width
-    size = 3 * pixels
+    size = channels * pixels
     noise_key = erased[:, 4].view(torch.int64)
     # Per erased value, (num_erased,), box by box: its box's numbers, and where its box starts.
     box = torch.repeat_interleave(size, output_size=num_erased)
@@ -105,7 +106,7 @@ def erase_one_by_one(images: ndarray, erased: ndarray, fill: str, quantiles: nda
     for index in np.flatnonzero(erased[:, 2]):
         top, left, height, width = erased[index, :4].astype(int)
         box = images[index, :, top : top + height, left : left + width]
-        shape = box.shape if fill == "pixel" else (3, 1, 1)
+        shape = box.shape if fill == "pixel" else (len(box), 1, 1)
         bits = hashed(noise_keys[index], np.arange(prod(shape)).reshape(shape))
         box[:] = 0.0 if fill == "const" else quantiles[bits & (len(quantiles) - 1)]
 
@@ -235,7 +236,7 @@ class TrainToDevice(ToDevice):
         if self.device.type == "cpu":
             erase_one_by_one(images.numpy(), on_host, augment.erase_fill, self.quantiles.numpy())
         else:
-            num_erased = int(3 * on_host[:, 2] @ on_host[:, 3])
+            num_erased = int(images.shape[1] * on_host[:, 2] @ on_host[:, 3])
             erase(images, erased, num_erased, augment.erase_fill, self.quantiles)
         if mixes and not augment.erase_after_mix:
             images = mix_images(images, mixed)

@@ -2,7 +2,7 @@
 
 A folder with one of the names in SPLITS, in any case, is a split; without one, all folders are
 classes. A file is an image if its name has one of the EXTENSIONS, or one of HEIF that can be read
-here. Hidden files are left out (such as macOS's ._x.jpg), and so are hidden folders and those OF_SYSTEMS;
+here; where there is none, arrays of numpy's are. Hidden files are left out (such as macOS's ._x.jpg), and so are hidden folders and those OF_SYSTEMS;
 but for hidden files, what is left out is counted. Links are followed, but each real folder is read
 once, as of the class that it lies in (README.md).
 """
@@ -12,7 +12,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from ..base.messages import counted, in_brief, one_line, shortened
 from .images import HEIF_REMEDY, DataError, heif_formats
 
 EXTENSIONS = tuple(".jpg .jpeg .jfif .png .gif .webp .bmp .tif .tiff .ppm .pgm".split())
+ARRAYS = ".npy"
 HEIF = {".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".avif": "AVIF"}  # Pillow's names
 TRAIN, VAL, TEST = range(3)
 VISIBLE = "[!.]*"  # the pattern of names that are not hidden
@@ -133,7 +134,7 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
-    images = {}
+    found = {}
     seen = set()
     # Still to be read: how deep a link is, or 0 for what is none, its path, and the real path.
     waiting = [(0, os.fspath(folder), os.path.realpath(folder))]
@@ -157,10 +158,22 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
                 left_out["linked back"] += 1
             else:
                 heappush(waiting, (path.count(os.sep), path, target))
-        files = fnmatch.filter(files, VISIBLE)
-        images[parent] = sorted(filter(is_image, files))
-        left_out.update(map(suffix_of, set(files).difference(images[parent])))
-    return sorted(images.items())
+        found[parent] = fnmatch.filter(files, VISIBLE)
+    is_taken = image_filter(name for names in found.values() for name in names)
+    images = []
+    for parent, names in sorted(found.items()):
+        left_out.update(suffix_of(name) for name in names if not is_taken(name))
+        images.append((parent, sorted(filter(is_taken, names))))
+    return images
+
+
+def image_filter(names: Iterable[str]) -> Callable[[str], bool]:
+    """What tells the images of a set from its other files: `is_image`, or, where none of the `names`
+    is one of these, whether a file is an array of numpy's, which may have any number of channels.
+    """
+    if any(map(is_image, names)):
+        return is_image
+    return lambda name: suffix_of(name) == ARRAYS
 
 
 def is_image(name: str) -> bool:

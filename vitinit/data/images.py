@@ -1,7 +1,8 @@
 """Decode image files, resize and crop; worker processes do this, one image at a time.
 
 Images are (3, H, W) uint8 tensors whose memory is channels-last. The JPEG decoder returns them so,
-and torch's antialiased interpolation of uint8 is fastest with that layout.
+and torch's antialiased interpolation of uint8 is fastest with that layout. Three channels are RGB,
+and elsewhere in this package, too, (3, H, W) stands for as many channels as data.mean has values.
 """
 
 import io
@@ -19,11 +20,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
 from ..base.files import FileError, read_bytes
-from ..base.messages import OneLineError, in_brief, ran_out_of_memory, without_warnings
+from ..base.messages import OneLineError, counted, in_brief, ran_out_of_memory, without_warnings
+from .operations import grey
 
 LARGEST_FILE = 2**30  # bytes: RGB of 16 bits of the most pixels that Pillow reads
 LONG = 32  # an image so many times as long as its view is not enlarged whole
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")  # Pillow's names
+ARRAY, TIFFS = b"\x93NUMPY", (b"II", b"MM")  # how files of numpy's begin, and TIFFs
 # Marks of a JPEG's segments: where its scan begins, frames (baseline, extended, progressive), and
 # others that Pillow never refuses, by the name that they begin with: tables, comments, JFIF's own, a
 # colour profile in one piece or more, Adobe's.
@@ -148,6 +151,7 @@ def decode_image(
     path: str,
     view: Callable = lambda image: image,
     *,
+    channels: int = 3,
     apply_exif_orientation: bool = True,
 ) -> Any:
     """Read and decode an image file as `decode_bytes`, and return what `view` makes of it. Raises
@@ -161,42 +165,43 @@ def decode_image(
             raise DataError(f"{error}{way}") from None
         except ValueError as error:  # of a zero byte in the name
             raise DataError(f"{path}: cannot be read: {error}") from None
-        return view(decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation))
+        image = decode_bytes(
+            content, path, channels=channels, apply_exif_orientation=apply_exif_orientation
+        )
+        return view(image)
 
 
-def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
-    """Decode the content of an image file: RGB, (3, H, W) uint8.
+def decode_bytes(
+    content: bytes, name: str, *, channels: int = 3, apply_exif_orientation: bool = True
+) -> Tensor:
+    """Decode the content of an image file: (channels, H, W) uint8, three of them in RGB.
 
     `jpeg_decoder` decodes JPEGs, because it is fast, and Pillow other formats, what that refuses,
     and what it would turn and should not; both give the same pixels. Of an animation the first
     frame is taken; transparency is dropped as by Pillow's convert("RGB"); of 16-bit values the
     higher 8 bits are kept.
 
+    channels: as many as the file must have, alpha included, unless it is RGB of which grey is
+        wanted, or grey of which RGB is. Pillow reads no TIFFs of other numbers; tifffile does.
     apply_exif_orientation: turn a photograph upright, as its EXIF data say; False leaves it as it
         is stored, as torchvision's and timm's loaders do. Pillow turns a TIFF in any case, and
         pillow-heif a HEIC, whose EXIF data then no longer say so.
 
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
-    image, if it has 32-bit values or bands of unknown meaning, or more pixels than Pillow reads
-    (178,956,970 by default).
+    image, if it has 32-bit values, other channels or, as RGB, bands of unknown meaning, or more
+    pixels than Pillow reads (178,956,970 by default).
     """
     formats = list(FORMATS)
     if content[4:8] == b"ftyp":
         formats += heif_formats()
     with without_warnings():  # of deprecation, read-only bytes and damage
         try:
-            size = plain_jpeg_size(content)
-            is_plain = size is not None and prod(size) <= (Image.MAX_IMAGE_PIXELS or 0)
-            decoded = decoded_jpeg(content) if is_plain else None
-            if decoded is not None:
-                return decoded
-            with Image.open(io.BytesIO(content), formats=formats) as image:  # reads its header
-                if image.format in ("JPEG", "MPO"):
-                    if apply_exif_orientation or "exif" not in image.info:
-                        decoded = decoded_jpeg(content)
-                if decoded is not None:
-                    return decoded
-                return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
+            if content.startswith(ARRAY):
+                decoded = from_array(np.load(io.BytesIO(content)))
+            elif channels not in (1, 3) and content.startswith(TIFFS):
+                decoded = decoded_tiff(content)
+            else:
+                decoded = decoded_photograph(content, formats, channels, apply_exif_orientation)
         except MemoryError:
             raise
         except UnidentifiedImageError:
@@ -205,7 +210,76 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
                 reason = HEIF_REMEDY
         except Exception as error:  # Pillow's plug-ins raise many kinds
             reason = in_brief(error)
+        else:
+            return with_channels(decoded, channels, name)
     raise DataError(f"{name}: not a readable image, {len(content)} bytes ({reason})")
+
+
+def decoded_photograph(
+    content: bytes, formats: list[str], channels: int, apply_exif_orientation: bool
+) -> Tensor:
+    """A file of Pillow's formats, in RGB, (3, H, W) uint8, or with alpha if `from_pillow` keeps it."""
+    size = plain_jpeg_size(content)
+    is_plain = size is not None and prod(size) <= (Image.MAX_IMAGE_PIXELS or 0)
+    decoded = decoded_jpeg(content) if is_plain else None
+    if decoded is not None:
+        return decoded
+    with Image.open(io.BytesIO(content), formats=formats) as image:  # reads its header
+        if image.format in ("JPEG", "MPO"):
+            if apply_exif_orientation or "exif" not in image.info:
+                decoded = decoded_jpeg(content)
+        if decoded is not None:
+            return decoded
+        return from_pillow(image, channels, apply_exif_orientation=apply_exif_orientation)
+
+
+def decoded_tiff(content: bytes) -> Tensor:
+    """All bands of the first picture of a TIFF, (C, H, W) uint8; DataError without tifffile."""
+    try:
+        from tifffile import TiffFile
+    except ImportError:
+        raise DataError(
+            "a TIFF of other channels than 1 or 3: pip install 'vitinit[bands]'"
+        ) from None
+    with TiffFile(io.BytesIO(content)) as file:
+        page = file.pages.first
+        if page.imagewidth * page.imagelength > (Image.MAX_IMAGE_PIXELS or 0):
+            raise DataError(
+                f"{page.imagelength} × {page.imagewidth} pixels, more than Pillow reads"
+            )
+        bands = page.asarray()
+        return from_array(np.moveaxis(bands, 0, -1) if page.axes == "SYX" else bands)
+
+
+def from_array(array: np.ndarray) -> Tensor:
+    """(H, W) or (H, W, C), uint8, or uint16, whose higher 8 bits are kept → (C, H, W) uint8,
+    channels-last. DataError for any other array.
+    """
+    layers = array[..., None] if array.ndim == 2 else array
+    if array.dtype.kind != "u" or array.itemsize > 2 or layers.ndim != 3 or not array.size:
+        raise DataError(
+            f"an array {array.shape} {array.dtype}; expected (H, W) or (H, W, channels), uint8 or "
+            "uint16, whose higher 8 bits are kept"
+        )
+    # A copy, since a view such as frame[..., ::-1] has strides that torch has not.
+    levels = np.array(layers >> 8 * (array.itemsize - 1), np.uint8, order="C")
+    return torch.from_numpy(levels).permute(2, 0, 1)
+
+
+def with_channels(image: Tensor, channels: int, name: str = "an image") -> Tensor:
+    """An image (c, H, W) uint8 with so many channels: RGB as grey, as by Pillow's convert("L"), grey
+    as RGB, or as it is. DataError, which calls the image `name`, for any other number.
+    """
+    if len(image) == channels:
+        return image
+    if (len(image), channels) == (3, 1):
+        return grey(image[None].float())[0].to(torch.uint8)
+    if (len(image), channels) == (1, 3):
+        return image.repeat(3, 1, 1)
+    raise DataError(
+        f"{name}: has {counted(len(image), 'channel')}, and data.mean "
+        f"{counted(channels, 'value')}; expected as many"
+    )
 
 
 def has_unknown_bands(image: Image.Image) -> bool:
@@ -219,9 +293,11 @@ def has_unknown_bands(image: Image.Image) -> bool:
     return {1, 2}.isdisjoint(meanings)  # the two kinds of alpha
 
 
-def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> Tensor:
-    """A Pillow image as RGB, (3, H, W) uint8, channels-last; DataError for 32-bit values, and for
-    bands whose meaning is not known.
+def from_pillow(
+    image: Image.Image, channels: int = 3, *, apply_exif_orientation: bool = True
+) -> Tensor:
+    """A Pillow image as RGB, (3, H, W) uint8, channels-last, or, where neither one channel nor three
+    are asked for, with its alpha. DataError for 32-bit values, and unknown bands.
     """
     # Pillow may read 16-bit values as 32-bit integers, too; PNG and PPM have no others.
     if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
@@ -243,8 +319,10 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
         # convert("RGB") clips 16-bit grey levels above 255; of colours it keeps the higher byte.
         higher = (np.asarray(image) // 256).clip(0, 255)
         image = Image.fromarray(higher.astype(np.uint8))
-    flat = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
-    return flat.view(image.height, image.width, 3).permute(2, 0, 1)
+    if channels in (1, 3) or image.mode not in ("LA", "RGBA"):
+        image = image.convert("RGB")
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return flat.view(image.height, image.width, -1).permute(2, 0, 1)
 
 
 def resize(image: Tensor, size: HeightWidth, interpolation: str) -> Tensor:
@@ -309,10 +387,12 @@ def enlarged_part(image: Tensor, size: HeightWidth, box: Box, interpolation: str
     top = box.top * y - first
     left = box.left * x - before
     piece = image[:, first : first + box.height + 6, before : before + box.width + 6]
-    pixels = Image.fromarray(piece.permute(1, 2, 0).numpy())
     kernel = Image.Resampling[interpolation.upper()]
     # Rows first, as in torch; in one call Pillow may begin with columns.
-    across = (left, 0, left + box.width * x, pixels.height)
-    rows = pixels.resize((box.width, pixels.height), kernel, across)
+    across = (left, 0, left + box.width * x, piece.shape[1])
     down = (0, top, box.width, top + box.height * y)
-    return from_pillow(rows.resize((box.width, box.height), kernel, down))
+    channels = []
+    for values in piece.numpy():
+        rows = Image.fromarray(values).resize((box.width, piece.shape[1]), kernel, across)
+        channels.append(np.asarray(rows.resize((box.width, box.height), kernel, down)))
+    return from_array(np.stack(channels, axis=2))

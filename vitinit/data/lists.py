@@ -27,7 +27,7 @@ from numpy import ndarray
 
 from ..base.files import in_one_line, opened
 from ..base.messages import counted, in_brief, shortened
-from .folders import SPLITS, TEST, TRAIN, VAL, composed, in_words, is_image, suffix_of
+from .folders import SPLITS, TEST, TRAIN, VAL, composed, image_filter, in_words, suffix_of
 from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles
 
@@ -191,7 +191,7 @@ def readable_part(listed: ImageFiles, of_test: int, root: Path) -> ImageFiles:
 
     of_test: how many other images are left out, since they are of the split "test".
     """
-    readable = np.array([is_image(path) for path in listed.each_path()])
+    readable = np.array([*map(image_filter(listed.each_path()), listed.each_path())])
     source = listed.part(readable)
     left_out = Counter(map(suffix_of, listed.part(~readable).paths))
     left_out["of the split test"] = of_test

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEVELS = 256
+BYTES = 4  # of the word that holds a pixel's channels where it is moved
 FRAME = 2  # pixels of border that interpolation may read on each side
 # What the columns hold: the drawn operation (code, argument, 1 if it is bicubic) and its group; for
 # a fixed map of levels, threshold, addend, flip and mask (`fixed_tables`); for an affine map, the
@@ -46,7 +47,7 @@ def map_levels(
     stretched, equalised, fixed = counts
     adaptive = stretched + equalised  # how many tables depend on the image
     levels = torch.arange(LEVELS, dtype=torch.int16, device=images.device)
-    tables = images.new_empty(len(images), 3, LEVELS)
+    tables = images.new_empty(*images.shape[:2], LEVELS)
     if fixed:
         tables[adaptive:] = fixed_tables(columns[adaptive:], levels)
     if adaptive:
@@ -62,7 +63,7 @@ def map_levels(
         else:  # which a GPU would have to wait for
             channels = images[middle].flatten(0, 1).flatten(1)
             histograms = torch.cat([channel.bincount(minlength=LEVELS) for channel in channels])
-        histograms = histograms.view(-1, 3, LEVELS)
+        histograms = histograms.view(-1, *tables.shape[1:])
         tables[middle] = equalize_tables(histograms, lightest[middle], levels)
     if few_launches:
         return tables.flatten().index_select(0, entries_of(images).flatten()).view(images.shape)
@@ -74,9 +75,10 @@ def map_levels(
 
 def entries_of(images: Tensor) -> Tensor:
     """Where the entry of each value is in flattened tables (n, 3, 256): (n, 3, H, W) int32."""
-    size = 3 * LEVELS * len(images)
+    count, channels = images.shape[:2]
+    size = count * channels * LEVELS
     first = torch.arange(0, size, LEVELS, dtype=torch.int32, device=images.device)
-    return images + first.view(-1, 3, 1, 1)
+    return images + first.view(count, channels, 1, 1)
 
 
 def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
@@ -146,8 +148,11 @@ def to_levels(values: Tensor) -> Tensor:
 def grey(images: Tensor) -> Tensor:
     """The ITU-R 601 luma of float32, rounded like in Pillow's convert("L"): (n, 1, H, W) float32.
 
-    Weights are multiples of 2⁻¹⁶ with a sum of 1, so no sum has more bits than float32 holds.
+    Weights are multiples of 2⁻¹⁶ with a sum of 1, so no sum has more bits than float32 holds. Of
+    images of one channel it is that channel.
     """
+    if images.shape[1] == 1:
+        return images.clone()
     red, green, blue = images.split(1, dim=1)
     luma = (red * (19595 / 2**16)).add_(green, alpha=38470 / 2**16)
     return luma.add_(blue, alpha=7471 / 2**16).add_(0.5).floor_()
@@ -194,21 +199,30 @@ def affine(
         x = low[:, 0]  # (n, H, W)
     if "y" in axes:
         y = low[:, -1]
-    words = framed(images)
-    stride = words.stride(1)
+    stride = size[1] + 2 * FRAME
+    area = (size[0] + 2 * FRAME) * stride
     # The word above on the left of each image's first pixel, in the flattened words, (n,), and of
     # each source pixel, (n, H, W).
-    first = integers((FRAME - 1) * (stride + 1), words.numel(), words.stride(0))
+    first = integers((FRAME - 1) * (stride + 1), area * len(images), area)
     index = y * stride + x + first[:, None, None]
-    parts = []
     bilinear = sum(counts[:3])
-    for part, bicubic in ((slice(bilinear), False), (slice(bilinear, None), True)):
-        if len(index[part]):
-            by_axis = dict(zip(axes, shares[part].split(1, dim=1)))
-            parts.append(interpolated(words, index[part], by_axis, bicubic, few_launches))
-    values = parts[0] if len(parts) == 1 else torch.cat(parts)
+    groups = []  # of the channels that a word holds
+    for some in images.split(BYTES, dim=1):
+        read = partial(pixels_around, framed(some), some.shape[1])
+        parts = []
+        for part, bicubic in ((slice(bilinear), False), (slice(bilinear, None), True)):
+            if len(index[part]):
+                by_axis = dict(zip(axes, shares[part].split(1, dim=1)))
+                parts.append(interpolated(read, index[part], by_axis, bicubic, few_launches))
+        groups.append(joined(parts, 0))
+    values = joined(groups, 1)
     # uint8 arithmetic wraps around at 256: this gives the value where `inside` is 1, else the fill.
     return to_levels(values).sub_(fill).mul_(inside.view(torch.uint8)).add_(fill)
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The parts along a dimension, without a copy of a single one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def source_positions(
@@ -239,22 +253,22 @@ def source_positions(
 
 
 def framed(images: Tensor) -> Tensor:
-    """Pack the three channels of each pixel into one word, so that one look-up fetches them.
+    """Pack the channels of each pixel, four at most, into one word, so that one look-up fetches them.
 
     (n, 3, H, W) uint8 → (n, H + 4, W + 4) int32, with a border of 2 pixels that repeats the edge.
     """
-    pixels = images.new_empty(len(images), *images.shape[2:], 4)
-    pixels[..., :3] = images.permute(0, 2, 3, 1)
+    pixels = images.new_empty(len(images), *images.shape[2:], BYTES)
+    pixels[..., : images.shape[1]] = images.permute(0, 2, 3, 1)
     words = pixels.view(torch.float32)[..., 0]  # only floats can be padded so, bit by bit
     return F.pad(words, (FRAME,) * 4, mode="replicate").view(torch.int32)
 
 
 def interpolated(
-    words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubic: bool, few_launches: bool
+    read: Callable, index: Tensor, shares: dict[str, Tensor], bicubic: bool, few_launches: bool
 ) -> Tensor:
     """Interpolate between the neighbours of each source pixel, first along x, then along y.
 
-    words: `framed`. index: (n, H, W), of the first of 4 × 4 neighbours, above on the left.
+    read: `pixels_around` of the framed images. index: (n, H, W), of the first of 4 × 4 neighbours, above on the left.
     shares: for each axis, (n, 1, H, W). Returns (n, 3, H, W) float32.
     """
     between: Callable = cubic if bicubic else linear
@@ -264,7 +278,7 @@ def interpolated(
     at_once = len(down) if few_launches else 1
     rows = []  # (n, 3, H, W) each
     for start in down[::at_once]:
-        pixels = pixels_around(words, index, range(start, start + at_once), across)
+        pixels = read(index, range(start, start + at_once), across)
         if "x" in shares:
             rows.extend(between(*pixels.unbind(1), shares["x"]))
         else:
@@ -274,8 +288,13 @@ def interpolated(
     return rows[0]
 
 
-def pixels_around(words: Tensor, index: Tensor, down: range, across: range) -> Tensor:
-    """Look up rows and columns of each pixel's neighbours: (down, across, n, 3, H, W) int16."""
+def pixels_around(
+    words: Tensor, channels: int, index: Tensor, down: range, across: range
+) -> Tensor:
+    """Look up rows and columns of each pixel's neighbours: (down, across, n, 3, H, W) int16.
+
+    words: `framed`, of images of so many channels.
+    """
     stride = words.stride(1)
     size = len(down), len(across)
     words = words.flatten()[down.start * stride + across.start :]
@@ -283,8 +302,8 @@ def pixels_around(words: Tensor, index: Tensor, down: range, across: range) -> T
         reach = (len(down) - 1) * stride + len(across) - 1  # from a window's first word to its last
         words = words.as_strided((len(words) - reach, *size), (1, stride, 1))
     pixels = words.index_select(0, index.flatten()).view(torch.uint8)
-    channels = pixels.view(*index.shape, *size, 4)[..., :3].permute(3, 4, 0, 5, 1, 2)
-    return channels.to(torch.int16, memory_format=torch.contiguous_format)
+    values = pixels.view(*index.shape, *size, BYTES)[..., :channels].permute(3, 4, 0, 5, 1, 2)
+    return values.to(torch.int16, memory_format=torch.contiguous_format)
 
 
 def linear(a: Tensor, b: Tensor, t: Tensor) -> Tensor:

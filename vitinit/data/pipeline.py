@@ -157,10 +157,10 @@ def decode_to_device(
     augment = drawn.augment
     size = drawn.size
     only_moved = augment.crop_scale == augment.crop_ratio == (1.0, 1.0) and size[0] == size[1]
-    nbytes = len(source) * 3 * size[0] * size[1]
+    nbytes = len(source) * source.channels * size[0] * size[1]
     if not only_moved or nbytes > budget_gib * GIB:
         return None
-    images = torch.empty(len(source), 3, *size, dtype=torch.uint8)
+    images = torch.empty(len(source), source.channels, *size, dtype=torch.uint8)
     for index in range(len(source)):
         image = source.image(index)
         if tuple(image.shape[1:]) != size:
@@ -172,16 +172,16 @@ def decode_to_device(
 
 def cut(images: Tensor, windows: Tensor) -> Tensor:
     """Cut `windows` (B, 4), as of `TrainViews`, out of images (N, 3, H, W); black outside them."""
-    height, width = images.shape[2:]
+    channels, height, width = images.shape[1:]
     index, top, left, flip = windows[..., None, None, None].unbind(1)  # (B, 1, 1, 1) each
     planes, rows, columns = (
-        torch.arange(count, device=images.device) for count in (3, height, width)
+        torch.arange(count, device=images.device) for count in (channels, height, width)
     )
     rows = top + rows[:, None]  # (B, 1, H, 1)
     columns = left + torch.where(flip == 1, columns.flip(0), columns)  # (B, 1, 1, W)
     inside = ((rows >= 0) & (rows < height)) & ((columns >= 0) & (columns < width))
     # The place of each value among those of all images: (B, 3, H, W).
-    rows = (3 * index + planes[:, None, None]) * height + rows.clamp(0, height - 1)
+    rows = (channels * index + planes[:, None, None]) * height + rows.clamp(0, height - 1)
     places = rows * width + columns.clamp(0, width - 1)
     return images.view(-1).index_select(0, places.flatten()).view(places.shape).mul_(inside)
 
@@ -209,7 +209,7 @@ class EvaluationBatches:
         self.views = views
         self.prepare = prepare
         self.batch_size = batch_size
-        self.nbytes = len(views) * 3 * views.size[0] * views.size[1]
+        self.nbytes = len(views) * views.source.channels * views.size[0] * views.size[1]
         self.place: torch.device | None = None  # where they are stored; None: nowhere
         if self.nbytes <= on_device_gib * GIB:
             self.place = prepare.device

@@ -52,6 +52,7 @@ class Operation(IntEnum):
 
 
 ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
+OF_COLOURS = ("Color", "Contrast")  # which read red, green and blue together
 OperationName = Annotated[str, Literal[ALL_OPERATIONS]]
 Level = Annotated[int, Bounds(minimum=0, maximum=255)]
 Strength = Annotated[float, Bounds(minimum=0.0, maximum=100.0)]
@@ -72,7 +73,7 @@ class RandAugment:
     probability: Proportion  # that a drawn operation is applied
     magnitude: Annotated[float, Bounds(minimum=0.0, maximum=MAX_MAGNITUDE)]  # its mean
     magnitude_std: Strength  # its standard deviation
-    fill: tuple[Level, Level, Level]  # colour of pixels from outside
+    fill: tuple[Level, ...]  # colour of pixels from outside, per channel, or one value for all
     interpolation: Literal["bilinear", "bicubic", "random"]  # random: drawn per application
     operations: tuple[OperationName, ...]
     rotate_degrees: Annotated[float, Bounds(minimum=0.0, maximum=360.0)]  # ± the angle
@@ -82,6 +83,22 @@ class RandAugment:
     posterize_bits: Annotated[int, Bounds(minimum=0, maximum=8)]  # kept at 0; at 10 none is
     solarize_levels: Annotated[int, Bounds(minimum=0, maximum=256)]  # 256 minus the threshold
     solarize_add_levels: Level  # what is added, at most 128
+
+    def require_channels(self, channels: int) -> None:
+        """Raise ValueError unless its operations are defined for images of so many channels."""
+        if not self.layers:
+            return
+        others = [name for name in self.operations if name not in OF_COLOURS]
+        if channels not in (1, 3) and len(others) < len(self.operations):
+            raise ValueError(
+                f"rand_augment.operations has {' or '.join(OF_COLOURS)}, which are defined for RGB and "
+                f"grey, and data.mean {channels} values; expected {others}, or rand_augment.layers = 0"
+            )
+        if len(self.fill) not in (1, channels):
+            raise ValueError(
+                f"rand_augment.fill has {len(self.fill)} values, and data.mean {channels}; expected as "
+                "many, or one for all, or rand_augment.layers = 0"
+            )
 
     def arguments(self, codes: ndarray, magnitudes: ndarray, signs: ndarray) -> ndarray:
         """The arguments of operations at magnitudes in [0, 10]; signs: -1 or 1, of directions."""
@@ -214,7 +231,7 @@ def rand_augment(
     """Apply to each image of (n, 3, H, W) uint8 its operations; returns new images.
 
     operations: (n, L, COLUMNS), of `for_device`, on the images' device. fill: the colour of pixels
-        from outside (three values, 0 to 255).
+        from outside (a value per channel, or one for all, 0 to 255).
     groups: (n, L), the column GROUP of `operations` on the host; without it a GPU is waited for.
     few_launches: all groups of a function go through it together, for a GPU; else one after the
         other, which takes least arithmetic and memory. None: what suits the device.
@@ -227,7 +244,7 @@ def rand_augment(
     # Where each group begins in each layer, once images are sorted: how many are of a lower one.
     starts = (groups[..., None] < np.arange(len(GROUPS))).sum(0).tolist()  # (L, groups)
     orders = operations[..., GROUP].argsort(dim=0, stable=True)  # (n, L)
-    fill = torch.as_tensor(fill, dtype=torch.uint8, device=images.device).view(3, 1, 1)
+    fill = torch.as_tensor(fill, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
     look_up = partial(map_levels, few_launches=few_launches)
     shift = partial(affine, fill=fill, few_launches=few_launches)
     pixels = CPU_CHUNK if on_cpu else GPU_CHUNK

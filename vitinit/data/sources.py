@@ -27,7 +27,7 @@ from .folders import (
     in_words,
     suffix_of,
 )
-from .images import DataError, decode_image, jpeg_decoder
+from .images import DataError, decode_image, jpeg_decoder, with_channels
 
 __all__ = ["ImageFiles", "ImageFolder", "ImagesInMemory", "LooseImages", "Source"]
 
@@ -42,6 +42,8 @@ class Source:
     """
 
     pixels: Callable[[int], Tensor]  # of an image that is in memory
+    channels = 3  # of its images; `read_as` changes it, and what it says of files
+    apply_exif_orientation = True
     left_out = ""  # lines about what is left out of a folder
     to_validate_on = ""  # what else there is, beside images to train on, such as "val/"
 
@@ -77,7 +79,7 @@ class Source:
         """Image `index`, (3, H, W) uint8, or what `view` makes of it: DataError if there is too
         little memory for either, or if it cannot be decoded.
         """
-        return view(self.pixels(index))
+        return view(with_channels(self.pixels(index), self.channels))
 
     def note(self, line: str) -> None:
         """Put a line before what `left_out` says."""
@@ -126,8 +128,6 @@ class ImageFiles(Source):
     into each worker, since reading one counts a reference.
     """
 
-    apply_exif_orientation = True  # `oriented` changes it
-
     def __init__(
         self, paths: Iterable[str | Path], labels: Sequence[int] | ndarray, classes: list[str]
     ) -> None:
@@ -157,7 +157,12 @@ class ImageFiles(Source):
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
         start, end = self.stored[index].tolist()
         path = os.fsdecode(self.text[start:end].numpy().tobytes())
-        return decode_image(path, view, apply_exif_orientation=self.apply_exif_orientation)
+        return decode_image(
+            path,
+            view,
+            channels=self.channels,
+            apply_exif_orientation=self.apply_exif_orientation,
+        )
 
 
 class ImageFolder(ImageFiles):
@@ -216,11 +221,12 @@ class LooseImages(ImageFiles):
         super().__init__(paths, np.zeros(len(paths)), [""])
 
 
-def oriented(source: Source, apply_exif_orientation: bool) -> Source:
-    """The same images; those in files are turned as their EXIF data say, or left as stored."""
-    if isinstance(source, ImageFiles):
-        source = copy.copy(source)
-        source.apply_exif_orientation = apply_exif_orientation
+def read_as(source: Source, channels: int, apply_exif_orientation: bool) -> Source:
+    """The same images with so many channels; those in files are turned as their EXIF data say, or
+    left as stored.
+    """
+    source = copy.copy(source)
+    source.channels, source.apply_exif_orientation = channels, apply_exif_orientation
     return source
 
 

@@ -91,6 +91,7 @@ class ConvMixer(Classifier):
         *,
         num_classes: int,
         image_size: Pair,
+        in_channels: int = 3,
         patch_size: Pair,
         embed_dim: int,
         depth: int,
@@ -101,6 +102,7 @@ class ConvMixer(Classifier):
     ) -> None:
         super().__init__(
             num_classes,
+            in_channels,
             image_size=image_size,
             patch_size=patch_size,
             embed_dim=embed_dim,
@@ -115,7 +117,7 @@ class ConvMixer(Classifier):
         self.kernel_size = kernel_size
         self.patch_size = to_pair(patch_size)
         self.grid = patch_grid(to_pair(image_size), self.patch_size)
-        patch_embed = nn.Conv2d(3, embed_dim, self.patch_size, stride=self.patch_size)
+        patch_embed = nn.Conv2d(in_channels, embed_dim, self.patch_size, stride=self.patch_size)
         self.stem = nn.Sequential(patch_embed, act(), nn.BatchNorm2d(embed_dim))
         blocks = [conv_mixer_block(embed_dim, kernel_size, num_filters, act) for _ in range(depth)]
         self.blocks = nn.Sequential(*blocks)
@@ -130,7 +132,7 @@ class ConvMixer(Classifier):
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         height, width = images.shape[-2:]
-        require_image_size(images, (height, width))
+        require_image_size(images, self.in_channels, (height, width))
         patch_grid((height, width), self.patch_size)  # else the stem would drop the last rows
         x = self.stem(images)  # (B, C, h, w)
         x, after = run_blocks(self.blocks, x, blocks)

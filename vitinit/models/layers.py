@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
 
 
 class Features(NamedTuple):
-    """The features of images (B, 3, H, W)."""
+    """The features of images (B, 3, H, W); 3 stands for in_channels."""
 
     blocks: tuple[Tokens, ...]  # after each chosen block, without the last norm
     last: Tokens  # after the last block and the last norm, if there is one
@@ -45,7 +45,8 @@ class Classifier(nn.Module):
     The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`. What
     they take in all families:
 
-    num_classes: of the logits; 0: no head.
+    num_classes: of the logits; 0: no head. in_channels: of the images; 3 are RGB, and stand for any
+        number in the shapes (B, 3, H, W).
     image_size, patch_size: in pixels, one integer or (height, width).
     embed_dim, depth, num_heads: channels of a token, blocks, and heads of each block.
     mlp_ratio: width of the MLP's hidden layer, divided by embed_dim. qkv_bias: whether queries,
@@ -63,7 +64,7 @@ class Classifier(nn.Module):
     rotary = False  # whether queries and keys are turned by their tokens' places
     drop_path_rates: tuple[float, ...] = ()
 
-    def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
+    def __init__(self, num_classes: int, in_channels: int, **sizes: float | Sequence[int]) -> None:
         """num_classes: 0 for no head. sizes: by the options' names; raises ValueError unless all
         are above 0, and for more than MOST_BLOCKS blocks, which a file from elsewhere may ask for.
         """
@@ -72,13 +73,13 @@ class Classifier(nn.Module):
             raise ValueError(
                 f"num_classes is {num_classes}, expected at least 0 (a model without a head)"
             )
-        for name, value in sizes.items():
+        for name, value in {"in_channels": in_channels, **sizes}.items():
             parts = value if isinstance(value, Sequence) else [value]
             if not all(part > 0 for part in parts):
                 raise ValueError(f"{name} is {value}, expected more than 0")
             if name.startswith("depth") and sum(parts) > MOST_BLOCKS:
                 raise ValueError(f"{name} is {value}, expected at most {MOST_BLOCKS} blocks")
-        self.num_classes = num_classes
+        self.num_classes, self.in_channels = num_classes, in_channels
 
     def tokens(self, x: Tensor) -> Tokens:
         """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""
@@ -171,11 +172,11 @@ def patch_grid(image_size: Sides, patch_size: Sides) -> Sides:
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
 
-def require_image_size(images: Tensor, size: Sides) -> None:
-    """Raise ValueError unless images is (B, 3, *size); compiled models contain no check."""
-    if images.ndim != 4 or images.shape[1] != 3:
+def require_image_size(images: Tensor, in_channels: int, size: Sides) -> None:
+    """Raise ValueError unless images is (B, in_channels, *size); compiled models contain no check."""
+    if images.ndim != 4 or images.shape[1] != in_channels:
         raise ValueError(
-            f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
+            f"the model takes images of shape (B, {in_channels}, {size[0]}, {size[1]}) and got "
             f"{tuple(images.shape)}"
         )
     if images.shape[2:] != size:
@@ -198,17 +199,23 @@ class PatchEmbed(nn.Module):
     """
 
     def __init__(
-        self, image_size: Pair, patch_size: Pair, embed_dim: int, *, norm: bool = False
+        self,
+        image_size: Pair,
+        patch_size: Pair,
+        embed_dim: int,
+        *,
+        in_channels: int = 3,
+        norm: bool = False,
     ) -> None:
         super().__init__()
         patch = to_pair(patch_size)
         self.image_size = to_pair(image_size)
         self.grid = patch_grid(self.image_size, patch)
-        self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch)
+        self.proj = nn.Conv2d(in_channels, embed_dim, kernel_size=patch, stride=patch)
         self.norm = nn.LayerNorm(embed_dim) if norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        require_image_size(images, self.image_size)
+        require_image_size(images, self.proj.in_channels, self.image_size)
         x = self.proj(images)  # (B, C, rows, columns)
         x = rearrange(x, "b c h w -> b (h w) c")  # (B, patches, C)
         return self.norm(x)

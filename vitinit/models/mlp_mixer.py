@@ -66,6 +66,7 @@ class MlpMixer(Classifier):
         *,
         num_classes: int,
         image_size: Pair,
+        in_channels: int = 3,
         patch_size: Pair,
         embed_dim: int,
         depth: int,
@@ -75,6 +76,7 @@ class MlpMixer(Classifier):
     ) -> None:
         super().__init__(
             num_classes,
+            in_channels,
             image_size=image_size,
             patch_size=patch_size,
             embed_dim=embed_dim,
@@ -83,7 +85,7 @@ class MlpMixer(Classifier):
             channels_ratio=channels_ratio,
         )
         self.drop_path_rates = drop_path_rates(drop_path, depth, first=drop_path)
-        self.stem = PatchEmbed(image_size, patch_size, embed_dim)
+        self.stem = PatchEmbed(image_size, patch_size, embed_dim, in_channels=in_channels)
         self.grid = self.stem.grid
         tokens_hidden = hidden_width(embed_dim, tokens_ratio, "tokens_ratio")
         channels_hidden = hidden_width(embed_dim, channels_ratio, "channels_ratio")

@@ -40,10 +40,10 @@ Reading = Literal["content", "mixed", "position", "free"]
 class SimplePatchEmbed(nn.Module):
     """Patches as vectors, normalised, projected and normalised again: (B, 3, H, W) → (B, N, C)."""
 
-    def __init__(self, patch_size: Sides, embed_dim: int) -> None:
+    def __init__(self, patch_size: Sides, in_channels: int, embed_dim: int) -> None:
         super().__init__()
         self.patch_size = patch_size
-        pixels = 3 * patch_size[0] * patch_size[1]
+        pixels = in_channels * patch_size[0] * patch_size[1]
         self.norm1 = nn.LayerNorm(pixels)
         self.proj = nn.Linear(pixels, embed_dim)
         self.norm2 = nn.LayerNorm(embed_dim)
@@ -175,6 +175,7 @@ class SimpleViT(Classifier):
         *,
         num_classes: int,
         image_size: Pair,
+        in_channels: int = 3,
         patch_size: Pair,
         embed_dim: int,
         depth: int,
@@ -190,6 +191,7 @@ class SimpleViT(Classifier):
     ) -> None:
         super().__init__(
             num_classes,
+            in_channels,
             image_size=image_size,
             patch_size=patch_size,
             embed_dim=embed_dim,
@@ -207,7 +209,7 @@ class SimpleViT(Classifier):
         patch = to_pair(patch_size)
         self.image_size = to_pair(image_size)
         self.grid = patch_grid(self.image_size, patch)
-        self.patch_embed = SimplePatchEmbed(patch, embed_dim)
+        self.patch_embed = SimplePatchEmbed(patch, in_channels, embed_dim)
         self.register_buffer("pos_embed", sincos_position_embedding(self.grid, embed_dim))  # (N, C)
         blocks = []
         for _ in range(depth):
@@ -231,7 +233,7 @@ class SimpleViT(Classifier):
                     weight.requires_grad = False
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
-        require_image_size(images, self.image_size)
+        require_image_size(images, self.in_channels, self.image_size)
         x = self.patch_embed(images)  # (B, N, C)
         if self.input_pos_embed:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed

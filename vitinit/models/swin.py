@@ -210,6 +210,7 @@ class SwinTransformer(Classifier):
         *,
         num_classes: int,
         image_size: Pair,
+        in_channels: int = 3,
         patch_size: Pair,
         embed_dim: int,
         depths: tuple[int, ...],
@@ -221,6 +222,7 @@ class SwinTransformer(Classifier):
     ) -> None:
         super().__init__(
             num_classes,
+            in_channels,
             image_size=image_size,
             patch_size=patch_size,
             embed_dim=embed_dim,
@@ -234,7 +236,9 @@ class SwinTransformer(Classifier):
                 f"depths has {len(depths)} stages and num_heads {len(num_heads)}; expected as many"
             )
         self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
-        self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim, norm=True)
+        self.patch_embed = PatchEmbed(
+            image_size, patch_size, embed_dim, in_channels=in_channels, norm=True
+        )
         self.grid = self.patch_embed.grid
         stages = []
         for stage, grid in enumerate(stage_grids(self.grid, len(depths))):

@@ -121,6 +121,7 @@ class VisionTransformer(Classifier):
         *,
         num_classes: int,
         image_size: Pair,
+        in_channels: int = 3,
         patch_size: Pair,
         embed_dim: int,
         depth: int,
@@ -143,6 +144,7 @@ class VisionTransformer(Classifier):
     ) -> None:
         super().__init__(
             num_classes,
+            in_channels,
             image_size=image_size,
             patch_size=patch_size,
             embed_dim=embed_dim,
@@ -154,7 +156,7 @@ class VisionTransformer(Classifier):
         if fc_norm and pool != "mean":
             raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
         self.drop_path_rates = drop_path_rates(drop_path, depth)
-        self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim)
+        self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim, in_channels=in_channels)
         self.grid = self.patch_embed.grid
         self.add_prefix_tokens(pool, distilled, num_registers, embed_dim)
         self.add_positions(pos_embed, embed_dim)

@@ -100,6 +100,7 @@ def taken_by(library: str, trained: Trained) -> tuple[str, Json, Names]:
             library,
             MODELS[recipe.model.name][0],
             image_size=trained.image_size,
+            in_channels=recipe.data.channels,
             **recipe.model.options,
         )
 
@@ -164,7 +165,7 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
             "label_names": known_classes(trained),
             "model_args": arguments,
             "pretrained_cfg": {
-                "input_size": [3, *trained.image_size],
+                "input_size": [trained.recipe.data.channels, *trained.image_size],
                 "fixed_input_size": "img_size" in arguments,
                 "classifier": heads,
                 **views,
@@ -337,7 +338,8 @@ def require_same_outputs(
 def noise(trained: Trained) -> Tensor:
     """Images on which an export is compared with the model: (7, 3, H, W) uint8."""
     rng = torch.Generator().manual_seed(0)
-    return torch.randint(256, (7, 3, *trained.image_size), dtype=torch.uint8, generator=rng)
+    shape = 7, trained.recipe.data.channels, *trained.image_size
+    return torch.randint(256, shape, dtype=torch.uint8, generator=rng)
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
@@ -399,8 +401,8 @@ def export(args: Namespace) -> None:
     written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
     outputs = f"logits (B, {len(trained.classes)})" if trained.classes else "pooled features"
     print(
-        f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
-        f"{height}, {width}) {kind} → {outputs}\nchecked {checked}"
+        f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, "
+        f"{trained.recipe.data.channels}, {height}, {width}) {kind} → {outputs}\nchecked {checked}"
     )
     if args.folder and args.to == "safetensors" and height != width:
         print(

@@ -30,7 +30,12 @@ from .sections import SECTIONS, VERSION, VERSION_WITH_BASE, Recipe, contradictio
 PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
-NO_OPTIONS = ("num_classes", "image_size", *GIVEN)  # keyword arguments of models and inits
+NO_OPTIONS = (
+    "num_classes",
+    "image_size",
+    "in_channels",
+    *GIVEN,
+)  # keyword arguments of models and inits
 
 
 class RecipeError(OneLineError):

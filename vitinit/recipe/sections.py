@@ -56,11 +56,16 @@ class DataSection:
     sampling: Literal["shuffled", "balanced"]
     held_out_per_class: Count  # training images to validate on; 0: test set
     image_size: Size  # (height, width) that the model takes
-    mean: tuple[Proportion, Proportion, Proportion]  # per channel, in [0, 1]
-    std: tuple[Deviation, Deviation, Deviation]
+    mean: tuple[Proportion, ...]  # per channel, in [0, 1]: as many as images have channels
+    std: tuple[Deviation, ...]
     apply_exif_orientation: bool  # turn photographs upright; false: as stored
     workers: Count  # loader processes per training process
     on_device_gib: NonNegative  # sets up to this size are stored on the device
+
+    @property
+    def channels(self) -> int:
+        """How many channels the model's images have: 3 are RGB, 1 is grey."""
+        return len(self.mean)
 
 
 @dataclass(frozen=True)
@@ -224,6 +229,8 @@ def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
     if recipe.rand_augment.layers and not recipe.rand_augment.operations:
         yield ("rand_augment.operations", "rand_augment.layers"), "some, or 0 layers"
     data = recipe.data
+    if not data.channels or len(data.std) != data.channels:
+        yield ("data.std", "data.mean"), "as many values of both as images have channels"
     if data.images_per_class and data.subset < 1.0:
         yield ("data.images_per_class", "data.subset"), "0, or a subset of 1.0"
     if not data.root and data.name != "shapes":

@@ -23,7 +23,7 @@ from ..data.sources import (
     fingerprint,
     folder_of,
     held_out_part,
-    oriented,
+    read_as,
     stratified_part,
 )
 from ..models.layers import patch_grid, to_pair
@@ -48,7 +48,7 @@ def open_training_set(
     if classes is None and data.name == "image_list":
         if all(map(str.isdecimal, stored.classes)):
             classes = sorted(stored.classes, key=int)
-    whole = oriented(stored.in_order(classes or ()), data.apply_exif_orientation)
+    whole = read_as(stored.in_order(classes or ()), data.channels, data.apply_exif_orientation)
     if len(whole.classes) < 2 and data.name != "images":
         raise DataError(
             f"{data.root}: one class found, '{whole.classes[0]}'; expected two at least"
@@ -87,7 +87,8 @@ def open_sets(
             )
         return whole, part, open_held_out(data, whole)
     held = open_split(data.name, data.root, "val", len(whole.classes))
-    return whole, part, held.in_order(whole.classes)
+    held = read_as(held.in_order(whole.classes), data.channels, data.apply_exif_orientation)
+    return whole, part, held
 
 
 def require_labels(recipe: Recipe, source: Source, name: str) -> None:
@@ -134,7 +135,7 @@ def evaluation_batches(
     """
     data, how = recipe.data, recipe.eval
     views = EvalViews(
-        oriented(source, data.apply_exif_orientation),
+        read_as(source, data.channels, data.apply_exif_orientation),
         rank=rank,
         world_size=world_size,
         size=size,
@@ -239,6 +240,8 @@ def plan_of(recipe: Recipe, processes: Processes, *, strided: bool) -> BatchPlan
 def augmentation_of(recipe: Recipe, classes: int, device: torch.device) -> TrainToDevice:
     """What makes training images and targets of views, on the device. classes: of the data."""
     data = recipe.data
+    with building(f"recipe {recipe.name}", "rand_augment"):
+        recipe.rand_augment.require_channels(data.channels)
     augmentation = Augmentation(
         recipe.run.seed,
         data.image_size,

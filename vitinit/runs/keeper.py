@@ -99,8 +99,12 @@ class RunKeeper(Keeper):
         self.recipe, self.data, self.task = recipe, data, task
         self.training, self.watchers = training, watchers
         self.models = models_to_measure(training.state, recipe)
-        micro_batch_size, image_size = data.plan.micro_batch_size, recipe.data.image_size
-        self.flops = training_flops(training.state.model, micro_batch_size, image_size)
+        self.flops = training_flops(
+            training.state.model,
+            data.plan.micro_batch_size,
+            recipe.data.image_size,
+            recipe.data.channels,
+        )
 
     def meter(self) -> StepMeter:
         """What measures the run, and calls this keeper."""

@@ -21,6 +21,7 @@ def build(recipe: Recipe, source: str = "") -> Classifier:
             recipe.model.name,
             num_classes=recipe.data.num_classes,
             image_size=recipe.data.image_size,
+            in_channels=recipe.data.channels,
             **recipe.model.options,
         )
 

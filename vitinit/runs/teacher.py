@@ -101,9 +101,15 @@ def learn_from_teacher(
 ) -> Distillation:
     """The task of a recipe with a teacher; arguments and errors as of `open_teacher`."""
     data = recipe.data
+    teacher = open_teacher(recipe, classes, device, trusted=trusted)
+    if len(teacher.mean) != data.channels:
+        raise RecipeError(
+            f"distill.teacher {recipe.distill.teacher}: takes images of {len(teacher.mean)} channels, "
+            f"and data.mean has {data.channels} values; expected as many"
+        )
     return Distillation(
         classes,
-        open_teacher(recipe, classes, device, trusted=trusted),
+        teacher,
         recipe.distill,
         mean=data.mean,
         std=data.std,
@@ -193,14 +199,14 @@ def _read_program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     model = move_to_device_pass(exported, device).module()
     with torch.no_grad():
         _, two = (
-            model(torch.zeros(batch, 3, height, width, device=device)).shape for batch in (3, 2)
+            model(torch.zeros(batch, data.channels, height, width, device=device)).shape
+            for batch in (3, 2)
         )
     if len(two) != 2:
         raise ValueError(f"its output is {tuple(two)}")
     outputs = two[1]
-    mean = convert(described.get("mean", data.mean), tuple[float, float, float])
-    positive = tuple[PositiveNumber, PositiveNumber, PositiveNumber]
-    std = convert(described.get("std", data.std), positive)
+    mean = convert(described.get("mean", data.mean), tuple[float, ...])
+    std = convert(described.get("std", data.std), tuple[PositiveNumber, ...])
     classes = convert(described.get("classes"), tuple[str, ...] | None)
     if classes is not None and len(classes) != outputs:
         raise ValueError(f"it names {len(classes)} classes")

@@ -17,7 +17,15 @@ from ..base.files import CheckpointError
 from ..base.messages import in_brief, say
 from ..base.values import Size
 from ..data.datasets import unnamed_classes
-from ..data.images import DataError, decode_bytes, decode_image, from_pillow, room_for
+from ..data.images import (
+    DataError,
+    decode_bytes,
+    decode_image,
+    from_array,
+    from_pillow,
+    room_for,
+    with_channels,
+)
 from ..recipe.files import overrides as recipe_changes
 from ..recipe.sections import Recipe
 from .data import as_input, evaluation_view
@@ -31,31 +39,38 @@ Weights = Literal["model", "ema"]
 ImageLike = str | os.PathLike | bytes | Image.Image | np.ndarray | Tensor
 
 
-def as_uint8(image: ImageLike) -> Tensor:
-    """Read an image into a tensor (3, H, W) uint8, in RGB, on the CPU; DataError if it is none."""
+def as_uint8(image: ImageLike, channels: int) -> Tensor:
+    """Read an image into a tensor (channels, H, W) uint8, three of them in RGB, on the CPU; DataError
+    if it is none.
+    """
     if isinstance(image, Image.Image):
         try:
-            return from_pillow(image)
+            return with_channels(from_pillow(image, channels), channels)
         except OSError as error:  # Pillow reads a file when it is asked for it
             raise DataError(f"an image of Pillow that cannot be read: {in_brief(error)}") from None
     if isinstance(image, bytes):
-        return decode_bytes(image, "an image given as bytes")
+        return decode_bytes(image, "an image given as bytes", channels=channels)
     if isinstance(image, (str, os.PathLike)):
-        return decode_image(os.fspath(image))
+        return decode_image(os.fspath(image), channels=channels)
     if isinstance(image, np.ndarray):
-        if image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.size:
-            # A copy, since a view such as frame[..., ::-1] has strides that torch has not.
-            return torch.from_numpy(np.array(image, order="C")).permute(2, 0, 1)
+        fits = image.shape[2:] == (channels,) or channels == 1 and image.ndim == 2
+        if fits and image.dtype in (np.uint8, np.uint16) and image.size:
+            return from_array(image)
         what = f"an array {image.shape} {image.dtype}"
     elif isinstance(image, Tensor):
-        if image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3 and image.numel():
+        if (
+            image.dtype == torch.uint8
+            and image.ndim == 3
+            and len(image) == channels
+            and image.numel()
+        ):
             return image.cpu()
         what = f"a tensor {tuple(image.shape)} {image.dtype}"
     else:
         what = f"a {type(image).__name__}"
     raise DataError(
-        f"an image is {what}, expected a path, bytes, a PIL image or a tensor (3, H, "
-        "W) torch.uint8, or an array (H, W, 3) uint8"
+        f"an image is {what}, expected a path, bytes, a PIL image or a tensor ({channels}, H, "
+        f"W) torch.uint8, or an array (H, W, {channels}) uint8"
     )
 
 
@@ -71,7 +86,8 @@ class Trained:
     """A trained model together with its class names and its preprocessing. `load` makes one.
 
     An image may be a path, a file's bytes, a PIL image, an array (H, W, 3) uint8, such as a frame
-    of a video, or a tensor (3, H, W) uint8, each in RGB and of any size.
+    of a video, or a tensor (3, H, W) uint8, each in RGB and of any size; 3 stands for the channels of
+    the model's images, as many as recipe.data.mean has values.
 
     Example:
         trained = vitinit.load("runs/quickstart-impulse-s0")
@@ -94,7 +110,9 @@ class Trained:
         """Resize and centre-crop one image for the model → (3, *image_size) uint8, on the CPU."""
         name = str(image) if isinstance(image, (str, os.PathLike)) else "an image"
         with room_for(name):
-            return evaluation_view(as_uint8(image), self.recipe, self.image_size)
+            return evaluation_view(
+                as_uint8(image, self.recipe.data.channels), self.recipe, self.image_size
+            )
 
     def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Turn one image, or several, into input of the model, as `eval.py` does, but upright:

@@ -55,7 +55,10 @@ def start_from(
 ) -> Transfer:
     """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
-    Position embeddings for another grid are resized with torch's antialiased bicubic interpolation,
+    A patch embedding, a convolution, for another number of channels gets in each of these the sum of
+    the checkpoint's kernels over its channels, divided by their new number: of an image with the
+    same values in all channels it computes the same, so also of a grey one. Position embeddings for
+    another grid are resized with torch's antialiased bicubic interpolation,
     as in timm (DeiT's code does not antialias). The checkpoint and the model may differ in the
     tensors below. Such a tensor is dropped if only the checkpoint has it, and stays as its init
     drew it if only the model has it:
@@ -79,6 +82,7 @@ def start_from(
     tensors, change = as_in(model, tensors, grid, path)
     heads = _classifiers(target, tensors, rows)
     new_head = not any(name.startswith("head.") for name in heads)
+    tensors, changed = _with_channels(target, tensors)
     loaded = {}
     dropped = []
     surplus = []
@@ -101,12 +105,28 @@ def start_from(
     kept = [name for name in target if name not in loaded]
     missing = [name for name in kept if not _may_stay(name, model, tensors, new_head)]
     _copy(loaded, model, path, missing=missing, surplus=surplus)
-    copied = [*loaded]
-    resized = []
     if change:
-        copied.remove("pos_embed")
-        resized.append(f"pos_embed {change}")
+        changed["pos_embed"] = change
+    copied = [name for name in loaded if name not in changed]
+    resized = [f"{name} {way}" for name, way in changed.items()]
     return Transfer(copied, resized, dropped, kept)
+
+
+def _with_channels(target: Tensors, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors with kernels (D, C, p, q) for the model's C, and, for each that had another, in
+    words how it was changed.
+    """
+    fitted, words = dict(tensors), {}
+    for name, kernel in tensors.items():
+        before, after = kernel.shape, target.get(name, kernel).shape
+        if (
+            len(before) == 4
+            and before != after
+            and before[:1] + before[2:] == after[:1] + after[2:]
+        ):
+            fitted[name] = (kernel.float().sum(1, keepdim=True) / after[1]).expand(after)
+            words[name] = f"{before[1]} → {after[1]} channels (each the sum of all / {after[1]})"
+    return fitted, words
 
 
 def _model_may_lack(name: str, target: Tensors, tensors: Tensors, new_head: bool) -> bool:

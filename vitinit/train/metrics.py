@@ -148,10 +148,12 @@ class Progress:
 
 
 @torch.no_grad()
-def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
+def training_flops(
+    model: nn.Module, batch_size: int, size: tuple[int, int], channels: int = 3
+) -> float:
     """The model FLOPs of training per image: its share of one forward and one backward pass.
 
-    size: (H, W). A multiplication followed by an addition counts as two. torch counts products,
+    size: (H, W), of images of so many channels. A multiplication followed by an addition counts as two. torch counts products,
     attention and convolutions by the shapes of their operands, on the meta device. What a kernel
     repeats does not count, as in PaLM (arXiv 2204.02311, appendix B), nor gradients below a
     classifier that is trained alone.
@@ -166,7 +168,7 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
     masked = {}
     if visible is not None:
         masked["visible"] = torch.empty(batch_size, visible, dtype=torch.int64, device="meta")
-    images = torch.empty(batch_size, 3, *size, device="meta")
+    images = torch.empty(batch_size, channels, *size, device="meta")
     with FlopCounterMode(display=False) as counter:
         functional_call(model, weights, (images,), masked)
     passes = 1  # forward, and alone if all below the classifier is frozen

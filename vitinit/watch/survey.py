@@ -17,6 +17,7 @@ from PIL import Image
 
 from ..base.files import read_bytes, write_text_atomically
 from ..base.messages import counted, one_line, without_warnings
+from ..data.folders import ARRAYS, suffix_of
 from ..data.images import FORMATS, LARGEST_FILE, has_unknown_bands, heif_formats
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles, Source
@@ -85,11 +86,12 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
         cautions += of_copies(copies)
         step = len(files) // LOOKED_AT + 1
         paths = [file.path for file in files[::step]]
-        kinds, named, more = of_headers(paths, side, turned=train_set.apply_exif_orientation)
-        lines.append(kinds)
-        for words, each in named:
-            cautions.append(in_two_lines(words, [*map(class_and_name, each)]))
-        cautions += more
+        if train_set.channels in (1, 3) and suffix_of(paths[0]) != ARRAYS:  # photographs
+            kinds, named, more = of_headers(paths, side, turned=train_set.apply_exif_orientation)
+            lines.append(kinds)
+            for words, each in named:
+                cautions.append(in_two_lines(words, [*map(class_and_name, each)]))
+            cautions += more
     if isinstance(train_set, ImageFiles):
         cautions += filter(None, [dark_in_16_bits(train_set.some_paths())])
     return Survey([*map(one_line, lines)], [*map(one_line, cautions)], copies, named)
@@ -287,6 +289,12 @@ def dark_in_16_bits(paths: Iterable[str]) -> str:
     """A caution if some of these files have 16 bits and all of those are dark, or ""."""
     highest = []  # value of each file of 16 bits, white being 1
     for path in filter(os.path.isfile, paths):  # a pipe may wait for ever
+        if suffix_of(path) == ARRAYS:
+            with suppress(Exception):  # as below
+                values = np.load(path, mmap_mode="r")
+                if values.dtype == np.uint16:
+                    highest.append(values.max() / 65_535)
+            continue
         # A file that cannot be read is refused elsewhere; other formats have no 16 bits.
         with (
             suppress(Exception),

@@ -114,6 +114,9 @@ UNSTATED = {
     "train_filters": None,
     "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {},
 }
+TIMM_CHANNELS = {
+    "in_channels": lambda o: {} if o["in_channels"] == 3 else {"in_chans": o["in_channels"]}
+}
 SIDES = {
     "image_size": partial(square, "image_size"),
     "patch_size": partial(square, "patch_size"),
@@ -125,6 +128,7 @@ SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")  # as all l
 TIMM_VIT = {
     **same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size"),
     **only(distilled=False, norm_eps=1e-6),
+    **TIMM_CHANNELS,
     "image_size": "img_size",
     "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},
     "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {},
@@ -155,11 +159,13 @@ EVA_CONSTANTS = {
     "qkv_bias": True,
 }
 TIMM_MIXER = {
+    **TIMM_CHANNELS,
     "image_size": "img_size",
     "channels_ratio": None,
     "tokens_ratio": lambda o: {"mlp_ratio": [o["tokens_ratio"], o["channels_ratio"]]},
 }
 TIMM_CONV_MIXER = {
+    **TIMM_CHANNELS,
     "image_size": None,
     **only(num_filters=0, activation="gelu"),
 }
@@ -198,6 +204,7 @@ TIMM = {
             {
                 **SWIN_OPTIONS,
                 **same("patch_size", "window_size", "qkv_bias"),
+                **TIMM_CHANNELS,
                 "image_size": "img_size",
             },
         )
@@ -282,14 +289,16 @@ VIT_OPTIONS = {
     "num_heads": "num_attention_heads",
     "norm_eps": "layer_norm_eps",
 }
+CHANNELS = {"in_channels": "num_channels"}
 STATED_OF_VIT = {
     **PLAIN,
+    **CHANNELS,
     **SIDES,
     **VIT_OPTIONS,
     "qkv_bias": "qkv_bias",
     "mlp_ratio": partial(mlp_width, "intermediate_size"),
 }
-A_CONFIG = {"num_channels": 3, "hidden_act": "gelu"}
+A_CONFIG = {"hidden_act": "gelu"}
 CONFIG_OF_VIT = {
     **A_CONFIG,
     "model_type": "vit",
@@ -322,6 +331,7 @@ TRANSFORMERS = {
             "SwinForImageClassification",
             {
                 **SWIN_OPTIONS,
+                **CHANNELS,
                 **SIDES,
                 "qkv_bias": "qkv_bias",
                 "window_size": lambda o: whole_windows(o) or square("window_size", o),

@@ -360,7 +360,7 @@ def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> Table:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "do_convert_rgb": True,
+        "do_convert_rgb": recipe.data.channels == 3,
         "crop_size": {"height": height, "width": width},
         "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
         "resample": Resampling[recipe.eval.interpolation.upper()].value,

@@ -126,7 +126,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
 
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
-    flops = batch * training_flops(model, batch, recipe.data.image_size) / second
+    flops = training_flops(model, batch, recipe.data.image_size, recipe.data.channels)
+    flops *= batch / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     launches = 0.0
     if batch > few and "few" in seconds:
@@ -172,7 +173,7 @@ def bare_model(recipe: Recipe, model: nn.Module, device: torch.device) -> tuple[
 def synthetic_batch(recipe: Recipe, batch: int, device: torch.device) -> Part:
     """Noise images in the recipe's memory format, and one-hot targets."""
     classes = recipe.data.num_classes
-    images = torch.randn(batch, 3, *recipe.data.image_size, device=device)
+    images = torch.randn(batch, recipe.data.channels, *recipe.data.image_size, device=device)
     if recipe.engine.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     return images, torch.eye(classes, device=device)[torch.arange(batch, device=device) % classes]
@@ -255,10 +256,8 @@ def memory_row(recipe: Recipe, card_gib: float) -> ResultRow:
         assert isinstance(model, (Classifier, MaskedAutoencoder))
         # In bf16 `attend` calls no fused kernel on a CPU; fp16 has as many bytes.
         amp = recipe.engine.amp.replace("bf16", "fp16")
-        two, four = (
-            saved_bytes(model, torch.zeros(count, 3, *recipe.data.image_size), amp)
-            for count in (2, 4)
-        )
+        shape = recipe.data.channels, *recipe.data.image_size
+        two, four = (saved_bytes(model, torch.zeros(count, *shape), amp) for count in (2, 4))
     image = (four - two) // 2  # a part that does not grow with B cancels
     matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
     state = 0

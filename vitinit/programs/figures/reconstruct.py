@@ -35,7 +35,9 @@ def pasted(
         mean, deviation = mean_and_deviation(take(patches_of(inputs, model.patch), hidden))
         predicted = predicted * deviation + mean
     # Back to [0, 1]: (B, hidden, p·q, 3).
-    colours = predicted.unflatten(2, (-1, 3)) * torch.tensor(data.std) + torch.tensor(data.mean)
+    colours = predicted.unflatten(2, (-1, data.channels)) * torch.tensor(data.std) + torch.tensor(
+        data.mean
+    )
     patches = patches_of(views / 255, model.patch)
     rows = torch.arange(len(views))[:, None]  # (B, 1)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...base.files import CheckpointError
 from ...data.datasets import open_split
 from ...data.images import decode_image
-from ...data.sources import LooseImages, Source, folder_of
+from ...data.sources import LooseImages, Source, folder_of, read_as
 from ...init import reads_images, stated_family
 from ...models.layers import Classifier
 from ...models.simple_vit import SimpleViT
@@ -148,7 +148,7 @@ def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count:
 
 def view_of(photograph: Path, recipe: Recipe) -> Tensor:
     """A photograph as the recipe's evaluation takes it: (3, H, W) uint8."""
-    return evaluation_view(decode_image(str(photograph)), recipe)
+    return evaluation_view(decode_image(str(photograph), channels=recipe.data.channels), recipe)
 
 
 def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
@@ -172,5 +172,6 @@ def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
         raise FigureError(
             f"{folder or 'shapes'}: holds {len(source)} images, and {count} are asked for"
         )
+    source = read_as(source, recipe.data.channels, True)
     views = [evaluation_view(source.image(index), recipe) for index in range(count)]
     return as_input(torch.stack(views), recipe)

@@ -197,8 +197,12 @@ def add_legend(figure: Figure, handles: dict) -> None:
 
 
 def pixels(image: Tensor) -> np.ndarray:
-    """An image (3, H, W) as Pillow and matplotlib take it, (H, W, 3)."""
-    return image.permute(1, 2, 0).numpy()
+    """An image (3, H, W) as Pillow and matplotlib take it, (H, W, 3): of more channels the first
+    three, and of fewer the first, in grey.
+    """
+    if len(image) < 3:
+        image = image[:1].expand(3, -1, -1)
+    return image[:3].permute(1, 2, 0).numpy()
 
 
 def draw_heat(
