@@ -167,14 +167,18 @@ class ToDevice:
         std: Sequence[float],
         channels_last: bool,
     ) -> None:
-        self.device = device
+        self.goes_to = device
+        if device.type == "mps":  # which has no float64, as draws and statistics are
+            device = torch.device("cpu")
+        self.device = device  # where batches are prepared
         self.statistics = torch.tensor([mean, std], dtype=torch.float64, device=device)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = (part.to(self.device, non_blocking=True) for part in batch)
         images = normalise(images, *self.statistics)
-        return images.contiguous(memory_format=self.format), labels
+        images = images.contiguous(memory_format=self.format)
+        return images.to(self.goes_to), labels.to(self.goes_to)
 
 
 class TrainToDevice(ToDevice):
@@ -189,6 +193,7 @@ class TrainToDevice(ToDevice):
         self, device: torch.device, augmentation: Augmentation, *, num_classes: int, **as_input: Any
     ) -> None:
         super().__init__(device, **as_input)
+        device = self.device
         self.augmentation = augmentation
         self.num_classes = num_classes
         self.chunk = CPU_CHUNK if device.type == "cpu" else 2**62  # pixels at once
@@ -210,7 +215,8 @@ class TrainToDevice(ToDevice):
         images = rand_augment(images, draws.operations, self.fill, groups=operation_groups)
         count, _, height, width = images.shape
         if count * height * width <= self.chunk:
-            return self.finish(images, draws.erased, on_host.erased, draws.mixed), targets
+            inputs = self.finish(images, draws.erased, on_host.erased, draws.mixed)
+            return inputs.to(self.goes_to), targets.to(self.goes_to)
         inputs = torch.empty(images.shape, memory_format=self.format, device=self.device)
         for rows in pairs_in_chunks(count, self.chunk // (height * width)):  # of a CPU
             inputs[rows] = self.finish(
@@ -219,7 +225,7 @@ class TrainToDevice(ToDevice):
                 on_host.erased[rows.numpy()],
                 draws.mixed[rows],
             )
-        return inputs, targets
+        return inputs.to(self.goes_to), targets.to(self.goes_to)
 
     def finish(self, images: Tensor, erased: Tensor, on_host: ndarray, mixed: Tensor) -> Tensor:
         """Turn uint8 images (n, 3, H, W) into what the model takes; on_host: `erased` there.

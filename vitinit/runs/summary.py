@@ -17,7 +17,7 @@ from ..models.layers import Classifier
 from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..tasks import Task
-from ..train.device import cores, describe_device, fastest_amp
+from ..train.device import cores, describe_device, fastest_amp, on_apples_gpu
 from ..train.loop import Training
 from ..train.state import TrainState
 from .data import REHEARSED_IMAGES
@@ -241,6 +241,7 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
             f"{times(grid)} patches per image show a model little: --set "
             f"model.options.patch_size={max(sizes, default=1)} makes more"
         )
+    lines += on_apples_gpu(device)
     return lines + faster_amp(recipe.engine.amp, device) + crowded(device)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..train.device import dtype_of_sums
 from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
@@ -95,7 +96,7 @@ def evaluate(
         no part in ranking and softmax. None: the models have these classes, in this order.
     """
     device = processes.device
-    totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)  # loss, top 5
+    totals = torch.zeros(len(models), 2, dtype=dtype_of_sums(device), device=device)  # loss, top 5
     hits, guessed = torch.zeros(2, len(models), num_classes, dtype=torch.int64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
     confusion: list[Tensor] = []  # of each model; none of many classes
@@ -120,7 +121,7 @@ def evaluate(
             ranked = best == labels[:, None]
             guesses = best[:, 0]
             loss = F.cross_entropy(logits, labels, reduction="sum")
-            totals[index] += torch.stack([loss, ranked.sum()]).double()
+            totals[index] += torch.stack([loss, ranked.sum()]).to(totals)
             hits[index].index_add_(0, labels, ranked[:, 0].long())
             guessed[index].index_add_(0, guesses, ones)
             if confusion:

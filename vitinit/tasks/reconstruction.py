@@ -11,6 +11,7 @@ from ..models import MODELS
 from ..models.layers import Classifier
 from ..models.masked_autoencoder import MaskedAutoencoder, visible_patches
 from ..models.vit import VisionTransformer
+from ..train.device import dtype_of_sums
 from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
@@ -29,7 +30,8 @@ def mean_losses(
     stop: StopRequest,
 ) -> list[Evaluation]:
     """As `evaluate`, of a run that learns no classes: the mean loss over images."""
-    totals = torch.zeros(len(models) + 1, dtype=torch.float64, device=processes.device)
+    dtype = dtype_of_sums(processes.device)
+    totals = torch.zeros(len(models) + 1, dtype=dtype, device=processes.device)
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):

@@ -38,6 +38,8 @@ def describe_device(device: torch.device) -> str:
     """The GPU's name; for a CPU the number of threads and the architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return "Apple's GPU"
     return f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
 
 
@@ -54,6 +56,8 @@ def fastest_amp(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if device.type == "mps":
+        return "off"
     cpu = CPU_INFO.read_text() if CPU_INFO.is_file() else ""
     return "bf16" if "amx_bf16" in cpu or "avx512_bf16" in cpu and "AuthenticAMD" in cpu else "off"
 
@@ -93,11 +97,32 @@ def keep_freed_memory() -> None:
 
 
 def this_device(number: int = 0) -> torch.device:
-    """This machine's GPU `number` if it has one, else its CPU, with freed memory kept."""
+    """This machine's GPU `number` if it has one, else its CPU, with freed memory kept; Apple's GPU
+    only where VITINIT_DEVICE in the environment is mps, and OneLineError if there is none.
+    """
     if torch.cuda.is_available():
         return torch.device("cuda", number)
     keep_freed_memory()
-    return torch.device("cpu")
+    asked = os.environ.get("VITINIT_DEVICE", "cpu")
+    if asked != "cpu" and (asked != "mps" or not torch.backends.mps.is_available()):
+        raise OneLineError(
+            f"VITINIT_DEVICE={asked} in the environment; expected cpu, or mps where torch sees Apple's GPU"
+        )
+    return torch.device(asked)
+
+
+def on_apples_gpu(device: torch.device) -> list[str]:
+    """A line where Apple's GPU is taken, or is there and the CPU is taken."""
+    if device.type == "mps":
+        return ["Apple's GPU is taken, on which nobody has tested training: untested"]
+    if device.type == "cpu" and torch.backends.mps.is_available():
+        return ["Apple's GPU is there, and the CPU is taken: VITINIT_DEVICE=mps takes it, untested"]
+    return []
+
+
+def dtype_of_sums(device: torch.device) -> torch.dtype:
+    """In which type to sum over many images: float64, which Apple's GPUs have not."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def copy_to(values: Tensor, device: torch.device) -> Tensor:
