@@ -16,7 +16,7 @@ from refused import refused
 from test_operations import GEOMETRIC, PLAIN, arguments_of, with_pillow
 from torch import Tensor
 
-from vitinit.data.augment import TrainToDevice
+from vitinit.data.augment import ToDevice, TrainToDevice, normalise
 from vitinit.data.datasets import open_split
 from vitinit.data.draw import Augmentation, SampleKey
 from vitinit.data.images import (
@@ -27,10 +27,10 @@ from vitinit.data.images import (
     decode_image,
     resize_and_centre_crop,
 )
-from vitinit.data.loader import Batch
-from vitinit.data.pipeline import cut
+from vitinit.data.loader import Batch, EvalViews
+from vitinit.data.pipeline import GIB, EvaluationBatches, cut, decode_to_device
 from vitinit.data.rand_augment import OF_COLOURS, Operation
-from vitinit.data.sources import ImageFolder, read_as
+from vitinit.data.sources import ImageFolder, ImagesInMemory, read_as
 from vitinit.watch.survey import dark_in_16_bits
 
 COUNTS = (1, 2, 4, 5, 13)
@@ -281,6 +281,23 @@ def test_the_first_three_of_five_channels_become_what_three_become(after):
     assert torch.equal(every[:, :3], prepared([0, 1, 2], 2**30))
     assert torch.equal(every, prepared([0, 1, 2, 3, 4], 2 * size[0] * size[1]))
     assert not torch.equal(every[:, 3:], every[:, :2])
+
+
+def test_images_of_five_channels_are_stored_if_all_of_them_fit():
+    images = torch.from_numpy(levels(7, 5, 11, 11))
+    source = read_as(ImagesInMemory(images, np.arange(7), [""] * 7), 5, True)
+    shift = replace(AUGMENT, crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0))
+    drawn = Augmentation(0, (11, 11), shift, RAND_AUGMENT, MIX)
+    fits = images.nbytes / GIB
+    assert torch.equal(decode_to_device(source, CPU, drawn, fits, lambda: None), images)
+    assert decode_to_device(source, CPU, drawn, 0.99 * fits, lambda: None) is None
+    how = dict(size=(11, 11), crop_pct=1.0, interpolation="bicubic", rank=0, world_size=1)
+    prepare = ToDevice(CPU, mean=[0.5] * 5, std=[0.5] * 5, channels_last=True)
+    batches = EvaluationBatches(EvalViews(source, **how), prepare, batch_size=3, workers=0)
+    assert batches.nbytes == images.nbytes
+    assert torch.equal(
+        torch.cat([batch for batch, _ in batches]), normalise(images, [0.5] * 5, [0.5] * 5)
+    )
 
 
 def test_stored_images_of_any_channels_are_cut_as_images_are_cropped():

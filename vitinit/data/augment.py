@@ -24,7 +24,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 def normalise(
     images: Tensor, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor
 ) -> Tensor:
-    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, with a mean and std per channel."""
+    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, by a mean and std per channel."""
     # In float64 on the CPU, or where the numbers are: Apple's GPUs have none.
     mean = torch.as_tensor(mean, dtype=torch.float64).view(-1, 1, 1)
     std = torch.as_tensor(std, dtype=torch.float64).view(-1, 1, 1)
@@ -62,9 +62,10 @@ def erase(images: Tensor, erased: Tensor, num_erased: int, fill: str, quantiles:
     """Fill each image's erased box, in place; images: (B, 3, H, W) float32, normalised.
 
     erased: (B, 5), as in `draw.Draws`. num_erased: how many values all boxes have (channels ·
-    height · width each), which the host must know. fill: as the key augment.erase_fill. All tensors are on one
-    device. Noise is looked up among the quantiles (of `normal_quantiles`) by a hash of the image's
-    noise key and the position in the box (channel, row, column): the same bits on every device.
+    height · width each), which the host must know. fill: as the key augment.erase_fill. All tensors
+    are on one device. Noise is looked up among the quantiles (of `normal_quantiles`) by a hash of
+    the image's noise key and the position in the box (channel, row, column): the same bits on every
+    device.
     """
     if num_erased == 0:
         return images

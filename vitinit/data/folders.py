@@ -2,9 +2,10 @@
 
 A folder with one of the names in SPLITS, in any case, is a split; without one, all folders are
 classes. A file is an image if its name has one of the EXTENSIONS, or one of HEIF that can be read
-here; where there is none, arrays of numpy's are. Hidden files are left out (such as macOS's ._x.jpg), and so are hidden folders and those OF_SYSTEMS;
-but for hidden files, what is left out is counted. Links are followed, but each real folder is read
-once, as of the class that it lies in (README.md).
+here; where there is none, arrays of numpy's are. Hidden files are left out (such as macOS's
+._x.jpg), and so are hidden folders and those OF_SYSTEMS; but for hidden files, what is left out is
+counted. Links are followed, but each real folder is read once, as of the class that it lies in
+(README.md).
 """
 
 import fnmatch

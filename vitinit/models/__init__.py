@@ -81,19 +81,15 @@ def __getattr__(name: str) -> Any:  # from vitinit.models import VisionTransform
 
 
 def build_model(
-    name: str,
-    *,
-    num_classes: int,
-    image_size: int | tuple[int, int],
-    in_channels: int = 3,
-    **sizes: Any,
+    name: str, *, num_classes: int, image_size: int | tuple[int, int], **sizes: Any
 ) -> Classifier:
     """Build the model `name` with the sizes of its table entry, which `sizes` override or extend.
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.
 
     num_classes: of the logits; 0: a model without a head, which returns pooled features.
-    image_size: in pixels, one integer for a square, or (height, width). in_channels: of the images.
+    image_size: in pixels, one integer for a square, or (height, width).
+    sizes: also in_channels, of the images, which is 3 by default.
 
     Returns a model that turns images (B, in_channels, H, W) into logits (B, num_classes), with weights as
     PyTorch's layers draw them; `vitinit.init_weights` initialises them. Raises ValueError, of one
@@ -105,8 +101,7 @@ def build_model(
         raise ValueError(f"there is no model '{name}'; near: {', '.join(near)}")
     family, defaults = MODELS[name]
     model = model_class(family)
-    of_images = dict(image_size=image_size, in_channels=in_channels)
-    arguments = dict(num_classes=num_classes, **of_images, **defaults | sizes)
+    arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)
     inspect.signature(model).bind(**arguments)
     arguments = convert_options(arguments, model)
     try:
