@@ -31,7 +31,7 @@ from vitinit.data.loader import Batch, EvalViews
 from vitinit.data.pipeline import GIB, EvaluationBatches, cut, decode_to_device
 from vitinit.data.rand_augment import OF_COLOURS, Operation
 from vitinit.data.sources import ImageFolder, ImagesInMemory, read_as
-from vitinit.watch.survey import dark_in_16_bits
+from vitinit.watch.survey import dark_in_16_bits, survey
 
 COUNTS = (1, 2, 4, 5, 13)
 OTHERS = tuple(name for name in PLAIN if name not in OF_COLOURS)
@@ -180,6 +180,17 @@ def test_arrays_of_16_bits_are_cautioned_of_if_none_reaches_a_quarter_of_white(t
     )
     (tmp_path / "b.npy").write_bytes(npy(levels(5, 7, kind=np.uint16)))
     assert dark_in_16_bits(map(str, [tmp_path / "a.npy", tmp_path / "b.npy"])) == ""
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_of_arrays_and_bands_nothing_is_said_that_is_true_of_photographs_alone(tmp_path, count):
+    for name in ("oak", "elm"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.npy").write_bytes(npy(levels(7, 5, count)))
+    source = read_as(ImageFolder(tmp_path), count, True)
+    lines, cautions, copies, named = survey(source, source, 7)
+    assert lines == ["classes elm 1, oak 1"] and len(copies) == 1 and not named
+    assert len(cautions) == 1 and "of several classes" in cautions[0]
 
 
 # Views and augmentation -----------------------------------------------------------------------

@@ -68,7 +68,9 @@ def test_a_run_of_five_bands_is_trained_used_exported_and_drawn(
     operations = '["Invert", "Rotate", "Sharpness"]'
     words = ("--set", BANDS[0], "--set", BANDS[1], "--set", "rand_augment.fill=[1,2,3,4,5]")
     run = tmp_path / "run"
-    assert train_program.main(small_run(run, *words, rand_augment__operations=operations)) == 0
+    arguments = small_run(run, *words, rand_augment__operations=operations)
+    assert train_program.main([*arguments, "--dry-run", "--read-images"]) == 0
+    assert train_program.main(arguments) == 0
     trained = vitinit.load(run)
     array = np.load(some[0])
     expected = trained.predict(some[0])

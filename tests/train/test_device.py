@@ -1,7 +1,5 @@
 """Apple's GPU, which no test has: when it is taken, what is said of it, and what it is given."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from refused import refused
@@ -28,7 +26,9 @@ def recorded_moves(moved: list[Tensor]):
     return to
 
 
-def test_apples_gpu_is_taken_where_it_is_asked_for_alone_and_said_to_be_untested(monkeypatch):
+def test_apples_gpu_is_taken_where_it_is_asked_for_alone_and_said_to_be_untested(
+    monkeypatch, tmp_path
+):
     cpu, mps = torch.device("cpu"), torch.device("mps")
     line = "VITINIT_DEVICE={} in the environment; expected cpu, or mps where torch sees Apple's GPU"
 
@@ -44,7 +44,8 @@ def test_apples_gpu_is_taken_where_it_is_asked_for_alone_and_said_to_be_untested
     assert device.this_device() == mps and distributed.start().device == mps
     [taken] = device.on_apples_gpu(mps)
     assert taken.startswith("Apple's GPU is taken") and taken.endswith("untested")
-    monkeypatch.setattr(device, "CPU_INFO", Path(__file__))
+    (tmp_path / "cpuinfo").write_text("flags : amx_bf16\n")
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
     assert device.automatic_values(mps) == {"engine.amp": "off", "optim.muon_dtype": "float32"}
     monkeypatch.setenv("VITINIT_DEVICE", "gpu")
     assert refused(OneLineError, device.this_device) == line.format("gpu")
