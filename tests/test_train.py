@@ -356,7 +356,7 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
     real, turn = sources.decode_image, None
 
     def recorded(path: str, *view: object, **options: bool) -> torch.Tensor:
-        assert options == {"apply_exif_orientation": turn}
+        assert options == {"apply_exif_orientation": turn, "channels": 3}
         decoded[turn].append(path)
         return real(path, *view, **options)
 

@@ -207,6 +207,8 @@ def _read_program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     outputs = two[1]
     mean = convert(described.get("mean", data.mean), tuple[float, ...])
     std = convert(described.get("std", data.std), tuple[PositiveNumber, ...])
+    if not len(mean) == len(std) == data.channels:
+        raise ValueError(f"its mean has {len(mean)} values, its std {len(std)}")
     classes = convert(described.get("classes"), tuple[str, ...] | None)
     if classes is not None and len(classes) != outputs:
         raise ValueError(f"it names {len(classes)} classes")
