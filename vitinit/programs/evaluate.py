@@ -12,20 +12,22 @@ moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own
 the model, unless it is a folder of transformers with its config.json; a line says what is assumed
 that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
 recipe. Classes are matched by name; --classes states those of checkpoints without names, whose
-outputs are else taken to be in the data set's order. A single result is printed as a line per set
+outputs are else taken to be in the data set's order. --flips and --shifts average the logits of
+several views of each image, which is said beside each number. A single result is printed as a line per set
 of weights, several as a table. One JSON object per checkpoint and data set is written to the FILE
 of --json, or printed after them by --json -.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..base.messages import nearest, say
+from ..base.messages import nearest, say, times
 from ..data.classes import class_indices
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_classes
 from ..data.images import DataError
@@ -49,6 +51,7 @@ from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.orders import order_taken
 from .shared.results import Finding, print_results
+from .shared.views import AIRBENCH, AS_IT_IS, Shift, Views, border_of, in_words, parse_shifts
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = (
@@ -96,6 +99,17 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
     )
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     add_options(parser, EVALUATION_KEYS)
+    parser.add_argument("--flips", action="store_true", help="view each image also mirrored")
+    parser.add_argument(
+        "--shifts",
+        type=parse_shifts,
+        nargs="?",
+        default=AS_IT_IS,
+        const=AIRBENCH,
+        metavar="'DOWN,RIGHT:WEIGHT …'",
+        help="view each image several times, shifted by pixels over a border that mirrors it; by "
+        f"default airbench's '{' '.join(map(str, AIRBENCH))}'",
+    )
     parser.add_argument(
         "--json",
         type=Output(".json", ".jsonl", prints=True),
@@ -181,9 +195,12 @@ def evaluate_checkpoints(
     pairs: Sequence[tuple[EvaluatedSet, int]],
     processes: Processes,
     stop: StopRequest,
+    shifts: Sequence[Shift] = AS_IT_IS,
+    mirrored: bool = False,
 ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
     """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
     was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
+    shifts, mirrored: as of `Views`.
     """
     prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
@@ -200,7 +217,13 @@ def evaluate_checkpoints(
         taken = order_taken(labels)
         if taken and known_classes(checkpoints[number], labels) is None:
             processes.say(f"{checkpoints[number].name}: {taken}")
-    models = [models_of(saved, processes) for saved in checkpoints]
+    views = in_words(shifts, mirrored)
+    models = [
+        models_of(
+            saved, processes, partial(Views, shifts=shifts, mirrored=mirrored) if views else None
+        )
+        for saved in checkpoints
+    ]
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
@@ -228,6 +251,7 @@ def evaluate_checkpoints(
                     saved.recipe.data.num_classes,
                     list(source.classes),
                     dict(zip(models[number], results)),
+                    views,
                 ),
             )
 
@@ -265,10 +289,16 @@ def results_of(
     return results
 
 
-def models_of(saved: Saved, processes: Processes) -> Mapping[str, nn.Module]:
-    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU."""
+def models_of(
+    saved: Saved, processes: Processes, wrap: Callable[[nn.Module], nn.Module] | None = None
+) -> Mapping[str, nn.Module]:
+    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU. wrap: what
+    is made of each, if anything.
+    """
     with processes.together():
-        models = {name: saved.model(name) for name in saved.weights}
+        models: dict[str, nn.Module] = {name: saved.model(name) for name in saved.weights}
+    if wrap is not None:
+        models = {name: wrap(model) for name, model in models.items()}
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
     if not saved.recipe.engine.compile:
@@ -340,11 +370,18 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                 ]
             pairs = []
             for number, saved in enumerate(checkpoints):
+                if border_of(args.shifts) >= min(saved.size):
+                    raise RecipeError(
+                        f"--shifts: by {border_of(args.shifts)} pixels, and {saved.name} takes "
+                        f"{times(saved.size)}; expected less, as the border mirrors the image"
+                    )
                 for eval_set in sets_for(saved, args.data or [], train_images=args.train_images):
                     pairs.append((eval_set, number))
             findings = {}
             try:
-                for pair, finding in evaluate_checkpoints(checkpoints, pairs, processes, stop):
+                for pair, finding in evaluate_checkpoints(
+                    checkpoints, pairs, processes, stop, args.shifts, args.flips
+                ):
                     findings[pair] = finding
             finally:  # what is measured is not lost by the next set
                 if processes.is_main and findings:

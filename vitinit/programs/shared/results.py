@@ -74,6 +74,7 @@ class Finding(NamedTuple):
     model_classes: int  # number of logits of the model
     classes: Sequence[str]  # names of the data set's classes
     results: Mapping[str, Evaluation]  # by weights: "model", and "ema" if there are any
+    views: str = ""  # how images were viewed, if several times each
 
     def as_dict(self) -> Json:
         """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
@@ -86,6 +87,8 @@ class Finding(NamedTuple):
             "classes": len(self.classes),
             "model_classes": self.model_classes,
         }
+        if self.views:
+            findings["views"] = self.views
         results = {name: as_dict(result, self.classes) for name, result in self.results.items()}
         return findings | results
 
@@ -160,20 +163,23 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
                 f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
                 f"classes of {finding.checkpoint}; the others are left out of ranking and loss"
             )
+    views = "".join({f"; {finding.views}" for finding in findings if finding.views})
     results = [result for finding in findings for result in finding.results.values()]
     words = [MEASURES[key] for key in MEASURES if any(key in each.measures for each in results)]
     rows = [*cells_of(findings, words)]
     if len(findings) > 1:
         shares = [f"{measure} %" for measure in words]
-        print(table(["checkpoint", "weights", "data", *shares, "loss", "images"], rows))
+        head = ["checkpoint", "weights", "data", *shares, "loss", f"images{views}"]
+        print(table(head, rows))
     else:
         for _, name, _, *numbers, loss, images in rows:
             known = [f"{word} {number} %" for word, number in zip(words, numbers) if number != "–"]
-            print("  ".join([f"{name:5}", *known, f"loss {loss}", f"over {images} images"]))
+            print("  ".join([f"{name:5}", *known, f"loss {loss}", f"over {images} images{views}"]))
     if per_class:
         for finding in findings:
             print(
-                f"\n{finding.checkpoint} on {finding.data_set}, {finding.by} of every class in %:\n\n"
+                f"\n{finding.checkpoint} on {finding.data_set}, {finding.by} of every class in %"
+                f"{views}:\n\n"
                 f"{finding.by_class()}\n"
             )
     if json_file == STDOUT:
