@@ -15,7 +15,8 @@ from same_run import FAMILIES, assert_identical, assert_same_run, checkpoint, fa
 
 import vitinit
 from vitinit.data import images, sources
-from vitinit.programs import export
+from vitinit.programs import compare, export
+from vitinit.programs.figures import program as figures
 from vitinit.recipe.files import load_recipe
 from vitinit.runs import data, start
 from vitinit.runs.start import drop_path_of
@@ -347,6 +348,59 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(
     command[command.index(str(folder))] = str(tmp_path / "new")
     assert train_program.main(command) == 2
     assert "one class found, 'red'; expected two at least" in capsys.readouterr().err
+
+
+def test_a_class_without_images_to_validate_on_is_said_once_and_counts_in_no_mean(
+    train_program, eval_program, small_run, image_tree, tmp_path, capsys
+):
+    lost, *others = sorted((image_tree / "val").iterdir())
+    shutil.rmtree(lost)
+    folder = tmp_path / "run"
+    assert train_program.main(small_run(folder, schedule__epochs="1")) == 0
+    line = f"no image to validate on of 1 class: {lost.name}; what is measured is of the others"
+    assert capsys.readouterr().out.count(line) == 1
+    assert eval_program.main([str(folder), "--json", "-", "--per-class"]) == 0
+    *lines, result = capsys.readouterr().out.splitlines()
+    assert [sum(f"| {path.name} |" in row for row in lines) for path in (lost, *others)] == [
+        0,
+        1,
+        1,
+    ]
+    found, (row,) = json.loads(result)["model"], rows_of(folder)
+    absent, *present = found["confusion"]  # in the order of all three classes
+    hits = [counts[number] / 7 for number, counts in enumerate(present, 1)]
+    assert sum(absent) == 0 and [*map(sum, present)] == [7, 7]
+    assert row["val_balanced"] == found["balanced_accuracy"] == pytest.approx(50 * sum(hits))
+    assert row["val_top1"] == found["top1"] and row["val_loss"] == found["loss"]
+
+
+@pytest.mark.parametrize("held_out", ["0.0", "0.3"])
+def test_a_run_may_validate_nothing(
+    train_program, eval_program, small_run, image_tree, tmp_path, capsys, held_out
+):
+    """Images that it holds out are for later. To resume it and to report on it needs none."""
+    shutil.rmtree(image_tree / "val")
+    folder = tmp_path / "run"
+    changes = dict(eval__every_epochs="0", data__held_out=held_out, schedule__epochs="2")
+    command = small_run(folder, "--resume", "auto", **changes)
+    assert train_program.main([*command, "--dry-run"]) == train_program.main(command) == 0
+    text = capsys.readouterr().out
+    assert text.count("nothing is validated, as eval.every_epochs is 0") == 2
+    assert "done    2 epochs, no best.pt, as nothing was validated, peak" in text
+    rows = rows_of(folder)
+    assert all(row[key] is None for row in rows for key in METRICS if key[:4] in ("val_", "ema_"))
+    assert not (folder / "best.pt").exists()
+    assert train_program.main(command) == 0
+    (page, curves, again) = (str(tmp_path / name) for name in ("page.html", "curves.png", "again"))
+    assert figures.main(["report", str(folder), "--out", page]) == 0
+    assert figures.main(["curves", str(folder), "--out", curves]) == 0
+    assert compare.main([str(folder)]) == 0
+    assert compare.main([str(folder), "--replay", "run", "--out", again]) == 0
+    assert "equal to the bit" in capsys.readouterr().out
+    evaluated = held_out == "0.3"
+    assert eval_program.main([str(folder)]) == (0 if evaluated else 2)
+    printed = capsys.readouterr()
+    assert "over 15 images" in printed.out if evaluated else "no val/ or test/" in printed.err
 
 
 def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(

@@ -33,6 +33,7 @@ from vitinit.data.datasets import (
     is_wnid,
     open_split,
 )
+from vitinit.data.folders import WITHOUT_VALIDATION
 from vitinit.data.images import DataError
 from vitinit.data.sources import ImagesInMemory
 from vitinit.runs.evaluated import EvaluatedSet
@@ -318,10 +319,8 @@ def test_an_image_folder_is_train_and_val_or_test_or_one_folder(tmp_path, monkey
     assert len(open_split("image_folder", "~/alone", "train", 0)) == 1
     for root, whole in (("three", "three/train"), ("alone", "alone")):
         assert refusal(open_split, "image_folder", f"~/{root}", "val", 0) == (
-            f"{tmp_path}/{root}: no val/ or test/ in it; train.py needs none with --set "
-            "data.held_out_per_class=N, which validates on N images of each class, and eval.py "
-            "evaluates all images of a folder of classes by "
-            f"--data image_folder={tmp_path}/{whole}"
+            f"{tmp_path}/{root}: no val/ or test/ in it; {WITHOUT_VALIDATION} a folder of classes "
+            f"by --data image_folder={tmp_path}/{whole}"
         )
 
 
@@ -441,7 +440,7 @@ def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):
             "image_folder",
             "val",
             ["train/ant/a.png", "val/ant/a.png", "val/bee/a.png"],
-            ": class 'bee' is in only one of train/ and val/; both must hold the same classes",
+            ": class 'bee' is in val/ and not in train/; expected images to train on, or none",
         ),
         ("image_folder", "train", ["train/ant/a.png"], ": 1 classes found, and 2 expected; --set"),
         (
@@ -454,7 +453,16 @@ def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):
             "imagenet",
             "val",
             ["train/n00000001/a.png", "val/n00000002/a.png"],
-            ": class 'n00000001' is",
+            ": class 'n00000002' is",
+        ),
+        (
+            "imagenet",
+            "val",
+            [
+                f"{folder}/a.png"
+                for folder in ("train/n00000001", "train/n00000002", "val/n00000002")
+            ],
+            ": class 'n00000001' is in train/ and not in val/; ImageNet has",
         ),
         ("imagenet", "train", ["train/tench/a.png"], "/train/tench: not a class of ImageNet"),
     ],
@@ -462,6 +470,19 @@ def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):
 def test_what_is_wrong_with_an_image_folder_is_one_line(tmp_path, name, split, names, line):
     write_folders(tmp_path, *names)
     assert refusal(open_split, name, str(tmp_path), split, 2).startswith(f"{tmp_path}{line}")
+
+
+@pytest.mark.parametrize("held", ["val", "test"])
+def test_images_to_validate_on_have_the_numbers_of_the_classes_to_train_on(tmp_path, held):
+    """Also if some classes have none; they are measured as images in a list are."""
+    write_folders(
+        tmp_path, *(f"train/{name}/a.png" for name in ("ant", "bee", "cat", "dog", "eel"))
+    )
+    write_folders(tmp_path, *(f"{held}/{name}/{name}.png" for name in ("bee", "eel")))
+    source = open_split("image_folder", str(tmp_path), "val", 5)
+    assert source.classes == ["ant", "bee", "cat", "dog", "eel"]
+    assert [Path(path).stem for path in source.paths] == ["bee", "eel"]
+    assert source.labels.tolist() == [1, 4] and source.class_images.tolist() == [0, 1, 0, 0, 1]
 
 
 def test_imagenet_is_train_and_val_of_wordnet_numbers(tmp_path):

@@ -17,7 +17,7 @@ from vitinit.base.files import FileError
 from vitinit.data import lists
 from vitinit.data.datasets import open_split
 from vitinit.data.images import DataError
-from vitinit.data.sources import Source, fingerprint, held_out_part, stratified_part
+from vitinit.data.sources import HeldOut, Source, fingerprint, held_out_part, stratified_part
 
 SPLITS = {"train": "train.csv", "val": "val.csv"}
 refusal = partial(refused, (DataError, FileError), open_split, "image_list")
@@ -46,7 +46,7 @@ def test_listed_images_are_those_of_folders_and_have_their_digest_wherever_they_
         assert fingerprint(source, str(moved)) == fingerprint(folder, str(image_tree))
         assert source.image(5).equal(open_split("image_folder", str(moved), split, 3).image(5))
     held_out, expected = (
-        held_out_part(source, images_per_class=4, seed=7)
+        held_out_part(source, HeldOut(per_class=4, seed=7))
         for source in (open_split("image_list", str(moved), "train", 3), folders["train"])
     )
     assert [path.replace("/moved/", "/images/") for path in held_out.paths] == expected.paths
@@ -290,7 +290,8 @@ def test_several_labels_are_the_same_as_names_and_as_columns_and_may_be_none(ima
     assert first.class_images.tolist() == [1, 2, 2, 2] and first.of_class(3).tolist() == [3, 4]
     turned = first.in_order(["c", "B", "b", "a"])
     assert turned.labels.tolist() == [[row[3], row[0], row[2], row[1]] for row in expected]
-    held, rest = held_out_part(first, images_per_class=2), stratified_part(first, held_out=2)
+    share = HeldOut(per_class=2)
+    held, rest = held_out_part(first, share), stratified_part(first, held_out=share)
     assert sorted(held.paths + rest.paths) == first.paths and len(held) == 2  # of all, not of each
 
 

@@ -26,6 +26,7 @@ from vitinit.data.datasets import open_split
 from vitinit.data.folders import EXTENSIONS, OF_SYSTEMS, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.data.sources import (
+    HeldOut,
     ImageFiles,
     ImageFolder,
     ImagesInMemory,
@@ -245,19 +246,17 @@ def test_images_that_are_there_to_validate_on_are_named_if_others_are_held_out(t
     (tmp_path / "images.csv").write_text(f"path,label,split\n{rows}")
     for kind, there in (("image_folder", f"{split}/"), ("image_list", "6 images of images.csv")):
         sets = [f"data.name={kind}", f"data.root={tmp_path}"]
-        for held_out, line in (
-            (
-                1,
-                f"left out: {there} in {tmp_path}, as data.held_out_per_class validates on images to ",
-            ),
-            (0, ""),
+        for change, line, count in (
+            ("data.held_out_per_class=1", "data.held_out_per_class", 2),
+            ("data.held_out=0.5", "data.held_out", 4),
+            ("data.held_out=0.0", "", 6),
+            ("eval.every_epochs=0", "", 0),
         ):
-            recipe = load_recipe(
-                "photos", overrides(sets=[*sets, f"data.held_out_per_class={held_out}"])
-            )
-            whole, _, held = data.open_sets(recipe.data, 0)
-            assert whole.left_out.startswith(line) and (line or not whole.left_out)
-            assert len(held) == (2 if held_out else 6)
+            if line:
+                line = f"left out: {there} in {tmp_path}, as {line} validates on images to train on"
+            recipe = load_recipe("photos", overrides(sets=[*sets, change]))
+            whole, _, held = data.open_sets(recipe)
+            assert (whole.left_out, len(held)) == (line, count)
 
 
 @pytest.mark.parametrize("name", ["labels.csv", "photos.tar", "1.png"])
@@ -358,8 +357,8 @@ def test_each_class_is_found_at_its_index_in_the_model_and_one_with_too_few_imag
         "class 'crane' is 2 of the model's 3 classes"
     )  # as two of ImageNet's are called
     for choose, least, held_out in (
-        (partial(held_out_part, images_per_class=3), 1, 3),
-        (partial(stratified_part, images_per_class=2, held_out=2), 2, 2),
+        (partial(held_out_part, held_out=HeldOut(per_class=3)), 1, 3),
+        (partial(stratified_part, images_per_class=2, held_out=HeldOut(per_class=2)), 2, 2),
     ):
         assert refusal(choose, numbered([7, 3])) == (
             f"class 'class 1' has 3 images, too few to train on {least} and hold out {held_out} of "
@@ -367,7 +366,7 @@ def test_each_class_is_found_at_its_index_in_the_model_and_one_with_too_few_imag
         )
     without_classes = numbered([3])
     without_classes.classes = [""]
-    assert refusal(partial(held_out_part, images_per_class=3), without_classes).startswith(
+    assert refusal(held_out_part, without_classes, HeldOut(per_class=3)).startswith(
         "the folder has 3 images, too few to train on 1 and hold out 3"
     )
 
@@ -383,7 +382,11 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
     """So a smaller part lies in every larger one, and no image is trained on and held out."""
     rng = np.random.default_rng(2)
     for seed in range(53):
-        sizes, held, count = rng.integers(7, 30, 5), int(rng.integers(5)), int(rng.integers(-3, 4))
+        sizes, count = rng.integers(7, 30, 5), int(rng.integers(-3, 4))
+        part_held = float(rng.choice([0.0, 1e-9, 0.125, 0.5, 0.75]))
+        if part_held:
+            sizes = np.append(sizes, [1, 2]) if count < 1 else sizes + 17
+        held_out = HeldOut(part_held, 0 if part_held else int(rng.integers(5)), seed)
         share, source = float(rng.choice([1e-9, 0.25, 0.5, 0.99, 1.0])), numbered(sizes)
         limits = dict(share=share) if count < 1 else dict(images_per_class=count)
         front, end, own = [], [], []  # own: of another seed than the held-out images
@@ -394,6 +397,10 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
                 ].tolist()
                 for one in (seed, seed + 1)
             )
+            held = held_out.per_class
+            if part_held and size > 1:
+                held = math.floor(Fraction(part_held) * int(size) + Fraction(1, 2))
+                held = min(max(1, held), size - 1)
             rounded = math.floor(Fraction(share) * (len(order) - held) + Fraction(1, 2))
             kept = count if count > 0 else max(1, rounded)
             front += order[:kept]
@@ -401,12 +408,12 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
             own += [index for index in other if index not in order[len(order) - held :]][:kept]
         for part, expected in (
             (
-                stratified_part(source, held_out=held, seed=seed, held_out_seed=seed, **limits),
+                stratified_part(source, held_out=held_out, seed=seed, **limits),
                 sorted(front),
             ),
-            (held_out_part(source, images_per_class=held, seed=seed), sorted(end)),
+            (held_out_part(source, held_out), sorted(end)),
             (
-                stratified_part(source, held_out=held, seed=seed + 1, held_out_seed=seed, **limits),
+                stratified_part(source, held_out=held_out, seed=seed + 1, **limits),
                 sorted(own),
             ),
         ):
@@ -425,8 +432,10 @@ def test_a_run_may_train_on_a_part_by_its_own_seed_of_which_an_init_reads_some_i
         ),
     )
     whole, part = data.open_training_set(recipe.data, 7)
-    assert part.stored.equal(stratified_part(whole, images_per_class=3, held_out=2, seed=7).stored)
-    held_out = held_out_part(whole, images_per_class=2, seed=0)
+    assert part.stored.equal(
+        stratified_part(whole, images_per_class=3, held_out=HeldOut(per_class=2), seed=7).stored
+    )
+    held_out = held_out_part(whole, HeldOut(per_class=2))
     assert data.open_held_out(recipe.data, whole).stored.equal(held_out.stored)
     read = keyed_generator(7, Purpose.INIT_IMAGES).permutation(30)[:5]
     views = torch.stack([part.image(index) for index in read])

@@ -225,9 +225,13 @@ def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
         assert row["model"] == by_hand(vitinit.load(folder).model, data.train_set, [0, 1, 2])
 
 
-def test_a_run_is_validated_on_held_out_images(eval_program, run_on_part, image_tree, capsys):
-    """Of 17 images per class, 4 are held out and 9 trained on: ⌊0.7 · 13 + ½⌋."""
-    folder, data = run_on_part("run", data__subset="0.7")
+@pytest.mark.parametrize("share", ["0.0", "0.22"])
+def test_a_run_is_validated_on_held_out_images(
+    eval_program, run_on_part, image_tree, capsys, share
+):
+    """Of 17 images per class, 4 are held out, ⌊0.22 · 17 + ½⌋, and 9 trained on: ⌊0.7 · 13 + ½⌋."""
+    by_share = {} if share == "0.0" else dict(data__held_out_per_class="0", data__held_out=share)
+    folder, data = run_on_part("run", data__subset="0.7", **by_share)
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     (row,) = rows_of(eval_program, capsys, folder)
     assert (row["data"], row["data_dir"]) == ("held_out", str(image_tree))

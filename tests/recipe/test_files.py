@@ -547,6 +547,11 @@ PEAK = 1e-3 * 47 / 512  # base_lr · global_batch / 512
             'distill.weights = "ema" with distill.teacher = ""; expected none',
         ),
         (
+            ["data.held_out=0.25", "data.held_out_per_class=7"],
+            "data.held_out=0.0",
+            "data.held_out = 0.25 with data.held_out_per_class = 7; expected 0.0, or 0 per class",
+        ),
+        (
             ["ema.decay=0.0", "ema.warmup=true"],
             "ema.warmup=false",
             "ema.warmup = true with ema.decay = 0.0",

@@ -16,11 +16,12 @@ from vitinit.train.device import MATRIX_RATES, fastest_amp, matrix_rate
 from vitinit.train.distributed import Processes
 from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, metrics_row
 
-NOTHING = SimpleNamespace(left_out="")
+NOTHING = SimpleNamespace(left_out="", class_images=[])
 DATA = SimpleNamespace(
     train_set=SimpleNamespace(some_paths=list),
     whole_set=NOTHING,
     val_set=NOTHING,
+    classes=[],
     steps_per_epoch=4,
     plan=SimpleNamespace(cautions=lambda **_: []),
 )

@@ -22,11 +22,13 @@ import torch
 
 from ..base.messages import OneLineError, counted, in_brief
 from . import shapes
+from .classes import class_indices
 from .folders import (
     SPLITS,
     TEST,
     TRAIN,
     VAL,
+    WITHOUT_VALIDATION,
     classes_in,
     folders_in,
     listed,
@@ -43,7 +45,7 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     """Open a split of an image folder; folders.py says which folders are splits and classes.
 
     split: "train", "val", or "whole": all images if the folder has no splits, else "val". Raises
-    DataError if there are no images of the split, or if the splits do not have the same classes.
+    DataError if there are no images of the split, or if it has a class that train/ lacks.
     """
     splits = splits_in(root)
     if not splits and split != "val":
@@ -62,7 +64,7 @@ def open_folder(root: Path, split: str) -> ImageFolder:
         refuse_split(root, split, name, splits, others)
     source = ImageFolder(root / name)
     if split != "train" and TRAIN in splits:
-        require_the_classes_of(root / splits[TRAIN], source, root / name)
+        take_the_classes_of(root / splits[TRAIN], source, root / name)
     if others:
         source.note(f"left out: {counted(len(others), 'folder')} in {root}: {listed(others)}")
     if split == "train" and held in splits:
@@ -83,9 +85,8 @@ def refuse_split(
     train = root / splits.get(TRAIN, "")
     if split != "train" and (not splits or TRAIN in splits and folders_in(train)):
         raise DataError(
-            f"{root}: {lacks}; train.py needs none with --set data.held_out_per_class=N, which "
-            "validates on N images of each class, and eval.py evaluates all images of a folder of "
-            f"classes by --data image_folder={train}"
+            f"{root}: {lacks}; {WITHOUT_VALIDATION} a folder of classes by --data "
+            f"image_folder={train}"
         )
     if not name or others:
         raise DataError(
@@ -94,15 +95,21 @@ def refuse_split(
         )
 
 
-def require_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
-    """Refuse the images in `held` if there is a training set with other classes."""
-    trained_on = set(classes_in(train))
-    unshared = trained_on ^ set(source.classes)
-    if trained_on and unshared:
+def take_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
+    """Number the images in `held` by the classes to train on, if there are any, of which some may
+    have none of these images. DataError for images of another class.
+    """
+    trained_on = classes_in(train)
+    unknown = set(source.classes) - set(trained_on)
+    if not trained_on:
+        return
+    if unknown:
         raise DataError(
-            f"{train.parent}: class '{min(unshared)}' is in only one of {train.name}/ "
-            f"and {held.name}/; both must hold the same classes"
+            f"{train.parent}: class '{min(unknown)}' is in {held.name}/ and not in {train.name}/; "
+            f"expected images to train on, or none in {held.name}/"
         )
+    source.labels = np.array(class_indices(trained_on, source.classes))[source.labels]
+    source.classes = trained_on
 
 
 def open_images(root: Path, split: str) -> ImageFiles:
@@ -115,7 +122,13 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
     source = open_wnids(root / split, split)
     if split != "train":
-        require_the_classes_of(root / "train", source, root / split)
+        take_the_classes_of(root / "train", source, root / split)
+        if not source.class_images.all():
+            lost = source.classes[source.class_images.argmin()]
+            raise DataError(
+                f"{root}: class '{lost}' is in train/ and not in {split}/; ImageNet has 50 images "
+                "of each class to validate on"
+            )
     return source
 
 

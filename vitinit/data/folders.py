@@ -46,6 +46,12 @@ SPLITS = {
     "testing": TEST,
 }
 
+# What needs no images to validate on.
+WITHOUT_VALIDATION = (
+    "train.py needs none with --set data.held_out=0.1, which validates on a tenth of each class, or "
+    "--set eval.every_epochs=0, which validates nothing, and eval.py evaluates all images of"
+)
+
 
 def folders_in(folder: Path) -> list[str]:
     """The names of the folders in `folder`, sorted, without those that are left out; [] if it cannot

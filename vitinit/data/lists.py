@@ -27,7 +27,17 @@ from numpy import ndarray
 
 from ..base.files import in_one_line, opened
 from ..base.messages import counted, in_brief, shortened
-from .folders import SPLITS, TEST, TRAIN, VAL, composed, image_filter, in_words, suffix_of
+from .folders import (
+    SPLITS,
+    TEST,
+    TRAIN,
+    VAL,
+    WITHOUT_VALIDATION,
+    composed,
+    image_filter,
+    in_words,
+    suffix_of,
+)
 from .images import LARGEST_FILE, DataError
 from .sources import ImageFiles
 
@@ -145,9 +155,8 @@ def open_list(root: Path, split: str) -> ImageFiles:
         if split == "train":
             raise DataError(f"{root}: no images to train on {where}")
         raise DataError(
-            f"{root}: no images to validate on {where}; train.py needs none with "
-            "--set data.held_out_per_class=N, which validates on N images of each class, and "
-            "eval.py evaluates all images of an images.csv without a column split"
+            f"{root}: no images to validate on {where}; {WITHOUT_VALIDATION} an images.csv without "
+            "a column split"
         )
     listed.classes = classes
     listed.labels = numbered(names_of, classes, several=lines.several)[listed.labels]

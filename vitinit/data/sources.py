@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -269,6 +269,27 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
     return {SIZES: hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}
 
 
+class HeldOut(NamedTuple):
+    """Which images of each class are held out: a share of them, or a number; or none."""
+
+    share: float = 0.0
+    per_class: int = 0
+    seed: int = 0  # of the order from which they are taken
+
+    def number(self, images: int) -> int:
+        """How many of a class with so many images. A share is `rounded`, and leaves one to train
+        on: of a single image nothing is held out.
+        """
+        if not self.share:
+            return self.per_class
+        return min(rounded(self.share, images), images - 1)
+
+
+def rounded(share: float, images: int) -> int:
+    """A share of so many images: the nearest integer, halves up, but at least one."""
+    return max(1, int(share * images + 0.5))
+
+
 # The images of each class have a random order that is keyed by (seed, class) alone. Images to train
 # on are taken from its front, held-out images from its end. So with the same seed a smaller part is
 # contained in every larger one, and no image is both trained on and held out.
@@ -277,43 +298,42 @@ def stratified_part(
     *,
     share: float = 1.0,
     images_per_class: int = 0,
-    held_out: int = 0,
+    held_out: HeldOut = HeldOut(),
     seed: int = 0,
-    held_out_seed: int = 0,
 ) -> Source:
     """The part of `source` to train on: a share of each class, or a number of images of each class.
 
-    held_out, held_out_seed: how many images per class `held_out_part` takes, by which seed. They
-        are left out here, and `share` is a share of the remaining images.
+    held_out: which `held_out_part` takes. They are left out here, and `share` is a share of the
+        remaining images.
 
-    A class of which n images remain keeps share · n of them, rounded to the nearest integer (halves
-    up), but at least one; or `images_per_class` of them if that is not 0. Images stay in the order
-    of `source`. Raises DataError that names the class if a class has too few images.
+    A class of which n images remain keeps share · n of them, `rounded`; or `images_per_class` of
+    them if that is not 0. Images stay in the order of `source`. Raises DataError that names the
+    class if a class has too few images.
     """
-    if share == 1.0 and not images_per_class and not held_out:
+    if share == 1.0 and not images_per_class and not (held_out.share or held_out.per_class):
         return source
     least = max(images_per_class, 1)
     orders = shuffled_classes(source, seed, least, held_out)
-    others = shuffled_classes(source, held_out_seed, least, held_out)
+    others = shuffled_classes(source, held_out.seed, least, held_out)
     fronts = []
     for order, other in zip(orders, others):
-        end = other[len(other) - held_out :]
+        end = other[len(other) - held_out.number(len(other)) :]
         order = order[~np.isin(order, end)]
-        size = images_per_class or max(1, int(share * len(order) + 0.5))
+        size = images_per_class or rounded(share, len(order))
         fronts.append(order[:size])
     return source.part(np.sort(np.concatenate(fronts)))
 
 
-def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> Source:
+def held_out_part(source: Source, held_out: HeldOut) -> Source:
     """The held-out images of each class, in the source's order; DataError for too small classes."""
     ends = [
-        order[len(order) - images_per_class :]
-        for order in shuffled_classes(source, seed, 1, images_per_class)
+        order[len(order) - held_out.number(len(order)) :]
+        for order in shuffled_classes(source, held_out.seed, 1, held_out)
     ]
     return source.part(np.sort(np.concatenate(ends)))
 
 
-def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[ndarray]:
+def shuffled_classes(source: Source, seed: int, least: int, held_out: HeldOut) -> Iterator[ndarray]:
     """Yield the indices of each class in its order; DataError for too few to train and hold out.
     Images that may be of several classes count as one.
     """
@@ -323,11 +343,12 @@ def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> It
     by_class = np.argsort(labels, kind="stable")
     ends = np.bincount(labels).cumsum()  # of each class; those after the last have none
     for label, (name, members) in enumerate(zip(names, np.split(by_class, ends))):
-        if len(members) < least + held_out:
+        held = held_out.number(len(members))
+        if len(members) < least + held:
             which = f"class '{name}'" if name else "the folder"  # without classes
             raise DataError(
                 f"{which} has {len(members)} images, too few to train on {least} and hold out "
-                f"{held_out} of them; expected less of data.images_per_class or "
-                "data.held_out_per_class"
+                f"{held} of them; expected less of data.images_per_class or "
+                f"data.held_out{'' if held_out.share else '_per_class'}"
             )
         yield members[keyed_generator(seed, Purpose.SUBSET, label).permutation(len(members))]

@@ -55,6 +55,7 @@ class DataSection:
     # shuffled: all images once per epoch; balanced: as many of each class.
     sampling: Literal["shuffled", "balanced"]
     held_out_per_class: Count  # training images to validate on; 0: test set
+    held_out: BelowOne  # share of each class instead; 0: none
     image_size: Size  # (height, width) that the model takes
     mean: tuple[Proportion, ...]  # per channel, in [0, 1]: as many as images have channels
     std: tuple[Deviation, ...]
@@ -67,6 +68,11 @@ class DataSection:
         """How many channels the model's images have: 3 are RGB, 1 is grey."""
         return len(self.mean)
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether training images are held out, to validate on them."""
+        return self.held_out_per_class > 0 or self.held_out > 0.0
+
 
 @dataclass(frozen=True)
 class EvalSection:
@@ -75,7 +81,7 @@ class EvalSection:
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: AtLeastOne  # images per process and forward pass
     cache_gib: NonNegative  # of views decoded once, per process; 0: none
-    every_epochs: AtLeastOne  # the last epoch is always evaluated
+    every_epochs: Count  # the last epoch is always evaluated; 0: none is
 
 
 @dataclass(frozen=True)
@@ -233,6 +239,8 @@ def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
         yield ("data.std", "data.mean"), "as many values of both as images have channels"
     if data.images_per_class and data.subset < 1.0:
         yield ("data.images_per_class", "data.subset"), "0, or a subset of 1.0"
+    if data.held_out and data.held_out_per_class:
+        yield ("data.held_out", "data.held_out_per_class"), "0.0, or 0 per class"
     if not data.root and data.name != "shapes":
         yield ("data.root", "data.name"), "a folder, given by --data-dir"
 

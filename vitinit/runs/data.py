@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from ..data.loader import EvalViews, prepare_workers
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import BatchPlan, TrainSampler, plan_batches
 from ..data.sources import (
+    HeldOut,
     Source,
     file_sizes,
     fingerprint,
@@ -57,35 +59,39 @@ def open_training_set(
         whole,
         share=data.subset,
         images_per_class=data.images_per_class,
-        held_out=data.held_out_per_class,
+        held_out=held_out_of(data),
         seed=run_seed if data.subset_seed == "run" else data.subset_seed,
-        held_out_seed=held_out_seed(data),
     )
     return whole, part
 
 
-def held_out_seed(data: DataSection) -> int:
-    """By which seed images are held out: the subset's, unless that is the run's own."""
-    return 0 if data.subset_seed == "run" else data.subset_seed
+def held_out_of(data: DataSection) -> HeldOut:
+    """Which images are held out, by the subset's seed, unless that is the run's own."""
+    seed = 0 if data.subset_seed == "run" else data.subset_seed
+    return HeldOut(data.held_out, data.held_out_per_class, seed)
 
 
 def open_held_out(data: DataSection, whole: Source) -> Source:
     """The images of a whole training set that are not trained on, to validate on them."""
-    return held_out_part(whole, images_per_class=data.held_out_per_class, seed=held_out_seed(data))
+    return held_out_part(whole, held_out_of(data))
 
 
-def open_sets(
-    data: DataSection, run_seed: int, classes: Sequence[str] | None = ()
-) -> tuple[Source, Source, Source]:
-    """The whole training set of a recipe, the part that is trained on, and what validates it."""
-    whole, part = open_training_set(data, run_seed, classes)
-    if data.held_out_per_class:
+def open_sets(recipe: Recipe, classes: Sequence[str] | None = ()) -> tuple[Source, Source, Source]:
+    """The whole training set of a recipe, the part that is trained on, and what validates it, which
+    is empty if eval.every_epochs says that nothing does. classes: as of `open_training_set`.
+    """
+    data = recipe.data
+    whole, part = open_training_set(data, recipe.run.seed, classes)
+    if data.holds_out:
         if whole.to_validate_on:
+            key = "data.held_out" if data.held_out else "data.held_out_per_class"
             whole.note(
-                f"left out: {whole.to_validate_on} in {data.root}, as data.held_out_per_class "
-                "validates on images to train on"
+                f"left out: {whole.to_validate_on} in {data.root}, as {key} validates on images to "
+                "train on"
             )
         return whole, part, open_held_out(data, whole)
+    if not recipe.eval.every_epochs:
+        return whole, part, whole.part(np.arange(0))
     held = open_split(data.name, data.root, "val", len(whole.classes))
     held = read_as(held.in_order(whole.classes), data.channels, data.apply_exif_orientation)
     return whole, part, held
@@ -188,7 +194,7 @@ def open_data(
         if processes.local_rank == 0 and not dry_run:
             download(data.name, data.root)
     with processes.together():
-        whole_set, train_set, val_set = open_sets(data, recipe.run.seed, classes)
+        whole_set, train_set, val_set = open_sets(recipe, classes)
         require_labels(recipe, whole_set, data.root)
         require_labels(recipe, val_set, data.root)
         with building(f"recipe {recipe.name}", "optim"):

@@ -40,7 +40,7 @@ class EvaluatedSet(NamedTuple):
 
 def own_set(data: DataSection) -> EvaluatedSet:
     """What a recipe, with this data section, validates on."""
-    if data.held_out_per_class:
+    if data.holds_out:
         return EvaluatedSet("held_out", data.root, data)
     return EvaluatedSet(data.name, data.root, classes=data.num_classes)
 

@@ -133,7 +133,8 @@ class RunKeeper(Keeper):
         state, processes = training.state, training.processes
         progress, is_last = state.progress, epoch == training.epochs
         save_due = is_last or epoch % recipe.checkpoint.every_epochs == 0
-        evaluation_due = is_last or epoch % recipe.eval.every_epochs == 0
+        every = recipe.eval.every_epochs
+        evaluation_due = every > 0 and (is_last or epoch % every == 0)
         evaluations = []
         if evaluation_due and len(self.data.val_set) > 0:
             if save_due:
@@ -251,13 +252,13 @@ class RunKeeper(Keeper):
     def say_done(self) -> None:
         """Print how good the run is, and what can be done with it."""
         training, progress = self.training, self.training.state.progress
-        best = progress.best
-        value = "none" if best is None else f"{best:.2f}"
+        best = "no best.pt, as nothing was validated"
+        if progress.best is not None:
+            best = f"best {self.recipe.checkpoint.best_by} {progress.best:.2f}"
         memory = peak_gib(training.processes.device)
         path = shlex.quote(str(self.folder.path))
         training.processes.say(
-            f"done    {counted(progress.epochs, 'epoch')}, best {self.recipe.checkpoint.best_by} "
-            f"{value}, peak memory {memory:.2f} GiB\n"
+            f"done    {counted(progress.epochs, 'epoch')}, {best}, peak memory {memory:.2f} GiB\n"
             f"next    vitinit figures report {path} --out report.html\n"
             f"        {self.task.next_step(path)}"
         )

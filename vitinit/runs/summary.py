@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from ..base.messages import counted, one_line, times
+from ..base.messages import counted, one_line, shortened, times
 from ..base.values import to_toml
 from ..data.images import jpeg_decoder
 from ..data.pipeline import Data
@@ -97,7 +97,7 @@ def lines_on_data(recipe: Recipe, data: Data) -> list[str]:
     if len(data.train_set) < len(data.whole_set):
         images += f" of {len(data.whole_set):,}"
     classes = section.num_classes or "no"
-    use = "held out" if section.held_out_per_class else "to validate"
+    use = "held out" if section.holds_out else "to validate"
     lines = [
         f"data    {section.name}: {images} images, {classes} classes, {times(section.image_size)}; "
         f"{len(data.val_set):,} {use}"
@@ -221,6 +221,13 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
     lines += data.plan.cautions(
         repeats=recipe.augment.repeats, max_batch_per_process=recipe.optim.max_batch_per_process
     )
+    if not recipe.eval.every_epochs:
+        lines.append(
+            "nothing is validated, as eval.every_epochs is 0: no number will say how good the model "
+            "is, and there will be no best.pt"
+        )
+    else:
+        lines += without_images(data)
     # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
         epochs = math.ceil(FEW_UPDATES / steps)
@@ -243,6 +250,18 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
         )
     lines += on_apples_gpu(device)
     return lines + faster_amp(recipe.engine.amp, device) + crowded(device)
+
+
+def without_images(data: Data) -> list[str]:
+    """A line on classes that are learned, and of which there is no image to validate on."""
+    images = data.val_set.class_images
+    names = [name for name, number in zip(data.classes, images) if not number]
+    if not names:
+        return []
+    return [
+        f"no image to validate on of {counted(len(names), 'class')}: {shortened(names)}; what is "
+        "measured is of the others"
+    ]
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, task: Task) -> str:

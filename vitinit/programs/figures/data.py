@@ -29,7 +29,7 @@ def draw_data(out: Path, *, data_dir: str, image_size: int) -> None:
     source = open_split(name, data_dir, "train", 0)
     try:
         val_set = open_split(name, data_dir, "val", len(source.classes))
-    except DataError as error:  # training then needs data.held_out_per_class
+    except DataError as error:  # training then needs data.held_out
         print(f"val     {error}")
         val_set = source.part(np.arange(0))
     for part in (source, val_set):

@@ -105,7 +105,7 @@ def warn_of_other_images(record: RunRecord, recipe: Recipe) -> None:
     """
     data = recipe.data
     with suppress(DataError):
-        _, train_set, val_set = open_sets(data, recipe.run.seed)
+        _, train_set, val_set = open_sets(recipe)
         now = "".join(fingerprint(source, data.root) for source in (train_set, val_set))
         if now != record.began.get("data", {}).get("files and labels"):
             warn(
