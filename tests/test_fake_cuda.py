@@ -202,7 +202,7 @@ def test_sets_on_the_device_are_cut_there_and_reach_it_once_without_waiting(as_i
         windows = torch.zeros(BATCH, 4, dtype=torch.int64)
         training.loader = (batch._replace(images=windows) for batch in loaded())
         source = ImagesInMemory(images, np.zeros(BATCH, np.int64), ["one"])
-        square = dict(size=(SIZE, SIZE), crop_pct=1.0, interpolation="bilinear")
+        square = dict(size=(SIZE, SIZE), view=lambda image: image)
         evaluation = EvaluationBatches(
             EvalViews(source, rank=0, world_size=1, **square),
             ToDevice(CUDA, **AS_INPUT),

@@ -19,7 +19,7 @@ from vitinit.train.metrics import Evaluation
 # fmt: off
 WRITTEN = {
     "augment": dict(repeats=3, crop_scale=[0.37, 0.97], crop_ratio=[0.71, 1.31], crop_padding=2,
-                    flip=0.11, interpolation="bilinear", erase_probability=0.13,
+                    fit="crop", flip=0.11, interpolation="bilinear", erase_probability=0.13,
                     erase_area=[0.17, 0.19], erase_ratio=[0.23, 0.29], erase_fill="const",
                     erase_after_mix=True),
     "rand_augment": dict(layers=1, probability=0.41, magnitude=0.43, magnitude_std=0.47,
@@ -103,11 +103,11 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
-    for name, keys in {
-        "EvalViews": ["crop_pct", "interpolation"],
-        "EvaluationBatches": ["batch_size", "cache_gib"],
-    }.items():
-        assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
+    for found, keys in (
+        (options("EvalViews")["view"].keywords, ["crop_pct", "interpolation"]),
+        (options("EvaluationBatches"), ["batch_size", "cache_gib"]),
+    ):
+        assert {key: found[key] for key in keys} == {key: evaluation[key] for key in keys}
     training, *_ = seen["train_epochs"][0][0]
     assert training.epochs == 5  # with the cool-down
     assert (training.amp, training.clip_norm, training.save_every) == ("bf16", 0.61, 3)

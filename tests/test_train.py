@@ -403,6 +403,50 @@ def test_a_run_may_validate_nothing(
     assert "over 15 images" in printed.out if evaluated else "no val/ or test/" in printed.err
 
 
+@pytest.mark.parametrize("fit", ["squash", "pad"])
+def test_the_whole_image_is_trained_on_evaluated_prepared_and_exported(
+    train_program, eval_program, small_run, image_tree, tmp_path, capsys, fit
+):
+    """Images of 10×14 as 8×8. To timm, and transformers if it can say it, and back."""
+    folder, mean = tmp_path / "run", (0.52, 0.31, 0.74)
+    whole = dict(augment__crop_scale="[1, 1]", augment__crop_ratio="[1, 1]", eval__crop_pct="1.0")
+    how = whole | dict(
+        augment__fit=fit, data__mean=str([*mean]), data__apply_exif_orientation="true"
+    )
+    seen, real = [], data.augmentation_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "augmentation_of", lambda *a: (seen.append(real(*a)), seen[0])[1])
+        assert train_program.main(small_run(folder, schedule__epochs="1", **how)) == 0
+    border = None if fit == "squash" else (133, 79, 189)
+    assert seen[0].augmentation.border == border and seen[0].augmentation.augment.fit == fit
+    trained, paths = vitinit.load(folder), sorted((image_tree / "val").glob("*/*.png"))
+    views = [
+        images.fit_whole(images.decode_image(str(path)), (8, 8), "bicubic", border)
+        for path in paths
+    ]
+    prepared = trained.preprocess(paths)
+    assert torch.equal(prepared, data.as_input(torch.stack(views), trained.recipe))
+    if border:  # 10×14 → 6×8
+        assert prepared[:, :, [0, -1]].abs().max() <= 0.5 / 255 / min(trained.recipe.data.std)
+    assert eval_program.main([str(folder), "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]
+    (row,) = rows_of(folder)
+    guesses = trained.probabilities(prepared).argmax(1).reshape(3, 7)
+    right = sum(int((part == number).sum()) for number, part in enumerate(guesses))
+    assert found["top1"] == row["val_top1"] == pytest.approx(100 * right / 21)
+    for library, code in (("timm", 0), ("transformers", 0 if fit == "squash" else 2)):
+        out = tmp_path / library
+        command = ["--to", "safetensors", "--names", library, "--out", str(out)]
+        assert export.main([str(folder), *command]) == code
+        if code:
+            assert "augment.fit is pad, and transformers' image" in capsys.readouterr().err
+            assert not out.exists()
+            continue
+        recipe = "quickstart" if library == "timm" else None
+        again = vitinit.load(out / "model.safetensors", recipe=recipe)
+        assert torch.equal(again.preprocess(paths), prepared)
+
+
 def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
     train_program, eval_program, small_run, phone, tmp_path, monkeypatch
 ):

@@ -302,7 +302,7 @@ def test_images_of_five_channels_are_stored_if_all_of_them_fit():
     fits = images.nbytes / GIB
     assert torch.equal(decode_to_device(source, CPU, drawn, fits, lambda: None), images)
     assert decode_to_device(source, CPU, drawn, 0.99 * fits, lambda: None) is None
-    how = dict(size=(11, 11), crop_pct=1.0, interpolation="bicubic", rank=0, world_size=1)
+    how = dict(size=(11, 11), view=lambda image: image, rank=0, world_size=1)
     prepare = ToDevice(CPU, mean=[0.5] * 5, std=[0.5] * 5, channels_last=True)
     batches = EvaluationBatches(EvalViews(source, **how), prepare, batch_size=3, workers=0)
     assert batches.nbytes == images.nbytes

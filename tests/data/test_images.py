@@ -9,6 +9,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -30,6 +31,7 @@ from vitinit.data.images import (
     crop_and_flip,
     decode_bytes,
     decode_image,
+    fit_whole,
     from_pillow,
     plain_jpeg_size,
     resize,
@@ -309,6 +311,44 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
         ours = resize_and_centre_crop(image, size, crop_pct, interpolation)
         assert ours.shape == (3, *size) and (ours.int() - expected.int()).abs().max() <= 1
         assert torch.equal(ours, expected) or whole.shape != image.shape  # only cropped
+
+
+@pytest.mark.parametrize("interpolation", PILLOWS)
+def test_a_whole_image_is_squashed_as_by_torchvision_and_padded_as_by_pillow(interpolation):
+    """Photographs and noise, wide, tall and so thin that a side would vanish, to sizes of odd and
+    even rest; the border is exact, and at least 23 views have one. To one grey level of torchvision's,
+    and to two of Pillow's, rows first, since in one call it may begin with columns."""
+    mode, border, bordered = PILLOWS[interpolation], (131, 17, 89), 0
+
+    def resized(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+        return picture.resize((size[0], picture.height), mode).resize(size, mode)
+
+    pictures = [Image.open(path).convert("RGB") for path in CIFAR10.glob("[a-b]*/*.jpg")][:7]
+    pictures += [noise(*size) for size in ((61, 97), (97, 61), (53, 53), (211, 1), (307, 211))]
+    for picture, size in product(pictures, ((31, 31), (48, 67), (29, 13))):
+        height, width = size
+        image, own = from_pillow(picture), picture.size
+        squashed = resized(picture, (width, height))
+        factor = min(Fraction(width, own[0]), Fraction(height, own[1]))
+        inner = tuple(max(1, round(side * factor)) for side in own)
+        padded = Image.new("RGB", (width, height), border)
+        corner = (width - inner[0]) // 2, (height - inner[1]) // 2
+        padded.paste(resized(picture, inner), corner)
+        assert max(inner[0] / width, inner[1] / height) == 1.0
+        for expected, colour in ((squashed, None), (padded, border)):
+            ours = fit_whole(image, size, interpolation, colour)
+            assert ours.dtype == torch.uint8 and ours.permute(1, 2, 0).is_contiguous()
+            assert abs(ours.numpy().astype(int) - planes(expected)).max() <= 2
+        (left, top), way = corner, TORCHVISIONS[interpolation]
+        inside = crop(ours, Box(top, left, *inner[::-1]))
+        for part, its in ((fit_whole(image, size, interpolation), size), (inside, inner[::-1])):
+            expected = v2.functional.resize(image, its, way, antialias=True)
+            assert (part.int() - expected.int()).abs().max() <= 1
+        if max(corner):
+            bordered += 1
+            corners = ours[:, [0, 0, -1, -1], [0, -1, 0, -1]]
+            assert corners.T.tolist() == 4 * [list(border)]
+    assert bordered >= 23
 
 
 @pytest.mark.parametrize("interpolation", PILLOWS)

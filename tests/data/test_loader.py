@@ -14,13 +14,13 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
-from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, equal, write_images
+from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, equal, samples, write_images
 from forks import Fork
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from vitinit.data.draw import Augmentation
-from vitinit.data.images import DataError
+from vitinit.data.draw import Augmentation, SampleKey
+from vitinit.data.images import DataError, fit_whole
 from vitinit.data.loader import NO_ROOM, Batch, Loader, TrainViews, prepare_workers
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.sources import ImageFolder
@@ -58,6 +58,20 @@ def loader_of(source, workers: int) -> Loader:
     plan = plan_batches(6, 2, 1, group=2)
     sampler = TrainSampler(len(source), plan, rank=0, seed=SEED, repeats=2)
     return Loader(TrainViews(source, DRAWS), workers=workers, batch_size=None, sampler=sampler)
+
+
+@pytest.mark.parametrize("fit, border", [("squash", None), ("pad", (131, 17, 89))])
+def test_the_training_view_of_a_whole_image_is_mirrored_or_not(folder, fit, border):
+    whole = dict(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), crop_padding=0, fit=fit)
+    augment = replace(DRAWS.augment, **whole, interpolation="bicubic")
+    views = TrainViews(folder, replace(DRAWS, augment=augment, border=border))
+    mirrored = 0
+    keys = [SampleKey(epoch, image) for epoch in range(7) for image in range(len(folder))]
+    for key, view in zip(keys, views[samples(keys)].images):
+        expected = fit_whole(folder.image(key.image), SIZE, "bicubic", border)
+        mirrored += torch.equal(view, expected.flip(-1))
+        assert torch.equal(view, expected) or torch.equal(view, expected.flip(-1))
+    assert 0 < mirrored < len(keys)
 
 
 def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):

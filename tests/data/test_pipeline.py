@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -265,8 +266,7 @@ def views_of(source, **which) -> EvalViews:
         source,
         **dict(rank=0, world_size=1) | which,
         size=SIZE,
-        crop_pct=0.875,
-        interpolation="bicubic",
+        view=partial(resize_and_centre_crop, size=SIZE, crop_pct=0.875, interpolation="bicubic"),
     )
 
 

@@ -461,9 +461,10 @@ def test_another_resolution_and_crop_and_class_names_of_a_checkpoint_in_another_
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
     eval_program, straight, image_tree, tmp_path, monkeypatch, capsys
 ):
-    """Two runs of one crop and batch size, that differ in std, and two others, on two sets. All
+    """Two runs of one crop and batch size, that differ in std, and four others, on two sets. All
     results equal those of separate evaluations. Where nothing can be kept, each run decodes. Only
     the models at work are on the device. tests/runs/test_results.py has the table."""
+    whole = dict(augment__crop_scale="[1, 1]", augment__crop_ratio="[1, 1]", eval__crop_pct="1.0")
     folders = [
         straight(schedule__epochs="1", **changes)
         for changes in (
@@ -471,6 +472,8 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
             dict(data__std="[0.3, 0.2, 0.1]"),
             dict(eval__crop_pct="0.8"),
             dict(eval__interpolation="bilinear"),
+            whole | dict(augment__fit="squash"),
+            whole | dict(augment__fit="pad"),
         )
     ]
     capsys.readouterr()
@@ -491,7 +494,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
         )[1],
     )
     other = write_images(tmp_path / "other", ["blue", "green", "red"], seed=2)
-    for gib, times in (("0.5", 3), ("0.0", 4)):
+    for gib, times in (("0.5", 5), ("0.0", 6)):
         decoded.clear()
         assert (
             eval_program.main(

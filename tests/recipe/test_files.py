@@ -477,6 +477,13 @@ def test_every_number_has_bounds_and_none_is_beyond_all_floats():
         assert message.startswith("here: optim.base_lr is ") and "expected a number > 0" in message
 
 
+# What goes with the whole image.
+WHOLE = (
+    "augment.crop_scale=[1.0, 1.0]",
+    "augment.crop_ratio=[1.0, 1.0]",
+    "augment.crop_padding=0",
+    "eval.crop_pct=1.0",
+)
 PEAK = 1e-3 * 47 / 512  # base_lr · global_batch / 512
 
 
@@ -550,6 +557,19 @@ PEAK = 1e-3 * 47 / 512  # base_lr · global_batch / 512
             ["data.held_out=0.25", "data.held_out_per_class=7"],
             "data.held_out=0.0",
             "data.held_out = 0.25 with data.held_out_per_class = 7; expected 0.0, or 0 per class",
+        ),
+        *(
+            (
+                [*WHOLE, f"{key}={wrong}", "augment.fit=pad"],
+                f"{key}={right}",
+                f'{key} = {wrong} with augment.fit = "pad"; expected {right}, as the whole image',
+            )
+            for key, wrong, right in (
+                ("augment.crop_scale", "[0.5, 1.0]", "[1.0, 1.0]"),
+                ("augment.crop_ratio", "[1.0, 1.25]", "[1.0, 1.0]"),
+                ("augment.crop_padding", "2", "0"),
+                ("eval.crop_pct", "0.875", "1.0"),
+            )
         ),
         (
             ["ema.decay=0.0", "ema.warmup=true"],

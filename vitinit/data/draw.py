@@ -13,7 +13,7 @@ were.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
@@ -36,7 +36,8 @@ Ratio = Annotated[float, Bounds(minimum=0.01, maximum=100.0)]
 
 @dataclass(frozen=True)
 class Augment:
-    """A random crop that is resized to the image size, a flip, and erasing after normalisation.
+    """A random crop, or the whole image, resized to the image size, a flip, and erasing after
+    normalisation.
 
     Padding and shifting is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
     A sample is erased in one box at most, as in timm.
@@ -46,6 +47,9 @@ class Augment:
     crop_scale: tuple[Fraction, Fraction]  # share of the image's area
     crop_ratio: tuple[Ratio, Ratio]  # width over height
     crop_padding: Count  # black pixels on each side before the crop
+    # crop: as these say; else all of the image, in evaluation, too. squash: whatever its
+    # proportions; pad: its longer side fits, with data.mean beside it.
+    fit: Literal["crop", "squash", "pad"]
     flip: Proportion  # probability of a horizontal flip
     interpolation: Literal["bilinear", "bicubic", "random"]  # random: drawn per sample
     erase_probability: Proportion
@@ -92,7 +96,9 @@ class View(NamedTuple):
 
 def draw_view(rng: Generator, augment: Augment, height: int, width: int) -> View:
     """Draw the crop and flip of an image of height × width pixels."""
-    box = draw_crop(rng, augment, height, width)
+    box = Box(0, 0, height, width)
+    if augment.fit == "crop":
+        box = draw_crop(rng, augment, height, width)
     flip = bool(rng.random() < augment.flip)
     interpolation: str = augment.interpolation
     if interpolation == "random":
@@ -269,6 +275,7 @@ class Augmentation:
     rand_augment: RandAugment
     mix: Mix
     masks: Masks | None = None  # None: all patches are seen
+    border: Sequence[int] | None = None  # the colour beside a whole image; None: none is padded
 
     def draws(self, samples: Samples) -> Tensor:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""

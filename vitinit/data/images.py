@@ -7,7 +7,7 @@ and elsewhere in this package, too, (3, H, W) stands for as many channels as dat
 
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from math import prod
@@ -347,11 +347,36 @@ def crop(image: Tensor, box: Box) -> Tensor:
     return F.pad(inside, (before, after, above, below))
 
 
-def crop_and_flip(
-    image: Tensor, box: Box, flip: bool, size: HeightWidth, interpolation: str
+def fit_whole(
+    image: Tensor, size: HeightWidth, interpolation: str, border: Sequence[int] | None = None
 ) -> Tensor:
-    """The training view: `box`, resized to `size`, mirrored if `flip`: (3, *size) uint8."""
-    view = resize(crop(image, box), size, interpolation)
+    """A view of the whole image, (3, *size) uint8: resized to `size` whatever its proportions, as
+    timm's crop_mode "squash"; or, with a colour for the border, by its longer side, and centred on
+    that colour, as timm's crop_mode "border".
+    """
+    if border is None:
+        return resize(image, size, interpolation)
+    height, width = image.shape[1:]
+    ratio = max(height / size[0], width / size[1])
+    inner = max(1, round(height / ratio)), max(1, round(width / ratio))
+    view = torch.tensor(border, dtype=torch.uint8).repeat(*size, 1).permute(2, 0, 1)
+    top, left = ((side - its) // 2 for side, its in zip(size, inner))
+    view[:, top : top + inner[0], left : left + inner[1]] = resize(image, inner, interpolation)
+    return view
+
+
+def crop_and_flip(
+    image: Tensor,
+    box: Box,
+    flip: bool,
+    size: HeightWidth,
+    interpolation: str,
+    border: Sequence[int] | None = None,
+) -> Tensor:
+    """The training view: `box`, by `fit_whole` resized to `size`, mirrored if `flip`: (3, *size)
+    uint8.
+    """
+    view = fit_whole(crop(image, box), size, interpolation, border)
     return view.flip(-1) if flip else view
 
 

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby, islice
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ..base.keys import Purpose, keyed_generator, keyed_generators
 from ..base.messages import in_brief, own_words
 from .draw import Augmentation, Masks, Samples, draw_view
-from .images import DataError, HeightWidth, crop_and_flip, resize_and_centre_crop
+from .images import DataError, HeightWidth, crop_and_flip
 from .sources import Source
 
 # What torch's and Python's errors say where a worker was killed, or found no memory to work in.
@@ -96,17 +96,17 @@ class TrainViews(Dataset):
 
     def views(self, image: Tensor, rngs: Iterable[Generator]) -> list[Tensor]:
         """The views of an image (3, h, w) by the draws of each generator, (3, H, W) uint8."""
-        views = []
+        views, drawn = [], self.augmentation
         for rng in rngs:
-            box, flip, interpolation = draw_view(rng, self.augmentation.augment, *image.shape[1:])
-            views.append(crop_and_flip(image, box, flip, self.augmentation.size, interpolation))
+            box, flip, interpolation = draw_view(rng, drawn.augment, *image.shape[1:])
+            views.append(crop_and_flip(image, box, flip, drawn.size, interpolation, drawn.border))
         return views
 
 
 class EvalViews(Dataset):
     """Evaluation views of this process's share: the images rank, rank + world_size, …, once each.
 
-    Each is a view (3, H, W) uint8 and its label; a batch is (B, 3, H, W) and labels (B,) int64, or
+    Each is what `view` makes of an image, (3, H, W) uint8, and its label; a batch is (B, 3, H, W) and labels (B,) int64, or
     (B, K) uint8 if an image has several.
     masks: in place of labels, the visible patches, (n,) int64, by which image of the set it is.
     """
@@ -118,15 +118,12 @@ class EvalViews(Dataset):
         rank: int,
         world_size: int,
         size: HeightWidth,
-        crop_pct: float,
-        interpolation: str,
+        view: Callable[[Tensor], Tensor],
         masks: Masks | None = None,
     ) -> None:
         self.source = source
         self.size = size
-        self.view = partial(
-            resize_and_centre_crop, size=size, crop_pct=crop_pct, interpolation=interpolation
-        )
+        self.view = view
         self.indices = range(rank, len(source), world_size)
         self.masks = masks
 

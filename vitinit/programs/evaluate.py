@@ -36,7 +36,7 @@ from ..data.pipeline import EvaluationBatches
 from ..data.sources import Source
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
-from ..runs.data import evaluation_batches, require_labels, validation_bar
+from ..runs.data import border_of, evaluation_batches, require_labels, validation_bar
 from ..runs.evaluated import EvaluatedSet, own_set, require_same_images, trained_set
 from ..runs.load import Saved, open_saved
 from ..runs.model import compiled, task_of
@@ -325,6 +325,8 @@ def batches_of(
         saved.size,
         recipe.eval.crop_pct,
         recipe.eval.interpolation,
+        recipe.augment.fit,
+        border_of(recipe),
         recipe.data.apply_exif_orientation,
         recipe.eval.batch_size,
     )

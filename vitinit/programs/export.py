@@ -47,7 +47,7 @@ from ..base.files import (
 from ..data.augment import normalise
 from ..interop.weights.libraries import counterpart
 from ..interop.weights.names import Names, foreign_names, native_tensors
-from ..interop.weights.readers import preprocessor_config
+from ..interop.weights.readers import FITS, preprocessor_config
 from ..models import MODELS
 from ..recipe.files import RecipeError, building, from_dict
 from ..recipe.sections import Recipe
@@ -76,6 +76,7 @@ def metadata(trained: Trained) -> Json:
         "std": recipe.data.std,
         "crop_pct": recipe.eval.crop_pct,
         "interpolation": recipe.eval.interpolation,
+        "fit": recipe.augment.fit,
         "model": recipe.model.name,
         "recipe": for_others(recipe).as_toml(),
     }
@@ -159,6 +160,7 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
             if layer.startswith("head") and isinstance(module, nn.Linear):
                 heads.append(layer)
         views = {key: notes[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+        (crop_mode,) = (mode for mode, fit in FITS.items() if fit == notes["fit"])
         files["config.json"] = {
             "architecture": name,
             "num_classes": len(trained.classes),
@@ -168,6 +170,7 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
                 "input_size": [trained.recipe.data.channels, *trained.image_size],
                 "fixed_input_size": "img_size" in arguments,
                 "classifier": heads,
+                "crop_mode": crop_mode,
                 **views,
             },
         }

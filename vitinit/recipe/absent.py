@@ -16,6 +16,7 @@ SECTIONS_LEFT_OUT: Table = {
 KEYS_LEFT_OUT: Table = {
     "data.sampling": "shuffled",
     "data.held_out": 0.0,
+    "augment.fit": "crop",
     "init.checkpoint_head": "keep",
     "init.checkpoint_classes": "",
     "distill.classes": "",

@@ -34,6 +34,13 @@ from ..train.optim import Distill, Optim, Schedule
 
 VERSION = 12  # of the keys; a change of keys, or of an option's default, adds one
 VERSION_WITH_BASE = 13  # of a file that states a part of them; runs write all, as older code reads
+# What augment.fit leaves no choice of, where it is not "crop".
+WHOLE_IMAGE: Table = {
+    "augment.crop_scale": [1.0, 1.0],
+    "augment.crop_ratio": [1.0, 1.0],
+    "augment.crop_padding": 0,
+    "eval.crop_pct": 1.0,
+}
 Seed = Annotated[int, Bounds(minimum=0, below=2**63)]
 Deviation = Annotated[float, Bounds(minimum=TINIEST, below=LARGEST)]
 
@@ -76,7 +83,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class EvalSection:
-    # Resize to image_size / crop_pct, then crop.
+    # Resize to image_size / crop_pct, then crop, unless augment.fit takes the whole image.
     crop_pct: Annotated[float, Bounds(minimum=0.1, maximum=1.0)]
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: AtLeastOne  # images per process and forward pass
@@ -222,6 +229,10 @@ MACHINE_KEYS = (
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Yield the keys whose values contradict each other, that of most weight first."""
     yield from _of_images(recipe)
+    if recipe.augment.fit != "crop":
+        for key, value in WHOLE_IMAGE.items():
+            if recipe.keys[key] != value:
+                yield (key, "augment.fit"), f"{to_toml(value)}, as the whole image is taken"
     yield from _of_schedule(recipe)
     yield from _of_weights(recipe)
     yield from recipe.task.kind.contradictions(recipe)

@@ -14,7 +14,7 @@ from ..base.messages import ProgressBar, say
 from ..data.augment import ToDevice, TrainToDevice, normalise
 from ..data.datasets import download, open_split
 from ..data.draw import Augmentation, Masks
-from ..data.images import DataError, resize_and_centre_crop
+from ..data.images import DataError, fit_whole, resize_and_centre_crop
 from ..data.loader import EvalViews, prepare_workers
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import BatchPlan, TrainSampler, plan_batches
@@ -145,8 +145,7 @@ def evaluation_batches(
         rank=rank,
         world_size=world_size,
         size=size,
-        crop_pct=how.crop_pct,
-        interpolation=how.interpolation,
+        view=evaluation_view(recipe, size),
         masks=masks_of(recipe),
     )
     prepare = ToDevice(
@@ -255,6 +254,7 @@ def augmentation_of(recipe: Recipe, classes: int, device: torch.device) -> Train
         recipe.rand_augment,
         recipe.mix,
         masks_of(recipe),
+        border_of(recipe),
     )
     return TrainToDevice(
         device,
@@ -302,12 +302,28 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
-    """An image (3, H, W) uint8, resized and centre-cropped as the recipe's evaluation does, to
-    `size` (height, width), or to the recipe's image size.
+def border_of(recipe: Recipe) -> tuple[int, ...] | None:
+    """The colour beside a whole image, which is near 0 once normalised; None if none is padded."""
+    if recipe.augment.fit != "pad":
+        return None
+    return tuple(round(255 * value) for value in recipe.data.mean)
+
+
+def evaluation_view(
+    recipe: Recipe, size: tuple[int, int] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """What makes of an image (3, H, W) uint8 a view as the recipe's evaluation does, resized and
+    centre-cropped, or whole. size: (height, width); None: the recipe's image size.
     """
-    return resize_and_centre_crop(
-        image, size or recipe.data.image_size, recipe.eval.crop_pct, recipe.eval.interpolation
+    size, how = size or recipe.data.image_size, recipe.eval
+    if recipe.augment.fit != "crop":
+        border = border_of(recipe)
+        return partial(fit_whole, size=size, interpolation=how.interpolation, border=border)
+    return partial(
+        resize_and_centre_crop,
+        size=size,
+        crop_pct=how.crop_pct,
+        interpolation=how.interpolation,
     )
 
 
@@ -321,7 +337,7 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     fewer. Which ones is keyed by the run's seed.
     """
     order = keyed_generator(recipe.run.seed, Purpose.INIT_IMAGES).permutation(len(source))
-    view = partial(evaluation_view, recipe=recipe)
+    view = evaluation_view(recipe)
     views = [source.image(int(index), view) for index in order[:count]]
     return as_input(torch.stack(views), recipe)
 

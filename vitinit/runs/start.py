@@ -48,7 +48,7 @@ FUNCTION = tuple(
         "rope_coordinates",
     )
 )
-PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
+PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation", "augment.fit")
 INIT_IMAGES = 512  # training images that an init may read
 
 

@@ -110,9 +110,8 @@ class Trained:
         """Resize and centre-crop one image for the model → (3, *image_size) uint8, on the CPU."""
         name = str(image) if isinstance(image, (str, os.PathLike)) else "an image"
         with room_for(name):
-            return evaluation_view(
-                as_uint8(image, self.recipe.data.channels), self.recipe, self.image_size
-            )
+            pixels = as_uint8(image, self.recipe.data.channels)
+            return evaluation_view(self.recipe, self.image_size)(pixels)
 
     def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Turn one image, or several, into input of the model, as `eval.py` does, but upright:

@@ -57,7 +57,7 @@ def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch
     )
     assert [query for query, _ in seen] == [(4, 6), (0, 1)] * 2
     (subject,) = fresh(["quickstart"], ["impulse"], seed=None, sets=sizes[1::2])
-    view = evaluation_view(decode_image(str(photograph)), subject.recipe)
+    view = evaluation_view(subject.recipe)(decode_image(str(photograph)))
     image = as_input(view[None], subject.recipe)
     rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 34]  # the last token of 35
     assert torch.equal(seen[0][1], rows.view(2, 5, 7))

@@ -77,7 +77,7 @@ def computed(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """What the init's model computes: matrices (h, P + N, P + N) per block, and probabilities."""
     (subject,) = fresh([recipe], [init], seed=None, sets=sets)
-    view = evaluation_view(decode_image(str(path)), subject.recipe)
+    view = evaluation_view(subject.recipe)(decode_image(str(path)))
     inputs = as_input(view[None], subject.recipe)
     matrices = mixing_matrices(subject.model, inputs)
     return [matrices[block][0] for block in sorted(matrices)], subject.model(inputs).softmax(1)[0]

@@ -24,7 +24,7 @@ from ...base.files import CheckpointError, FileError, parse_json, read_bytes
 from ...base.messages import in_brief
 from ...base.values import Size, Table, convert, to_toml
 from ...models.layers import hidden_width
-from ...recipe.sections import Recipe
+from ...recipe.sections import WHOLE_IMAGE, Recipe
 from ...runs.checkpoint import FOREIGN_WEIGHTS
 from ...runs.start import FUNCTION, PREPARATION
 from .libraries import SWIN_OPTIONS, VIT_OPTIONS, same
@@ -62,6 +62,7 @@ TIMM_ARGUMENTS = {
     **SWIN_OPTIONS,
     **same("patch_size", "depth", "qkv_bias", "fc_norm", "window_size", "qk_norm"),
 }
+FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # timm's crop_mode → augment.fit
 POOLS = {"token": "class", "avg": "mean"}  # timm's words → ours
 
 
@@ -185,6 +186,9 @@ def _of_timm(config: Table, file: Path) -> ForeignConfig:
         name = key.rpartition(".")[2]  # as timm calls it
         if name in stated:
             changes[key] = stated[name]
+    fit = FITS.get(stated.get("crop_mode"), "crop")
+    if fit != "crop":
+        changes |= WHOLE_IMAGE | {"augment.fit": fit}
     options = _timm_options(arguments)
     if flag(arguments, "use_rot_pos_emb"):
         options |= _eva_options(arguments, config["architecture"])
@@ -318,7 +322,7 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 def _preparation(config: Table) -> Table:
     """How a preprocessor_config.json prepares images, as keys of a recipe. transformers normalises
-    pixels times rescale_factor, we those over 255; where it squeezes, proportions are kept here.
+    pixels times rescale_factor, we those over 255.
     """
     factor = 255.0
     if flag(config, "do_rescale", True):
@@ -340,6 +344,8 @@ def _preparation(config: Table) -> Table:
         changes["eval.interpolation"] = RESAMPLE.get(resample, resample)
     if side and shorter:
         changes["eval.crop_pct"] = min(side / shorter, 1.0)
+    if not crop and "height" in size:
+        changes |= WHOLE_IMAGE | {"augment.fit": "squash"}
     return changes
 
 
@@ -351,18 +357,28 @@ def _by_side(size: Any) -> Table:
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> Table:
-    """The preprocessor_config.json with which transformers prepares images as this recipe does."""
+    """The preprocessor_config.json with which transformers prepares images as this recipe does;
+    CheckpointError if it cannot, as of images that are padded.
+    """
     height, width = size
+    if recipe.augment.fit == "pad":
+        raise CheckpointError(
+            f"recipe {recipe.name}: augment.fit is pad, and transformers' image processors pad no "
+            "image to its centre; expected --names timm, or none"
+        )
+    whole: Table = {"height": height, "width": width}
+    shorter = {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)}
+    is_cropped = recipe.augment.fit == "crop"
     return {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,
-        "do_center_crop": True,
+        "do_center_crop": is_cropped,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         "do_convert_rgb": recipe.data.channels == 3,
-        "crop_size": {"height": height, "width": width},
-        "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
+        "crop_size": whole,
+        "size": shorter if is_cropped else whole,
         "resample": Resampling[recipe.eval.interpolation.upper()].value,
         "image_mean": list(recipe.data.mean),
         "image_std": list(recipe.data.std),

@@ -148,7 +148,7 @@ def indices(what: Literal["block", "head"], wanted: Sequence[int] | None, count:
 
 def view_of(photograph: Path, recipe: Recipe) -> Tensor:
     """A photograph as the recipe's evaluation takes it: (3, H, W) uint8."""
-    return evaluation_view(decode_image(str(photograph), channels=recipe.data.channels), recipe)
+    return evaluation_view(recipe)(decode_image(str(photograph), channels=recipe.data.channels))
 
 
 def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
@@ -173,5 +173,5 @@ def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
             f"{folder or 'shapes'}: holds {len(source)} images, and {count} are asked for"
         )
     source = read_as(source, recipe.data.channels, True)
-    views = [evaluation_view(source.image(index), recipe) for index in range(count)]
+    views = [source.image(index, evaluation_view(recipe)) for index in range(count)]
     return as_input(torch.stack(views), recipe)
