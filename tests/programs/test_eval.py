@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from counting import counted_by_hand
+from counting import calibration_error_by_hand, counted_by_hand
 from PIL import Image
 from small_models import written
 from torch import nn
@@ -67,7 +67,11 @@ def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
     loss, top1, top5, confusion = counted_by_hand(model, images, source.labels, columns)
     hits, totals = confusion.diagonal(), confusion.sum(1)
     recalls, guesses = 100 * hits / totals, confusion.sum(0)
+    with torch.no_grad():
+        shares = model(torch.stack(images).double())[:, columns].softmax(1).numpy()
     return {
+        "calibration_error": pytest.approx(calibration_error_by_hand(shares, source.labels), 1e-4),
+        "temperature": 1.0,
         "loss": pytest.approx(loss, rel=1e-5),
         "top1": pytest.approx(top1),
         "top5": pytest.approx(top5) if len(source.classes) > 5 else None,
@@ -569,6 +573,70 @@ def test_what_is_measured_is_printed_though_the_next_set_fails(
     printed = capsys.readouterr()
     assert "over 51 images" in printed.out and "1.png" in printed.err
     assert json.loads((tmp_path / "x.json").read_text())["model"]["images"] == 51
+
+
+def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divides_by_it(
+    eval_program, one_epoch_run, image_tree, tmp_path, capsys
+):
+    folder = shutil.copytree(one_epoch_run, tmp_path / "run")
+    (plain,) = rows_of(eval_program, capsys, folder)
+    assert eval_program.main([str(folder), "--fit-temperature"]) == 0
+    assert (
+        f"over 21 images of image_folder, in {folder}/calibration.json" in capsys.readouterr().out
+    )
+    rows = json.loads((folder / "calibration.json").read_text())
+    of_model, of_ema = rows.values()
+    assert [row["weights"] for row in rows.values()] == ["model", "ema"]
+    assert of_model["step"] == 4 and of_model["temperature"] != of_ema["temperature"]
+    paths = sorted((image_tree / "val").glob("*/*.png"))
+    (fitted,) = rows_of(eval_program, capsys, folder)
+    for weights, row in (("model", of_model), ("ema", of_ema)):
+        trained, before = (vitinit.load(path, weights=weights) for path in (folder, one_epoch_run))
+        images = trained.preprocess(paths)
+        logits = before.model(images).double()
+        shares = (logits / row["temperature"]).softmax(1)
+        torch.testing.assert_close(
+            trained.probabilities(images).double(), shares, rtol=1e-5, atol=0
+        )
+        found = fitted[weights]
+        assert found["temperature"] == row["temperature"] != 1.0
+        labels = [trained.classes.index(path.parent.name) for path in paths]
+        error = calibration_error_by_hand(shares.numpy(), labels)
+        assert found["calibration_error"] == pytest.approx(error, 1e-4)
+        assert row["calibration error after"] == pytest.approx(error, 1e-4)
+        assert row["calibration error before"] == plain[weights]["calibration_error"]
+        assert found["loss"] < plain[weights]["loss"] and found["top1"] == plain[weights]["top1"]
+    assert judge(folder, None, 99, "ema")["temperature"] == pytest.approx(
+        of_ema["temperature"], 1e-3
+    )
+    assert eval_program.main([str(folder), "--fit-temperature"]) == 0  # not on top of the first
+    assert json.loads((folder / "calibration.json").read_text()) == rows
+
+    state = torch.load(folder / "last.pt")  # as after another step
+    state["model"]["head.bias"] += 1e-3
+    torch.save(state, folder / "last.pt")
+    capsys.readouterr()
+    assert vitinit.load(folder).temperature == 1.0
+    assert "calibration.json beside it has no temperature of these weights" in (
+        capsys.readouterr().err
+    )
+    assert vitinit.load(folder, weights="ema").temperature == of_ema["temperature"]
+    (folder / "calibration.json").write_text('{"a": {"temperature": 0}}')
+    with pytest.raises(ValueError, match="calibration.json: expected a table with a temperature"):
+        vitinit.load(folder)
+
+
+def test_where_no_temperature_can_be_fitted_is_one_line(eval_program, one_epoch_run, capsys):
+    for words, message in (
+        (
+            ["cifar10_small"],
+            "comes with the package, whose files stay as they are; expected a copy",
+        ),
+        ([str(one_epoch_run), "--train-images"], "on the images that the recipe validates on"),
+    ):
+        assert eval_program.main([*words, "--fit-temperature"]) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and error.count("\n") == 1 and message in error
 
 
 WRONG = [  # arguments after a run's folder, part of the error message

@@ -142,6 +142,38 @@ def test_the_list_of_guesses_is_read_as_a_list(folder, tmp_path, capsys):
     assert "train.csv: is there already and no .csv file as this p" in capsys.readouterr().err
 
 
+def test_none_of_these_is_the_answer_where_the_likeliest_class_is_not_likely_enough(
+    folder, tmp_path, monkeypatch, capsys
+):
+    drawn, trained, paths = [], vitinit.load(RUN), sorted(folder.glob("*/*.png"))
+    monkeypatch.setattr(predict_module, "save", lambda *what: drawn.append(what[0]) or save(*what))
+    firsts = {path: trained.predict(path, top=1)[0] for path in paths}
+    least = sorted(share for _, share in firsts.values())[8] - 1e-6  # eight are below it
+    files = [tmp_path / name for name in ("a.jsonl", "a.csv", "a.png")]
+    outputs = ["--json", files[0], "--csv", files[1], "--sheet", files[2]]
+    assert predicted(RUN, folder, "--least", least, "--top", 1, *outputs) == 0
+    out = capsys.readouterr().out
+    *lines, last = out.splitlines()[:22]
+    rows = files[1].read_text().splitlines()[1:]
+    notes = [json.loads(line) for line in files[0].read_text().splitlines()]
+    tiles = [axis.texts[1] for axis in drawn[0].axes if axis.texts]
+    right = 0
+    for path, line, row, note, tile in zip(paths, lines, rows, notes, tiles, strict=True):
+        name, share = firsts[path]
+        none, sure = share < least, f"{name} {100 * share:.1f} %"
+        right += not none and name == path.parent.name
+        assert line == f"{path}  {'none of these  ' * none}{sure}"
+        assert row.endswith(f",{'none of these' if none else name},{share:.6f}")
+        assert note.get("answer", name) == ("none of these" if none else name)
+        assert note["classes"][0]["class"] == name
+        assert (tile.get_text() == "none of these") == none
+        assert (tile.get_color() == predict_module.UNKNOWN) == none
+    assert last == (
+        f"{right} of 13 images are classified as their folder says ({100 * right / 13:.2f} %); "
+        "8 of 21 are none of these"
+    )
+
+
 def test_no_file_and_too_little_memory_are_named_and_passed(folder, tmp_path, monkeypatch, capsys):
     def resize_small_ones(image, *arguments):
         if image.shape[2] > 99:

@@ -133,6 +133,13 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
         assert (found["model"]["f1"] == last["val_f1"]) == (threshold == "0.5")
     assert f"mAP {last['val_map']:.3f} %  F1 " in capsys.readouterr().out
 
+    # A threshold takes the place of a temperature, and of a least probability.
+    assert eval_program.main([str(whole), "--fit-temperature"]) == 2
+    assert predict.main([str(whole), str(listed / "val/red/03.png"), "--least", "0.7"]) == 2
+    complaints = capsys.readouterr().err.splitlines()
+    assert all("by its threshold; expected --set task.options.thr" in line for line in complaints)
+    assert len(complaints) == 2
+
     # Every label from the threshold on, as a list that is read as one again.
     files = sorted((listed / "val").glob("*/*.png"))
     guesses = listed / "images.csv"

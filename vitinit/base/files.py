@@ -26,7 +26,15 @@ from .messages import OneLineError
 
 # What training leaves in the folder of a run, and the files that no other program replaces.
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
-RUN_FILES = (*RESULTS, "recipe.toml", "run.json", "run.lock", "start.txt", "images.txt")
+RUN_FILES = (
+    *RESULTS,
+    "recipe.toml",
+    "run.json",
+    "run.lock",
+    "start.txt",
+    "images.txt",
+    "calibration.json",
+)
 # The files that programs write, by the end of their names: what each begins with.
 KINDS = {
     ".json": rb"\s*[\[{]",

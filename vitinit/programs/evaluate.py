@@ -12,7 +12,8 @@ moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own
 the model, unless it is a folder of transformers with its config.json; a line says what is assumed
 that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
 recipe. Classes are matched by name; --classes states those of checkpoints without names, whose
-outputs are else taken to be in the data set's order. --flips and --shifts average the logits of
+outputs are else taken to be in the data set's order. --fit-temperature stores beside a checkpoint what its
+logits are divided by from then on, here and by `vitinit predict`. --flips and --shifts average the logits of
 several views of each image, which is said beside each number. A single result is printed as a line per set
 of weights, several as a table. One JSON object per checkpoint and data set is written to the FILE
 of --json, or printed after them by --json -.
@@ -33,7 +34,7 @@ from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_cla
 from ..data.images import DataError
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
-from ..data.sources import Source
+from ..data.sources import Source, fingerprint
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
 from ..runs.data import border_of, evaluation_batches, require_labels, validation_bar
@@ -51,7 +52,8 @@ from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.orders import order_taken
 from .shared.results import Finding, print_results
-from .shared.views import AIRBENCH, AS_IT_IS, Shift, Views, border_of, in_words, parse_shifts
+from .shared.sureness import Sureness, require_one_label, store_temperature
+from .shared.views import AIRBENCH, AS_IT_IS, Shift, Views, in_words, parse_shifts, reach_of
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = (
@@ -119,7 +121,21 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
     parser.add_argument(
         "--per-class", action="store_true", help="print the accuracy of every class"
     )
+    parser.add_argument(
+        "--fit-temperature",
+        action="store_true",
+        help="fit on validation images what logits are divided by, and store it for predict",
+    )
     args = parser.parse_args(arguments)
+    if args.fit_temperature and (args.data or args.train_images):
+        raise RecipeError(
+            "--fit-temperature: is fitted on the images that the recipe validates on; expected "
+            "neither --data nor --train-images, and --data-dir if they are elsewhere"
+        )
+    if args.fit_temperature and in_words(args.shifts, args.flips):
+        raise RecipeError(
+            "--fit-temperature: is of one view of each image; expected neither --flips nor --shifts"
+        )
     if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(
             f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
@@ -195,12 +211,15 @@ def evaluate_checkpoints(
     pairs: Sequence[tuple[EvaluatedSet, int]],
     processes: Processes,
     stop: StopRequest,
-    shifts: Sequence[Shift] = AS_IT_IS,
-    mirrored: bool = False,
+    *,
+    shifts: Sequence[Shift],
+    mirrored: bool,
+    fit: bool,
 ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
     """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
     was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
-    shifts, mirrored: as of `Views`.
+    shifts, mirrored: as of `Views`. fit: logits are kept, and a temperature fitted to them
+    (`store_temperature`).
     """
     prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
@@ -218,12 +237,8 @@ def evaluate_checkpoints(
         if taken and known_classes(checkpoints[number], labels) is None:
             processes.say(f"{checkpoints[number].name}: {taken}")
     views = in_words(shifts, mirrored)
-    models = [
-        models_of(
-            saved, processes, partial(Views, shifts=shifts, mirrored=mirrored) if views else None
-        )
-        for saved in checkpoints
-    ]
+    viewed = partial(Views, shifts=shifts, mirrored=mirrored) if views else None
+    models = [models_of(saved, processes, viewed, fit=fit) for saved in checkpoints]
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
@@ -231,6 +246,13 @@ def evaluate_checkpoints(
             if pair not in columns:
                 continue
             batches = batches_of(source, saved, made, processes)
+            task = task_of(saved.recipe, source.classes)
+            sureness = {}
+            if not task.several_labels:
+                sureness = {
+                    name: Sureness(saved.recipe.loss, model.temperature, keeps=fit)
+                    for name, model in models[number].items()
+                }
             results = results_of(
                 list(models[number].values()),
                 batches,
@@ -238,8 +260,9 @@ def evaluate_checkpoints(
                 processes,
                 stop,
                 what=f"validate {eval_set.name}",
-                task=task_of(saved.recipe, source.classes),
+                task=task,
                 columns=columns[pair],
+                sureness=list(sureness.values()),
             )
             yield (
                 pair,
@@ -252,8 +275,13 @@ def evaluate_checkpoints(
                     list(source.classes),
                     dict(zip(models[number], results)),
                     views,
+                    sureness,
                 ),
             )
+            if fit and processes.is_main:
+                digest = fingerprint(source, eval_set.root)
+                for name, seen in sureness.items():
+                    store_temperature(saved, name, seen, eval_set.name, digest)
 
 
 def results_of(
@@ -266,10 +294,14 @@ def results_of(
     what: str,
     task: Task,
     columns: Tensor | None,
+    sureness: Sequence[Sureness],
 ) -> list[Evaluation]:
     """Evaluate models, which are on the device meanwhile. what: the words before the bar. task: of
-    the images' classes. columns: as of `columns_of`.
+    the images' classes. columns: as of `columns_of`. sureness: of each model, to add to; or none.
     """
+    seen = {}
+    if sureness:
+        seen["seen"] = lambda number, *batch: sureness[number].add(*batch)
     set_precision(engine.tf32)
     bar = validation_bar(batches, what, processes)
     with bar, memory_for("eval.batch_size", batches.batch_size):
@@ -283,27 +315,52 @@ def results_of(
             stop=stop,
             processes=processes,
             columns=columns,
+            **seen,
         )
+    for each in sureness:
+        each.gather(processes)
     for model in models:
         model.cpu()  # or the memory of many would add up
     return results
 
 
+class Tempered(nn.Module):
+    """A model whose logits are divided by a temperature."""
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images).float() / self.temperature
+
+
 def models_of(
-    saved: Saved, processes: Processes, wrap: Callable[[nn.Module], nn.Module] | None = None
-) -> Mapping[str, nn.Module]:
-    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU. wrap: what
-    is made of each, if anything.
+    saved: Saved,
+    processes: Processes,
+    viewed: Callable[[nn.Module], nn.Module] | None,
+    *,
+    fit: bool,
+) -> Mapping[str, Tempered]:
+    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU, with the
+    temperatures that are stored beside it, unless others are to `fit`. viewed: what makes a model
+    that sees several views of each image, if any.
     """
     with processes.together():
         models: dict[str, nn.Module] = {name: saved.model(name) for name in saved.weights}
-    if wrap is not None:
-        models = {name: wrap(model) for name, model in models.items()}
+        temperatures = {name: 1.0 if fit else saved.temperature(name) for name in models}
+    if viewed is not None:
+        models = {name: viewed(model) for name, model in models.items()}
+    for name, temperature in temperatures.items():
+        if temperature != 1.0:
+            processes.say(
+                f"{saved.name}: logits of {name} are divided by {temperature:.4f}, of calibration.json"
+            )
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
-    if not saved.recipe.engine.compile:
-        return models
-    return {name: compiled(model) for name, model in models.items()}
+    if saved.recipe.engine.compile:
+        models = {name: compiled(model) for name, model in models.items()}
+    return {name: Tempered(model, temperatures[name]) for name, model in models.items()}
 
 
 def batches_of(
@@ -372,18 +429,27 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                 ]
             pairs = []
             for number, saved in enumerate(checkpoints):
-                if border_of(args.shifts) >= min(saved.size):
+                if reach_of(args.shifts) >= min(saved.size):
                     raise RecipeError(
-                        f"--shifts: by {border_of(args.shifts)} pixels, and {saved.name} takes "
+                        f"--shifts: by {reach_of(args.shifts)} pixels, and {saved.name} takes "
                         f"{times(saved.size)}; expected less, as the border mirrors the image"
                     )
+                if args.fit_temperature:
+                    require_one_label(saved)
                 for eval_set in sets_for(saved, args.data or [], train_images=args.train_images):
                     pairs.append((eval_set, number))
             findings = {}
             try:
-                for pair, finding in evaluate_checkpoints(
-                    checkpoints, pairs, processes, stop, args.shifts, args.flips
-                ):
+                found = evaluate_checkpoints(
+                    checkpoints,
+                    pairs,
+                    processes,
+                    stop,
+                    shifts=args.shifts,
+                    mirrored=args.flips,
+                    fit=args.fit_temperature,
+                )
+                for pair, finding in found:
                     findings[pair] = finding
             finally:  # what is measured is not lost by the next set
                 if processes.is_main and findings:

@@ -7,7 +7,8 @@ One line is printed per image: its path, then the likeliest classes with their p
 model of several labels all those that reach its task.options.threshold, which --set changes. Images
 come in the order given, those of a folder sorted by name. If an image lies below a folder that has the
 name of a class, at any depth, that class counts as the truth, as in training, and the last line says
-how many images were classified correctly; not of several labels. Where nothing names the classes of a checkpoint, --classes
+how many images were classified correctly; not of several labels. With --least P the answer is "none
+of these" where the likeliest class has less than the probability P; such images count apart. Where nothing names the classes of a checkpoint, --classes
 does, or they are those of the images' folders if these are as many, sorted as eval.py sorts them; a
 line says so. An image that cannot be read is named and skipped, and the exit status is 1.
 
@@ -43,7 +44,7 @@ from ..recipe.files import RecipeError
 from ..runs.trained import BATCH, VIEW_KEYS, Trained, load
 from ..train.device import this_device
 from ..watch.survey import dark_in_16_bits
-from .shared.command_line import Output, Parser, add_run, integer, main_of, run_arguments
+from .shared.command_line import Output, Parser, add_run, integer, main_of, real, run_arguments
 from .shared.orders import order_taken
 from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save, subplots
 from .shared.results import json_line
@@ -54,6 +55,7 @@ UNKNOWN = "0.35"  # a grey, where the true class is not known
 TILES_PER_ROW = 10  # tiles per row, at most
 SIDE = 1.25  # width and height of an image in inches
 NO_LABEL = "no label"
+NONE = "none of these"  # the answer of --least where no class is likely enough
 LONGEST = 22  # characters shown of a class or file name, at most
 STRONG = 4.0  # the scale of attention ends, at least, in multiples of uniform
 
@@ -65,15 +67,29 @@ class Guess(NamedTuple):
     ranked: list[tuple[str, float]]
     problem: str = ""  # why it could not be read; `ranked` is then empty
     several: bool = False  # whether the model gives several labels
+    least: float = 0.0  # the probability that the likeliest class has to have
+
+    @property
+    def none(self) -> bool:
+        """Whether no class is likely enough."""
+        return bool(self.ranked) and self.ranked[0][1] < self.least
 
     @property
     def right(self) -> bool | None:
-        """Whether the likeliest class is the true one; None if the truth is not known."""
-        return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
+        """Whether the likeliest class is the true one; None if the truth is not known, or there is
+        no answer.
+        """
+        if self.truth is None or self.problem or self.none:
+            return None
+        return self.ranked[0][0] == self.truth
 
     @property
     def labels(self) -> list[tuple[str, float]]:
-        """The likeliest class with its probability; of a model of several labels all it has."""
+        """The likeliest class with its probability, or NONE with that; of a model of several labels
+        all it has.
+        """
+        if self.none:
+            return [(NONE, self.ranked[0][1])]
         return self.ranked if self.several else self.ranked[:1]
 
     def as_json(self) -> str:
@@ -81,6 +97,7 @@ class Guess(NamedTuple):
             "image": self.path,
             "truth": self.truth,
             "problem": self.problem,
+            "answer": NONE if self.none else "",
             "classes": [{"class": name, "probability": share} for name, share in self.ranked],
         }
         return json_line({key: value for key, value in facts.items() if value})
@@ -159,11 +176,17 @@ class Truths:
 
 
 def classify(
-    trained: Trained, paths: Sequence[str], truths: Sequence[str | None], *, top: int
+    trained: Trained,
+    paths: Sequence[str],
+    truths: Sequence[str | None],
+    *,
+    top: int,
+    least: float = 0.0,
 ) -> Iterator[tuple[Guess, Tensor | None]]:
     """Yield for each file, in order, its prediction and the view it was made from.
 
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
+    least: see `Guess`.
     """
 
     def view_of(path: str) -> tuple[Tensor | None, str]:
@@ -184,7 +207,8 @@ def classify(
             known = truths[start : start + BATCH]
             for path, truth, (view, problem) in zip(chunk, known, views):
                 labels = [] if problem else ranked.pop(0)
-                yield Guess(path, truth, labels, problem, trained.threshold is not None), view
+                several = trained.threshold is not None
+                yield Guess(path, truth, labels, problem, several, least), view
 
 
 def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
@@ -229,6 +253,9 @@ def share_right(guesses: Sequence[Guess]) -> str:
             f"{right:,} of {len(judged):,} images are classified as their folder says "
             f"({100 * right / len(judged):.2f} %)"
         )
+    none = len([guess for guess in guesses if guess.none])
+    if none:
+        parts.append(f"{none:,} of {len(guesses):,} are {NONE}")
     if broken:
         parts.append(f"{broken:,} of {len(guesses):,} could not be read")
     return "; ".join(parts)
@@ -291,7 +318,7 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
             layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
         words = in_brief(", ".join(name for name, _ in tile.guess.labels) or NO_LABEL, LONGEST)
         truth = tile.guess.truth
-        if len(tile.guess.labels) == 1:
+        if len(tile.guess.labels) == 1 and not tile.guess.none:
             words += f" {100 * tile.guess.labels[0][1]:.0f} %"
         if tile.guess.right is False:
             words += f"\nis {in_brief(truth, LONGEST)}"
@@ -324,15 +351,16 @@ def predict(
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     guesses: list[Guess] = []
     tiles = []
-    items = classify(trained, paths, truths, top=args.top or TOP)
+    items = classify(trained, paths, truths, top=args.top or TOP, least=args.least)
     with ProgressBar("predict", len(paths), items=items, shown=sys.stderr.isatty()) as bar:
         for guess, view in bar:
             if view is None:
                 say(f"vitinit predict: {guess.problem}", sys.stderr)
             else:
-                words = [f"{name} {100 * share:.1f} %" for name, share in guess.ranked] or [
-                    NO_LABEL
-                ]
+                words = [f"{name} {100 * share:.1f} %" for name, share in guess.ranked]
+                if guess.none:
+                    words.insert(0, NONE)
+                words = words or [NO_LABEL]
                 bar.write(one_line("  ".join([guess.path, *words]), longest=2**20))
                 if args.sheet and len(guesses) in on_sheet:
                     heat = attended(trained, view) if args.attention else None
@@ -362,6 +390,13 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     add_run(parser, VIEW_KEYS)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), help=f"classes per image ({TOP})")
+    parser.add_argument(
+        "--least",
+        type=real(above=0.0, maximum=1.0),
+        default=0.0,
+        metavar="P",
+        help=f"the answer is '{NONE}' where the likeliest class has less than this probability",
+    )
     parser.add_argument(
         "--json",
         type=Output(".json", ".jsonl", prints=True),
@@ -404,6 +439,11 @@ def run_predict(args: Namespace) -> int:
     if caution := dark_in_16_bits(paths[:BATCH]):
         say(f"vitinit predict: warning {caution}", sys.stderr)
     several = trained.threshold is not None
+    if several and args.least:
+        raise RecipeError(
+            f"--least {args.least:g}: {trained.path} decides each label by its threshold; expected "
+            f"--set task.options.threshold={args.least:g}"
+        )
     if several and args.top:
         raise RecipeError(
             f"--top {args.top}: {trained.path} gives all labels that reach its threshold; expected "

@@ -1,5 +1,6 @@
 """Checkpoints of any project are read: files of plain tensors and containers; no code is run."""
 
+import hashlib
 import json
 import pickle
 import re
@@ -335,3 +336,15 @@ def without_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
         if len({*shorter}) < len(names):  # two would become one
             return prefix, names
         prefix, names = prefix + match[0], shorter
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of names, types, shapes and values of tensors on the CPU."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        if value.ndim:
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        else:
+            digest.update(str(value.item()).encode())
+    return digest.hexdigest()[:16]

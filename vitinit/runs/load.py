@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.files import CheckpointError, NoCheckpoint
-from ..base.messages import in_brief, nearest, say, times
+from ..base.messages import in_brief, nearest, say, times, warn
 from ..base.table import find
 from ..base.values import Size, Table, convert
 from ..data.classes import read_classes
@@ -19,6 +19,7 @@ from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, 
 from ..recipe.sections import Recipe
 from ..train.device import automatic_values, this_device
 from ..train.interruption import raising_signals
+from .calibration import temperature_of
 from .checkpoint import READERS, model_state, read_checkpoint, stored_tensors, without_prefix
 from .folder import RunFolder
 from .model import build, task_of, trained_model
@@ -83,6 +84,18 @@ class Saved(NamedTuple):
         resized = build(recipe.with_data(image_size=self.size), place)
         start_from(resized, model.state_dict(), place, model.grid)
         return resized
+
+    def temperature(self, weights: str) -> float:
+        """What the logits of the weights "model" or "ema" are divided by, before probabilities are
+        made of them; 1 unless it was fitted to these very weights.
+        """
+        found = temperature_of(self.tensors(weights), self.path.parent)
+        if found is None:
+            warn(
+                f"{self.path}: calibration.json beside it has no temperature of these weights, so "
+                "probabilities are as the model says; eval.py --fit-temperature fits one"
+            )
+        return found or 1.0
 
     def autoencoder(self) -> MaskedAutoencoder:
         """The whole model of a run that reconstructs images, with its decoder; see `model`."""

@@ -1,6 +1,5 @@
 """Open the teacher of a recipe: a model of ours, one of torchvision's, or an exported program."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..data.images import DataError
 from ..recipe.files import RecipeError
 from ..recipe.sections import Recipe
 from ..tasks.distillation import Distillation, Teacher
-from .checkpoint import model_state, read_checkpoint
+from .checkpoint import model_state, read_checkpoint, weights_digest
 from .trained import load
 from .transfer import load_exactly
 
@@ -236,15 +235,3 @@ def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list
         )
     words = "without names, assumed to be in the student's order; distill.classes states another"
     return list(range(opened.outputs)), words
-
-
-def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names, types, shapes and values of tensors on the CPU."""
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        if value.ndim:
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        else:
-            digest.update(str(value.item()).encode())
-    return digest.hexdigest()[:16]

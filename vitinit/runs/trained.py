@@ -101,6 +101,7 @@ class Trained:
     image_size: Size  # (height, width) of the model's input
     path: Path  # of the checkpoint
     named: bool = True  # whether anything names the classes; else they may be numbers
+    temperature: float = 1.0  # what `probabilities` divides logits by
 
     @property
     def device(self) -> torch.device:
@@ -135,8 +136,11 @@ class Trained:
 
     @torch.no_grad()
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """Class probabilities (B, classes) float32, on the CPU, of what `preprocess` returns."""
-        return self.recipe.loss.probabilities(self.model(inputs)).cpu()
+        """Class probabilities (B, classes), on the CPU, of what `preprocess` returns: float32, or as
+        the model if that is of float64.
+        """
+        logits = self.model(inputs) / self.temperature
+        return self.recipe.loss.probabilities(logits).cpu()
 
     def predict(self, image: ImageLike, top: int | None = 5) -> list[tuple[str, float]]:
         """The `top` likeliest classes (None: all) of one image as (name, probability), likeliest
@@ -240,7 +244,8 @@ def load(
     if count:
         names = saved.classes or unnamed_classes(count) or [str(n) for n in range(count)]
     named = bool(saved.classes)
-    return Trained(model, tuple(names), saved.recipe, saved.size, saved.path, named)
+    temperature = saved.temperature(weights) if count else 1.0
+    return Trained(model, tuple(names), saved.recipe, saved.size, saved.path, named, temperature)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

@@ -40,10 +40,11 @@ class Loss:
     class_weights: Literal["none", "balanced"] | tuple[PositiveNumber, ...]
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Of the classes, (B, K) float32: of all together 1, or of each for itself."""
+        """Of the classes, (B, K), float32 at least: of all together 1, or of each for itself."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.name == "binary_cross_entropy":
-            return logits.float().sigmoid()
-        return logits.float().softmax(dim=1)
+            return logits.sigmoid()
+        return logits.softmax(dim=1)
 
 
 CROSS_ENTROPY = Loss(name="cross_entropy", targets="share", class_weights="none")

@@ -1,6 +1,6 @@
 """Learning classes: cross-entropy, of all or of each; loss, top-1 and top-5 on all images."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,15 @@ def weights_of(loss: Loss, class_images: Sequence[int], device: torch.device) ->
     return torch.tensor(loss.class_weights, device=device)
 
 
+def logits_of(model: nn.Module, images: Tensor, amp: str, columns: Tensor | None) -> Tensor:
+    """The logits (B, K) float32 of a data set's classes; `columns` as of `evaluate`."""
+    with autocast(images.device, amp):
+        logits = model(images)  # (B, classes of the model)
+    if columns is not None:
+        logits = logits[:, columns.to(images.device)]
+    return logits.float()
+
+
 @torch.no_grad()
 def evaluate(
     models: Sequence[nn.Module],
@@ -81,6 +90,7 @@ def evaluate(
     processes: Processes,
     stop: StopRequest,
     columns: Tensor | None = None,
+    seen: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> list[Evaluation]:
     """Compute the exact loss and accuracy of each model in one pass over the images.
 
@@ -94,6 +104,7 @@ def evaluate(
     num_classes: K; over MOST_PAIRED there is no confusion matrix. amp: "off", "bf16" or "fp16".
     columns: the indices (K,) int64 of the logits that belong to classes 0 … K − 1; the others take
         no part in ranking and softmax. None: the models have these classes, in this order.
+    seen: called with the number of a model, its logits (B, K) float32 and the labels of each batch.
     """
     device = processes.device
     totals = torch.zeros(len(models), 2, dtype=dtype_of_sums(device), device=device)  # loss, top 5
@@ -103,7 +114,6 @@ def evaluate(
     if num_classes <= MOST_PAIRED:
         size = (num_classes, num_classes)
         confusion = [torch.zeros(size, dtype=torch.int64, device=device) for _ in models]
-    columns = None if columns is None else columns.to(device)
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):
@@ -112,11 +122,9 @@ def evaluate(
         images, labels = batch
         ones = torch.ones_like(labels)
         for index, model in enumerate(models):
-            with autocast(device, amp):
-                logits = model(images)  # (B, classes of the model)
-            if columns is not None:
-                logits = logits[:, columns]  # (B, K)
-            logits = logits.float()
+            logits = logits_of(model, images, amp, columns)
+            if seen is not None:
+                seen(index, logits, labels)
             best = logits.topk(min(5, num_classes)).indices  # (B, 5)
             ranked = best == labels[:, None]
             guesses = best[:, 0]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from ..base.values import Proportion
 from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
-from ..train.loop import autocast
 from ..train.metrics import Evaluation
 from . import Batches, Contradiction, TensorFunction
-from .labels import Labels, binary_cross_entropy, contradictions_of
+from .labels import Labels, binary_cross_entropy, contradictions_of, logits_of
 
 
 def options(*, threshold: Proportion = 0.5) -> None:
@@ -61,7 +60,6 @@ def evaluate(
     model are kept in memory, so 200 MB of 50,000 images and 1,000 classes, twice while they are put
     together.
     """
-    device = processes.device
     kept: list[list[Tensor]] = [[torch.empty(0, num_classes)] for _ in (*models, "labels")]
     for model in models:
         model.eval()
@@ -70,9 +68,7 @@ def evaluate(
             continue
         images, labels = batch
         for scores, model in zip(kept, models):
-            with autocast(device, amp):
-                logits = model(images).float()  # (B, classes of the model)
-            scores.append((logits if columns is None else logits[:, columns.to(device)]).cpu())
+            scores.append(logits_of(model, images, amp, columns).cpu())
         kept[-1].append(labels.float().cpu())
     *scores_of, truths = (of_all_processes(torch.cat(parts), processes) for parts in kept)
     return [evaluation_of(scores, truths.bool(), threshold) for scores in scores_of]

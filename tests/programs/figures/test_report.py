@@ -132,6 +132,22 @@ def test_a_run_is_judged_on_its_validation_images(report, contents, photographs,
     np.testing.assert_allclose(judged["scores"], 100 * np.stack([precision, recall, f1], 1), 1e-3)
     balanced = dict(judged["numbers"])["balanced accuracy"]
     assert balanced == pytest.approx(100 * recall.mean(), rel=1e-3)
+    bins = [[one for one in ranked if math.ceil(15 * one[0]) == m] for m in range(1, 16)]
+    assert judged["reliability"] == [
+        [
+            len(inside),
+            pytest.approx(np.mean([share for share, *_ in inside]), rel=1e-3),
+            pytest.approx(np.mean([truth == guess for _, truth, guess, _ in inside]), rel=1e-3),
+        ]
+        if inside
+        else None
+        for inside in bins
+    ]
+    error = sum(
+        abs(sum(share - (truth == guess) for share, truth, guess, _ in inside)) for inside in bins
+    )
+    found = dict(judged["numbers"])["expected calibration error"]
+    assert found == pytest.approx(100 * error / 50, rel=1e-3) and judged["temperature"] == 1.0
     mistakes = sorted((one for one in ranked if one[1] != one[2]), reverse=True)
     assert [
         (one["share"], one["truth"], one["guess"], Path(one["file"]).resolve())

@@ -20,6 +20,7 @@ from ...recipe.files import load_recipe
 from ...runs.data import evaluation_batches
 from ...runs.evaluated import own_set, require_same_images
 from ...runs.load import open_saved
+from ...tasks.calibration import calibration_error, reliability
 from ...tasks.multi_label import evaluation_of
 from ...train.device import this_device
 from ...train.loop import autocast
@@ -240,7 +241,10 @@ def judge(
             logits, labels.bool(), recipe.task.options["threshold"], classes
         )
     else:
-        found, mistakes = one_judged(recipe.loss.probabilities(logits), labels, classes)
+        temperature = saved.temperature(weights)
+        probabilities = recipe.loss.probabilities(logits / temperature)
+        found, mistakes = one_judged(probabilities, labels, classes)
+        found["temperature"] = rounded(temperature)
     for mistake in mistakes:
         index = mistake.pop("index")
         place = batches.views.indices[index]  # in the source
@@ -284,8 +288,10 @@ def one_judged(
         }
         for index in surest.tolist()
     ]
+    bins = reliability(probabilities, labels)
     numbers = {
         "top-1, judged here": 100.0 * sum(hits) / len(labels),
+        "expected calibration error": calibration_error(bins),
         "balanced accuracy": balanced_accuracy(hits, totals),
     }
     found = {
@@ -294,6 +300,10 @@ def one_judged(
         "scores": rounded(class_scores(hits, totals, taken)),
         "columns": ["precision", "recall", "F1"],
         "pairs": torch.column_stack([pairs, counts]).tolist(),
+        "reliability": [
+            [int(images), rounded(sure / images), rounded(right / images)] if images else None
+            for images, sure, right in bins.T.tolist()
+        ],
     }
     return found, mistakes
 
@@ -331,6 +341,7 @@ def several_judged(
         "scores": rounded(scores),
         "columns": ["precision", "recall", "F1", "average precision"],
         "pairs": None,
+        "reliability": None,
     }
     return found, mistakes
 

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ...runs.evaluated import EvaluatedSet
 from ...train.metrics import MEASURES, Evaluation, balanced_accuracy
 from .groups import Group, Groups, finished_runs, group_runs
 from .records import Json, RunRecord
+from .sureness import Sureness
 
 CONFIDENCE = 0.95
 BISECTIONS = 100  # each halves an interval of doubles, whose mantissa has 53 bits
@@ -75,6 +77,7 @@ class Finding(NamedTuple):
     classes: Sequence[str]  # names of the data set's classes
     results: Mapping[str, Evaluation]  # by weights: "model", and "ema" if there are any
     views: str = ""  # how images were viewed, if several times each
+    sureness: Mapping[str, Sureness] = {}  # likewise; of no model of several labels
 
     def as_dict(self) -> Json:
         """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
@@ -90,7 +93,18 @@ class Finding(NamedTuple):
         if self.views:
             findings["views"] = self.views
         results = {name: as_dict(result, self.classes) for name, result in self.results.items()}
+        for name, sureness in self.sureness.items():
+            results[name]["calibration_error"] = sureness.error
+            results[name]["temperature"] = sureness.temperature
         return findings | results
+
+    def measures(self, weights: str) -> dict[str, float | None]:
+        """What was measured of the weights "model" or "ema", in percent, by its words."""
+        measures = self.results[weights].measures
+        found = {words: measures[key] for key, words in MEASURES.items() if key in measures}
+        if weights in self.sureness:
+            found["ECE"] = self.sureness[weights].error
+        return found
 
     def by_class(self) -> str:
         """A Markdown table of all classes with images by their accuracy, lowest first: the share of
@@ -164,8 +178,8 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
                 f"classes of {finding.checkpoint}; the others are left out of ranking and loss"
             )
     views = "".join({f"; {finding.views}" for finding in findings if finding.views})
-    results = [result for finding in findings for result in finding.results.values()]
-    words = [MEASURES[key] for key in MEASURES if any(key in each.measures for each in results)]
+    measures = [finding.measures(name) for finding in findings for name in finding.results]
+    words = list(dict.fromkeys(chain(*measures)))
     rows = [*cells_of(findings, words)]
     if len(findings) > 1:
         shares = [f"{measure} %" for measure in words]
@@ -190,7 +204,7 @@ def cells_of(findings: Iterable[Finding], words: Sequence[str]) -> Iterator[list
     """Yield what a table shows of each finding and weights. words: of the measures it shows."""
     for finding in findings:
         for name, result in finding.results.items():
-            known = {MEASURES[key]: value for key, value in result.measures.items()}
+            known = finding.measures(name)
             shown = [known.get(word) for word in words]
             shares = ["–" if share is None else f"{share:.3f}" for share in shown]
             place = finding.checkpoint, name, str(finding.data_set)

@@ -55,7 +55,7 @@ def in_words(shifts: Sequence[Shift], mirrored: bool) -> str:
     return f"{count} views each: {', '.join(parts)}" if parts else ""
 
 
-def border_of(shifts: Sequence[Shift]) -> int:
+def reach_of(shifts: Sequence[Shift]) -> int:
     """How many pixels beyond its edges an image needs for these shifts."""
     return max(max(abs(one.down), abs(one.right)) for one in shifts)
 
@@ -74,7 +74,7 @@ class Views(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W), normalised → logits (B, K)."""
         height, width = images.shape[2:]
-        border = border_of(self.shifts)
+        border = reach_of(self.shifts)
         padded = F.pad(images, (border,) * 4, mode="reflect")
         weighted = []
         for down, right, weight in self.shifts:

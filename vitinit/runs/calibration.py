@@ -1,0 +1,49 @@
+"""calibration.json, beside a checkpoint: the temperatures that eval.py --fit-temperature has found.
+
+A row belongs to the weights whose digest is its key, so that a run that goes on, or another
+checkpoint in the folder, does not take it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..base.files import CheckpointError, parse_json, read_bytes, write_text_atomically
+from ..base.values import PositiveNumber, Table, convert
+from .checkpoint import weights_digest
+
+FILE = "calibration.json"
+
+
+def read_rows(folder: Path) -> Table:
+    """The rows of the file in a folder, by the digest of their weights; {} if there is none."""
+    path = folder / FILE
+    try:
+        rows = convert(parse_json(read_bytes(path, default=b"{}")), Mapping[str, Any])
+        for row in rows.values():
+            convert(convert(row, Mapping[str, Any]).get("temperature"), PositiveNumber)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected a table with a temperature for each digest of weights ({error})"
+        ) from None
+    return dict(rows)
+
+
+def temperature_of(tensors: Mapping[str, Tensor], folder: Path) -> float | None:
+    """What the file in a folder says of these weights; None: nothing. 1.0 if there is no file."""
+    rows = read_rows(folder)
+    if not rows:
+        return 1.0  # without a digest, which takes as long as reading the weights
+    row = rows.get(weights_digest(tensors))
+    return None if row is None else float(row["temperature"])
+
+
+def add_row(row: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> Path:
+    """Write the row of these weights beside the others, and return the file."""
+    path = folder / FILE
+    rows = read_rows(folder) | {weights_digest(tensors): row}
+    write_text_atomically(json.dumps(rows, indent=1) + "\n", path)
+    return path
