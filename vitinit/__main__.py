@@ -17,6 +17,7 @@ PROGRAMS = {
     "train": Program(".programs.train:main", "train a model as a recipe describes"),
     "eval": Program(".programs.evaluate:main", "evaluate checkpoints exactly, on any data set"),
     "predict": Program(".programs.predict:main", "say what images show, by a trained model"),
+    "features": Program(".programs.features:main", "say how well features tell classes apart"),
     "sweep": Program(".programs.sweep:main", "train with every init, variant and seed"),
     "compare": Program(".programs.compare:main", "compare runs, with intervals; replay, pack them"),
     "recipe": Program(".programs.recipe:main", "print a recipe, or what several differ in"),

@@ -18,7 +18,7 @@ from vitinit.base.files import (
     write_text_atomically,
     written_atomically,
 )
-from vitinit.programs import compare, evaluate, export, predict, recipe, sweep, train
+from vitinit.programs import compare, evaluate, export, features, predict, recipe, sweep, train
 from vitinit.programs.bench import program as bench
 from vitinit.programs.figures import program as figures
 from vitinit.programs.lessons import program as lessons
@@ -28,6 +28,7 @@ from vitinit.programs.shared.records import read_run, write_archive
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"
 PROGRAMS = {
     "predict": predict,
+    "features": features,
     "eval": evaluate,
     "compare": compare,
     "export": export,
@@ -59,6 +60,8 @@ NO_OUTPUTS = (
 COMMANDS = {
     "predict --json": ("run photos", ".json", "photos/notes.json"),
     "predict --csv": ("run photos", ".csv", "photos/images.csv"),
+    "predict --features": ("run photos", ".npz", None),
+    "features --sheet": ("a.npz b.npz", ".png", None),
     "predict --sheet": ("run photos", ".png", "photos/a.png"),
     "eval --json": ("run theirs", ".json", "theirs/config.json"),
     "compare --out": ("run", "", None),
@@ -91,6 +94,7 @@ BEGINS = {
     ".ipynb": b"{",
     ".tar.xz": b"\xfd7zXZ\0",
     ".pt2": b"PK\x03\x04",
+    ".npz": b"PK\x03\x04",
     ".csv": b"path,label,probability\n",
 }
 

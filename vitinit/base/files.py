@@ -46,6 +46,7 @@ KINDS = {
     ".tar.xz": rb"\xfd7zXZ\0",
     ".pt2": rb"PK",
     ".safetensors": rb"(?s:.{8})\{",
+    ".npz": rb"PK",
     ".csv": rb"path,label,probability",
 }
 

@@ -15,7 +15,8 @@ line says so. An image that cannot be read is named and skipped, and the exit st
 --json FILE writes one JSON object per image and line, --csv FILE the path, likeliest class (or all
 labels) and its probability of each image that can be read, which data.name = "image_list" reads again. --sheet
 FILE.png draws a contact sheet of the images with their predictions, marked as right or wrong;
---attention adds a map of what the model attends to. --sheet needs the extra `figures`.
+--attention adds a map of what the model attends to. --sheet needs the extra `figures`. --features
+FILE.npz writes what the classifier reads of each image in place of guesses: see `vitinit features`.
 """
 
 import math
@@ -29,6 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -209,6 +211,35 @@ def classify(
                 labels = [] if problem else ranked.pop(0)
                 several = trained.threshold is not None
                 yield Guess(path, truth, labels, problem, several, least), view
+
+
+def write_features(trained: Trained, images: Sequence[tuple[str, str]], out: Path) -> int:
+    """Write the pooled features of all images that can be read, their files, and as labels the
+    folders right below the arguments that they come from. Return the exit status.
+    """
+    paths, labels, rows = [], [], []
+    problems = 0
+    for start in range(0, len(images), BATCH):
+        views = []
+        for path, argument in images[start : start + BATCH]:
+            try:
+                views.append(trained.view(path))
+            except DataError as error:
+                say(f"vitinit predict: {error}", sys.stderr)
+                problems += 1
+                continue
+            below = Path(path).relative_to(argument).parts
+            paths.append(os.path.abspath(path))
+            labels.append(below[0] if len(below) > 1 else "")
+        if views:
+            rows.append(trained.features(trained.inputs(torch.stack(views))))
+    if not rows:
+        raise DataError(f"{out}: no image could be read, so there are no features")
+    features = torch.cat(rows).numpy()
+    with written_atomically(out) as file:
+        np.savez(file, features=features, files=np.array(paths), labels=np.array(labels))
+    print(f"wrote {out}: {features.shape[1]} features of {len(paths):,} images")
+    return int(problems > 0)
 
 
 def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
@@ -410,6 +441,12 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         help="write the likeliest class of each image, as a list",
     )
     parser.add_argument(
+        "--features",
+        type=Output(".npz"),
+        metavar="FILE.npz",
+        help="write pooled features, and nothing else; the labels are the folders below FOLDER",
+    )
+    parser.add_argument(
         "--sheet",
         type=Output(".png"),
         metavar="FILE.png",
@@ -419,6 +456,8 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         "--attention", action="store_true", help="add to the sheet what the model attends to"
     )
     args = parser.parse_args(arguments)
+    if args.features and (args.json or args.csv or args.sheet or args.least or args.top):
+        parser.error("--features is written without guesses; expected no other output")
     if args.attention and not args.sheet:
         parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
     return args
@@ -428,6 +467,10 @@ def run_predict(args: Namespace) -> int:
     if args.sheet:
         pyplot()  # which may be missing: before all images
     trained = load(**run_arguments(args), device=this_device())
+    if args.features:
+        images = images_of(args.images)
+        require_no_input(args.features, [path for path, _ in images])
+        return write_features(trained, images, args.features)
     trained.require_classifier()
     if args.attention:
         require_attention(trained)

@@ -142,6 +142,12 @@ class Trained:
         logits = self.model(inputs) / self.temperature
         return self.recipe.loss.probabilities(logits).cpu()
 
+    @torch.no_grad()
+    def features(self, inputs: Tensor) -> Tensor:
+        """What the classifier reads, (B, C) float32 on the CPU, of what `preprocess` returns."""
+        model: Any = self.model  # a Classifier
+        return model.features(inputs).pooled.float().cpu()
+
     def predict(self, image: ImageLike, top: int | None = 5) -> list[tuple[str, float]]:
         """The `top` likeliest classes (None: all) of one image as (name, probability), likeliest
         first; of a model of several labels instead all that reach its threshold. Raises ValueError
