@@ -465,7 +465,7 @@ def test_another_resolution_and_crop_and_class_names_of_a_checkpoint_in_another_
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
     eval_program, straight, image_tree, tmp_path, monkeypatch, capsys
 ):
-    """Two runs of one crop and batch size, that differ in std, and four others, on two sets. All
+    """Two runs of one crop and batch size, that differ in std, and five others, on two sets. All
     results equal those of separate evaluations. Where nothing can be kept, each run decodes. Only
     the models at work are on the device. tests/runs/test_results.py has the table."""
     whole = dict(augment__crop_scale="[1, 1]", augment__crop_ratio="[1, 1]", eval__crop_pct="1.0")
@@ -478,6 +478,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
             dict(eval__interpolation="bilinear"),
             whole | dict(augment__fit="squash"),
             whole | dict(augment__fit="pad"),
+            whole | dict(augment__fit="pad", data__mean="[0.9, 0.5, 0.1]"),
         )
     ]
     capsys.readouterr()
@@ -498,7 +499,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
         )[1],
     )
     other = write_images(tmp_path / "other", ["blue", "green", "red"], seed=2)
-    for gib, times in (("0.5", 5), ("0.0", 6)):
+    for gib, times in (("0.5", 6), ("0.0", 7)):
         decoded.clear()
         assert (
             eval_program.main(

@@ -90,7 +90,7 @@ def opened(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     with safe_open(path, "pt") as file:
         notes = {
             key: text
-            if key in ("recipe", "made_by", "model", "interpolation", "format")
+            if key in ("recipe", "made_by", "model", "interpolation", "fit", "format")
             else json.loads(text)
             for key, text in file.metadata().items()
         }
