@@ -90,7 +90,8 @@ def test_one_list_has_splits_by_any_of_their_names_or_none(image_tree):
             "",
             None,
             "/train.csv: expected the columns path and label, each once, with commas between, in its "
-            "first line (em",
+            "first line; or path and labels; or path and two classes or more, with no | or ; in a name "
+            "(em",
         ),
         (
             "path;label\na.png;a",
@@ -106,8 +107,7 @@ def test_one_list_has_splits_by_any_of_their_names_or_none(image_tree):
         (
             "label,label\na.png,a",
             None,
-            "/train.csv: expected the columns path and label, each once, with commas between, in its "
-            "first line (label,label)",
+            "/train.csv: expected the columns path and label, each once",
         ),
         (
             "path,label,Label\na.png,a,b",
@@ -300,7 +300,9 @@ def test_several_labels_are_the_same_as_names_and_as_columns_and_may_be_none(ima
     [
         ("path,a,b\nx.png,1,2", "", "train.csv:2 has '2' for a class, not 0 or 1"),
         ("path,a|c,b\nx.png,1,0", "", "expected the columns path and label"),
+        ("path,a;c,b\nx.png,1,0", "", "has semicolons between columns"),
         ("path,a\nx.png,1", "", "expected the columns path and label"),
+        ("path,labels\nx.png,\ny.png,", "", "no image in train.csv has a label"),
         ("path,labels\nx.png,a|b", "path,label\ny.png,a", "val.csv: has one label per image"),
         ("path,labels\nx.png,a|b", "path,labels\ny.png,b|c", "val.csv:2 has the label 'b|c'"),
     ],

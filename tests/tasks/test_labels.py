@@ -63,6 +63,8 @@ def test_a_loss_is_its_formula_with_the_weight_of_each_class(name, targets, clas
     assert found.item() == pytest.approx(of_formula(loss, expected), rel=1e-6)
     if class_weights == "balanced":
         np.testing.assert_allclose(weights_of(loss, counts, CPU), expected, rtol=1e-7)
+        without = weights_of(loss, [0, *counts[1:]], CPU)  # as a part of a set may be
+        assert without.isfinite().all() and without[0] > without[1:].max()
 
 
 def test_another_number_of_weights_than_classes_is_refused():
@@ -85,6 +87,14 @@ def test_another_number_of_weights_than_classes_is_refused():
             "none, as all classes come equally often already",
         ),
         (BINARY | {"distill.teacher": "a", "distill.kind": "hard"}, "with plain cross-entropy"),
+        (
+            {"loss.class_weights": "balanced", "distill.teacher": "a"},
+            'loss.class_weights = "balanced" with distill.teacher = "a"; expected none: a teacher',
+        ),
+        (
+            RECONSTRUCT | {"data.name": "images", "data.root": "a", "data.sampling": "balanced"},
+            "shuffled, as these have no classes",
+        ),
         (RECONSTRUCT | BINARY, "cross_entropy, as the task has a loss of its own"),
         ({"loss.class_weights": [1.0, 0.0]}, "loss.class_weights is "),
         ({"checkpoint.best_by": "val_map"}, "expected val_loss or val_top1 or ema_top1"),

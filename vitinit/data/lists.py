@@ -130,8 +130,9 @@ class ListedLines:
 def open_list(root: Path, split: str) -> ImageFiles:
     """Open a split of the images that are listed in `root`, in the order of their list.
 
-    Classes are the labels to train on, or else to validate on, sorted as texts. split: as of `open_folder`; "whole" are all images of an images.csv without splits.
-    Raises DataError that names lines which cannot be used, or if a split or class has no images.
+    Classes are the labels to train on, or else to validate on, sorted as texts. split: as of
+    `open_folder`; "whole" are all images of an images.csv without splits. Raises DataError that
+    names lines which cannot be used, or if a split or class has no images.
     """
     names = lists_in(root)
     lines = ListedLines()
@@ -150,14 +151,16 @@ def open_list(root: Path, split: str) -> ImageFiles:
     known = {number for number, names in enumerate(names_of) if {*classes}.issuperset(names)}
     check_lines(root, images, lines, used, known)
     listed = images.part(used)
+    where = f"in {' and '.join(names)}"
     if not len(listed):
-        where = f"in {' and '.join(names)}"
         if split == "train":
             raise DataError(f"{root}: no images to train on {where}")
         raise DataError(
             f"{root}: no images to validate on {where}; {WITHOUT_VALIDATION} an images.csv without "
             "a column split"
         )
+    if not classes:
+        raise DataError(f"{root}: no image {where} has a label")
     listed.classes = classes
     listed.labels = numbered(names_of, classes, several=lines.several)[listed.labels]
     of_test = len(images) - to_train.sum() - to_hold.sum()
@@ -262,11 +265,13 @@ def columns_in(file: Path, row: list[str]) -> list[str]:
     each_once = len({*columns}) == len(columns)
     of_classes = {*columns} - OWN_COLUMNS
     if "path" in columns and "label" not in columns and each_once:
-        if "labels" in columns or (len(of_classes) > 1 and SEPARATOR not in "".join(of_classes)):
+        names = "".join(of_classes).replace(";", SEPARATOR)
+        if "labels" in columns or (len(of_classes) > 1 and SEPARATOR not in names):
             return columns
     header = ",".join(row) or "empty"
     problem = (
-        "expected the columns path and label, each once, with commas between, in its first line"
+        "expected the columns path and label, each once, with commas between, in its first line; or "
+        "path and labels; or path and two classes or more, with no | or ; in a name"
     )
     for sign, words in OF_SPREADSHEETS.items():
         if sign in header:

@@ -252,6 +252,8 @@ def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
         yield ("data.images_per_class", "data.subset"), "0, or a subset of 1.0"
     if data.held_out and data.held_out_per_class:
         yield ("data.held_out", "data.held_out_per_class"), "0.0, or 0 per class"
+    if data.sampling == "balanced" and data.name == "images":
+        yield ("data.sampling", "data.name"), "shuffled, as these have no classes"
     if not data.root and data.name != "shapes":
         yield ("data.root", "data.name"), "a folder, given by --data-dir"
 

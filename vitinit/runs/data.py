@@ -98,10 +98,15 @@ def open_sets(recipe: Recipe, classes: Sequence[str] | None = ()) -> tuple[Sourc
 
 
 def require_labels(recipe: Recipe, source: Source, name: str) -> None:
-    """Raise DataError if the images have several labels each and the recipe's task takes one, or
-    the other way round. name: of the set.
+    """Raise DataError if the images have several labels each and the recipe's task or sampling
+    takes one, or the other way round. name: of the set.
     """
     takes_several = recipe.task.kind.several_labels
+    if source.several_labels and recipe.data.sampling == "balanced":
+        raise DataError(
+            f"{name}: its images have several labels each, and data.sampling = balanced takes one; "
+            "expected shuffled"
+        )
     if source.several_labels and not takes_several and recipe.task.kind.learns_classes:
         raise DataError(
             f"{name}: its images have several labels each, and task.name = {recipe.task.name} takes "

@@ -39,6 +39,12 @@ class Loss:
     # How much each class counts; balanced: the less, the more images it has.
     class_weights: Literal["none", "balanced"] | tuple[PositiveNumber, ...]
 
+    @property
+    def unlike_cross_entropy(self) -> dict[str, str]:
+        """The keys whose values are not those of plain cross-entropy, with these."""
+        usual = vars(CROSS_ENTROPY)
+        return {key: value for key, value in usual.items() if getattr(self, key) != value}
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Of the classes, (B, K), float32 at least: of all together 1, or of each for itself."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -76,9 +82,8 @@ class Task:
         """
         if recipe.distill.teacher:
             yield ("distill.teacher", "task.name"), "none: a teacher goes with cross-entropy"
-        for key, usual in vars(CROSS_ENTROPY).items():
-            if getattr(recipe.loss, key) != usual:
-                yield (f"loss.{key}", "task.name"), f"{usual}, as the task has a loss of its own"
+        for key, usual in recipe.loss.unlike_cross_entropy.items():
+            yield (f"loss.{key}", "task.name"), f"{usual}, as the task has a loss of its own"
 
     def __init__(
         self, classes: Sequence[str] = (), options: Mapping[str, Any] = ReadOnly()

@@ -13,7 +13,7 @@ from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.loop import autocast
 from ..train.metrics import Evaluation
-from . import CROSS_ENTROPY, Batches, Contradiction, Loss, Task, TensorFunction
+from . import Batches, Contradiction, Loss, Task, TensorFunction
 
 MOST_PAIRED = 1_000  # classes of a confusion matrix: 8 MB a model, 3 MB as JSON
 
@@ -56,13 +56,14 @@ def binary_cross_entropy(
 def weights_of(loss: Loss, class_images: Sequence[int], device: torch.device) -> Tensor | None:
     """How much each class counts, (K,) float32 on the device; None: all alike. See `Task.objective`.
 
-    balanced: N / (K n) of a class with n of the N images of all K, as in scikit-learn.
+    balanced: N / (K n) of a class with n of the N labels of all K, as in scikit-learn; with n = 1
+    where a part of a set has none, and nothing to weigh.
     """
     if loss.class_weights == "none":
         return None
     if loss.class_weights == "balanced":
         images = torch.tensor(class_images, dtype=torch.float64)
-        return (images.sum() / (len(images) * images)).float().to(device)
+        return (images.sum() / (len(images) * images.clamp(min=1.0))).float().to(device)
     if len(loss.class_weights) != len(class_images):
         raise ValueError(
             f"loss.class_weights has {len(loss.class_weights)} values; expected one for each of the "
@@ -186,8 +187,10 @@ class Labels(Task):
             )
         if recipe.task.kind.loss is not cross_entropy:  # a class that is made of this one
             yield from Task.contradictions(recipe)
-        if recipe.distill.teacher and recipe.loss != CROSS_ENTROPY:
-            yield ("distill.teacher", "loss.name"), "none: a teacher goes with plain cross-entropy"
+        if recipe.distill.teacher:
+            for key, usual in recipe.loss.unlike_cross_entropy.items():
+                keys = f"loss.{key}", "distill.teacher"
+                yield keys, f"{usual}: a teacher goes with plain cross-entropy"
         yield from contradictions_of(recipe)
 
     def objective(
