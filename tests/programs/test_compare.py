@@ -53,7 +53,7 @@ def test_a_comparison_as_a_whole(printed, six_runs):
         == """\
 # quickstart
 
-Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch is chosen \
+Validation top-1 in %, mean ± standard deviation over seeds. The best epoch is chosen \
 on the images it is reported on. Seconds are those of training, without evaluation.
 
 | group | seeds | last | best | EMA last | EMA best | seconds per run |

@@ -131,7 +131,10 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
         found = json.loads(out.read_text())
         assert found["model"]["map"] == last["val_map"] and found["ema"]["map"] == last["ema_map"]
         assert (found["model"]["f1"] == last["val_f1"]) == (threshold == "0.5")
-    assert f"mAP {last['val_map']:.3f} %  F1 " in capsys.readouterr().out
+        assert found["ema"]["threshold"] == float(threshold)
+    printed = capsys.readouterr().out
+    assert f"mAP {last['val_map']:.3f} %  F1 " in printed
+    assert "average precision of every class in %" in printed
 
     # A threshold takes the place of a temperature, and of a least probability.
     assert eval_program.main([str(whole), "--fit-temperature"]) == 2
@@ -152,6 +155,11 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
     source = open_split("image_list", str(listed), "train", 0)
     columns = [CLASSES.index(name) for name in source.classes]
     assert source.labels.tolist() == (shares >= 0.5)[:, columns].int().tolist()
+    above_all = ["--set", "task.options.threshold=1.0", "--json", "-"]
+    capsys.readouterr()
+    assert predict.main([str(whole), str(files[0]), *above_all]) == 0
+    line = json.dumps({"image": str(files[0]), "classes": []})
+    assert capsys.readouterr().out == f"{files[0]}  no label\n{line}\n"
     assert predict.main([str(whole), str(files[0]), "--top", "3"]) == 2
     assert "gives all labels that reach its threshold" in capsys.readouterr().err
 
@@ -176,7 +184,8 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert compare.main([str(whole)]) == 0
-    assert f"| {last['val_map']:.2f} |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nValidation mAP in %" in printed and f"| {last['val_map']:.2f} |" in printed
     assert figures.main(["report", str(whole), "--out", str(tmp_path / "report.html")]) == 0
     assert figures.main(["curves", str(whole), "--out", str(tmp_path / "curves.png")]) == 0
     assert "mAP, judged here" in (tmp_path / "report.html").read_text()
@@ -202,6 +211,10 @@ def test_a_list_and_a_task_that_do_not_agree_are_refused(train_program, small_ru
     single = dict(data__name="image_list", data__num_classes="0")
     assert train_program.main(small_run(listed / "run", **single)) == 2
     assert "several labels each, and task.name = classify takes one" in capsys.readouterr().err
+    pixels = single | {"task__name": "reconstruct", "checkpoint__best_by": "val_loss"}
+    pixels |= {"mix__probability": "0.0", "data__sampling": "balanced"}
+    assert train_program.main(small_run(listed / "run", **pixels)) == 2
+    assert "several labels each, and data.sampling = balanced takes" in capsys.readouterr().err
     for name in ("train.csv", "val.csv"):
         rows = [line.split(",")[0] for line in (listed / name).read_text().splitlines()[1:]]
         (listed / name).write_text("\n".join(["path,label", *(f"{row},{row[-6]}" for row in rows)]))

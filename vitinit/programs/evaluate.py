@@ -119,7 +119,7 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
         help="write the results as JSON to this file; -: to the terminal",
     )
     parser.add_argument(
-        "--per-class", action="store_true", help="print the accuracy of every class"
+        "--per-class", action="store_true", help="print top-1, or average precision, of every class"
     )
     parser.add_argument(
         "--fit-temperature",

@@ -95,14 +95,15 @@ class Guess(NamedTuple):
         return self.ranked if self.several else self.ranked[:1]
 
     def as_json(self) -> str:
+        ranked = [{"class": name, "probability": share} for name, share in self.ranked]
         facts = {
             "image": self.path,
             "truth": self.truth,
             "problem": self.problem,
             "answer": NONE if self.none else "",
-            "classes": [{"class": name, "probability": share} for name, share in self.ranked],
+            "classes": None if self.problem else ranked,  # [] is an answer
         }
-        return json_line({key: value for key, value in facts.items() if value})
+        return json_line({key: value for key, value in facts.items() if value not in (None, "")})
 
 
 class Tile(NamedTuple):

@@ -60,18 +60,22 @@ def evaluate(
     model are kept in memory, so 200 MB of 50,000 images and 1,000 classes, twice while they are put
     together.
     """
-    kept: list[list[Tensor]] = [[torch.empty(0, num_classes)] for _ in (*models, "labels")]
+    none = torch.empty(0, num_classes)  # of a process without images
+    scores_of, truths = [[none] for _ in models], [none]
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):
         if batch is None:  # only other processes have images left
             continue
         images, labels = batch
-        for scores, model in zip(kept, models):
+        for scores, model in zip(scores_of, models):
             scores.append(logits_of(model, images, amp, columns).cpu())
-        kept[-1].append(labels.float().cpu())
-    *scores_of, truths = (of_all_processes(torch.cat(parts), processes) for parts in kept)
-    return [evaluation_of(scores, truths.bool(), threshold) for scores in scores_of]
+        truths.append(labels.float().cpu())
+    of_all = of_all_processes(torch.cat(truths), processes).bool()
+    return [
+        evaluation_of(of_all_processes(torch.cat(scores), processes), of_all, threshold)
+        for scores in scores_of
+    ]
 
 
 def of_all_processes(rows: Tensor, processes: Processes) -> Tensor:
@@ -81,7 +85,7 @@ def of_all_processes(rows: Tensor, processes: Processes) -> Tensor:
     count = int(processes.sum(torch.tensor(len(rows), device=processes.device)))
     table = torch.zeros(count, rows.shape[1], device=processes.device)
     table[processes.rank :: processes.world_size] = rows.to(processes.device)
-    return processes.sum(table).cpu()  # with zeros, which changes no bit
+    return processes.sum(table).cpu()  # beside zeros
 
 
 def evaluation_of(logits: Tensor, truths: Tensor, threshold: float) -> Evaluation:
@@ -94,15 +98,16 @@ def evaluation_of(logits: Tensor, truths: Tensor, threshold: float) -> Evaluatio
             scores.double(), of_class.double(), reduction="sum"
         ).item()
     return Evaluation(
-        loss / max(truths.numel(), 1),
-        None,
-        None,
-        len(truths),
-        (chosen & truths).sum(0).tolist(),
-        truths.sum(0).tolist(),
-        chosen.sum(0).tolist(),
-        None,
-        precisions,
+        loss=loss / max(truths.numel(), 1),
+        top1=None,
+        top5=None,
+        images=len(truths),
+        class_hits=(chosen & truths).sum(0).tolist(),
+        class_images=truths.sum(0).tolist(),
+        class_guesses=chosen.sum(0).tolist(),
+        confusion=None,
+        precisions=precisions,
+        threshold=threshold,
     )
 
 

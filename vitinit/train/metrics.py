@@ -191,6 +191,7 @@ class Evaluation:
     confusion: Tensor | None  # (K, K) int64 on the CPU: images of a class, a row, by their guess
     # Per class, in [0, 1], None without images; [] if an image has one label.
     precisions: Sequence[float | None] = ()
+    threshold: float | None = None  # from which probability on an image is taken for a class
 
     @property
     def measures(self) -> dict[str, float | None]:

@@ -134,7 +134,10 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
         "default, 3 images per class",
         "default, 5 images per class",
     ]
-    assert [axis.get_xlabel(), axis.figure.get_suptitle()] == ["epochs", "Top-1 by epochs"]
+    assert [axis.get_xlabel(), axis.figure.get_suptitle()] == [
+        "epochs",
+        "Validation top-1 by epochs",
+    ]
 
 
 def test_the_keys_of_a_label_are_in_words():

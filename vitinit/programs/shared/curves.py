@@ -198,7 +198,7 @@ def draw_across(out: Path, groups: Groups, key: str) -> None:
     drawn = [group for line in lines for group in line.values()]
     score = MEASURES[drawn[0].first.score]
     axis.set(xlabel=words, ylabel=f"last validation {score} (%)")
-    finish(figure, out, drawn, f"{score[0].upper()}{score[1:]} by {words}", spread="bar")
+    finish(figure, out, drawn, f"Validation {score} by {words}", spread="bar")
 
 
 def lines_across(groups: Groups, key: str) -> list[dict[float, Group]]:

@@ -108,7 +108,7 @@ class Finding(NamedTuple):
 
     def by_class(self) -> str:
         """A Markdown table of all classes with images by their accuracy, lowest first: the share of
-        their images that are taken for them, or, if an image has several labels, their precision.
+        their images that are taken for them; of images with several labels, average precision.
         """
         totals = self.results["model"].class_images
         shares_of = [shares_right(result) for result in self.results.values()]
@@ -118,12 +118,14 @@ class Finding(NamedTuple):
             [one_line(label), f"{total:,}", *(f"{share:.2f}" for share in shares)]
             for label, total, *shares in present
         ]
-        return table(["class", "images", *(f"{name} {self.by}" for name in self.results)], rows)
+        return table(
+            ["class", "images", *(f"{name} {self.measure}" for name in self.results)], rows
+        )
 
     @property
-    def by(self) -> str:
+    def measure(self) -> str:
         """What `by_class` shows of a class."""
-        return "precision" if self.results["model"].precisions else "top-1"
+        return "average precision" if self.results["model"].precisions else "top-1"
 
 
 def shares_right(result: Evaluation) -> list[float]:
@@ -150,7 +152,7 @@ def as_dict(result: Evaluation, classes: Sequence[str]) -> Json:
     if result.precisions:
         for row, precision in zip(per_class, result.precisions):
             row["average_precision"] = None if precision is None else 100.0 * precision
-        return found
+        return found | {"threshold": result.threshold}
     return found | {
         "balanced_accuracy": balanced_accuracy(hits, images),
         "confusion": None if result.confusion is None else result.confusion.tolist(),
@@ -192,7 +194,7 @@ def print_results(findings: Sequence[Finding], *, per_class: bool, json_file: Pa
     if per_class:
         for finding in findings:
             print(
-                f"\n{finding.checkpoint} on {finding.data_set}, {finding.by} of every class in %"
+                f"\n{finding.checkpoint} on {finding.data_set}, {finding.measure} of every class in %"
                 f"{views}:\n\n"
                 f"{finding.by_class()}\n"
             )
@@ -266,9 +268,8 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
     )
     parts = [
         f"# {', '.join(names)}",
-        f"{scores[0].upper()}{scores[1:]} on the validation set in %, mean ± standard deviation over seeds. The best "
-        "epoch is chosen on the images it is reported on. Seconds are those of training, "
-        "without evaluation.",
+        f"Validation {scores} in %, mean ± standard deviation over seeds. The best epoch is chosen on "
+        "the images it is reported on. Seconds are those of training, without evaluation.",
         by_group(groups),
         by_seed(groups),
         differences(groups),
