@@ -15,7 +15,7 @@ from PIL import Image
 
 from vitinit.data.datasets import DATA_SETS
 from vitinit.models import MODELS
-from vitinit.programs import export, predict, recipe
+from vitinit.programs import export, features, predict, recipe
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.model import build
 from vitinit.tasks import TASKS
@@ -99,18 +99,19 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
         },
         other / "last.pt",
     )
-    (tmp_path / "photographs").mkdir()
     monkeypatch.chdir(tmp_path)
     image = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3))
-    for path in ("photo.png", "photographs/a.png"):
+    classes = [f"photographs/{split}/{name}/a.png" for split in ("train", "val") for name in "ab"]
+    for path in ("photo.png", "photographs/a.png", *classes):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         image.save(path)
     exec(load, {})
     started = []
     for words in section.commands():
         started.append(words[1])
-        main = {"predict": predict, "export": export}[words[1]].main
+        main = {"predict": predict, "export": export, "features": features}[words[1]].main
         assert main(words[2:]) == 0
-    assert set(started) == {"predict", "export"}
+    assert set(started) == {"predict", "export", "features"}
     names: dict = {}
     exec(program.replace("32, 32", "8, 8"), names)
     assert names["logits"].shape == (5, 3) and names["classes"] == ["blue", "green", "red"]

@@ -77,7 +77,7 @@ def logits_of(model: nn.Module, images: Tensor, amp: str, columns: Tensor | None
     with autocast(images.device, amp):
         logits = model(images)  # (B, classes of the model)
     if columns is not None:
-        logits = logits[:, columns.to(images.device)]
+        logits = logits[:, columns]
     return logits.float()
 
 
@@ -115,6 +115,7 @@ def evaluate(
     if num_classes <= MOST_PAIRED:
         size = (num_classes, num_classes)
         confusion = [torch.zeros(size, dtype=torch.int64, device=device) for _ in models]
+    columns = None if columns is None else columns.to(device)
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):

@@ -62,6 +62,7 @@ def evaluate(
     """
     none = torch.empty(0, num_classes)  # of a process without images
     scores_of, truths = [[none] for _ in models], [none]
+    columns = None if columns is None else columns.to(processes.device)
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):
