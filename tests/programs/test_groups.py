@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vitinit.programs.shared.groups import group_runs
-from vitinit.programs.shared.records import METRICS, read_run
+from vitinit.programs.shared.records import METRICS, OF_SEVERAL, read_run
 
 
 def test_a_run_is_known_by_its_command_and_ends_with_its_cool_down(written_run):
@@ -30,7 +30,7 @@ def test_a_record_of_another_version_lacks_what_was_not_measured_then(written_ru
     (folder / "metrics.jsonl").write_text('{"epoch": 1, "val_top1": 10.0}\n{"epoch": 2}\n')
     found = read_run(folder)
     assert found.finished and found.measured("val_top1") == [10.0]
-    assert found.rows[1] == dict.fromkeys(METRICS) | {"epoch": 2}
+    assert found.rows[1] == dict.fromkeys([*METRICS, *OF_SEVERAL]) | {"epoch": 2}
     (folder / "metrics.jsonl").unlink()
     (folder / "run.json").unlink()
     run = read_run(folder)

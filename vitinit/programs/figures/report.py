@@ -178,11 +178,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     else:
         title, last = "epochs, not finished", "so far"
     numbers = [(title, f"{run.done:,} of {run.epochs:,}")]
-    score = "top1" if run.score == "loss" else run.score  # which such a run has not
-    for metric, words in (
-        (f"val_{score}", MEASURES[score]),
-        (f"ema_{score}", f"EMA {MEASURES[score]}"),
-    ):
+    score = MEASURES[run.score]
+    for metric, words in (f"val_{run.score}", score), (f"ema_{run.score}", f"EMA {score}"):
         if values := run.measured(metric):
             numbers.append((f"{words}, {last}", f"{values[-1]:.2f} %"))
             numbers.append((f"{words}, best epoch", f"{max(values):.2f} %"))

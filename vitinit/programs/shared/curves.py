@@ -54,8 +54,6 @@ def by_epoch(groups: Groups, metric: str) -> Iterator[Band]:
     """A metric of metrics.jsonl by epoch, of groups that have it, where all their seeds have it."""
     for group, look in zip(groups, looks(groups)):
         curves = []
-        if metric not in group.first.columns:
-            continue
         for run in group.runs.values():
             epochs, values = run.columns["epoch"], run.columns[metric]
             curves.append((epochs[~values.mask], values.compressed()))

@@ -60,8 +60,6 @@ class Group:
     def scores(self) -> dict[str, str]:
         """Its key in metrics.jsonl, of the model and of its moving average."""
         score = self.first.score
-        if score == "loss":
-            score = "top1"  # which such runs have not
         return {"model": f"val_{score}", "EMA": f"ema_{score}"}
 
     def last(self, metric: str) -> dict[int, float]:

@@ -38,7 +38,7 @@ from ...recipe.absent import MEANT
 from ...runs.folder import RunFolder, image_digests, parse_keys, parse_lines, parse_starts
 from ...runs.load import by_name
 from ...tasks import TASKS
-from ...train.metrics import METRICS, OF_SEVERAL
+from ...train.metrics import MEASURES, METRICS, OF_SEVERAL
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
@@ -54,7 +54,7 @@ class RunRecord:
     path: Path  # of the folder; in an archive, runs.tar.xz/<name>
     source: str  # its recipe, as it was asked for: a name or a path
     keys: Json  # "section.key" → value, every option written out
-    columns: Columns  # metrics.jsonl: the values of METRICS, one per finished epoch
+    columns: Columns  # metrics.jsonl: the values of METRICS and OF_SEVERAL, one per finished epoch
     starts: list[Json]  # run.json: per start, what was asked for, commit, versions, …
     files: Mapping[str, bytes]  # recipe.toml and run.json; of an archive metrics.jsonl, too
 
@@ -98,18 +98,16 @@ class RunRecord:
 
     def measured(self, metric: str) -> list[float]:
         """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
-        return self.columns[metric].compressed().tolist() if metric in self.columns else []
+        return self.columns[metric].compressed().tolist()
 
     @property
     def score(self) -> str:
-        """Which of MEASURES says how good its models are; or "loss"."""
-        return score_of(self.keys)
-
-
-def score_of(keys: Mapping[str, Any]) -> str:
-    """`RunRecord.score` of a run with these keys."""
-    name = (MEANT | {**keys})["task.name"]
-    return find(TASKS[name]).score if name in TASKS else "top1"
+        """Which of MEASURES says how good its models are: top-1 also of a task that has none of
+        them, and of one that is not in the table here.
+        """
+        task = TASKS.get((MEANT | self.keys)["task.name"])
+        score = find(task).score if task else "top1"
+        return score if score in MEASURES else "top1"
 
 
 def columns_of(rows: Iterable[Json], place: str, keys: Iterable[str]) -> Columns:
@@ -141,8 +139,8 @@ def parse_run(path: Path, files: Mapping[str, bytes], rows: Iterable[Json]) -> R
     keys = parse_keys(files["recipe.toml"], path / "recipe.toml")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     source = recipe_of(starts[0] if starts else {})
-    measured = (*METRICS, *OF_SEVERAL) if score_of(keys) == "map" else METRICS
-    return RunRecord(path, source, keys, columns_of(rows, "epoch", measured), starts, files)
+    columns = columns_of(rows, "epoch", (*METRICS, *OF_SEVERAL))
+    return RunRecord(path, source, keys, columns, starts, files)
 
 
 def recipe_of(start: Mapping[str, Any]) -> str:

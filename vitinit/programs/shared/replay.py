@@ -126,7 +126,7 @@ def against_record(
     # What both have: a run that is evaluated every fifth epoch has no top-1 in between.
     values = []
     for then, now in zip(record.rows, rows):
-        known = [key for key in COMPARED if None not in (then.get(key), now.get(key))]
+        known = [key for key in COMPARED if None not in (then[key], now.get(key))]
         values.append({key: (then[key], now[key]) for key in known})
     done = len(values)
     text = f"{table_of_both(rows, values)}\n\n{other_machine(record, starts)}\n"

@@ -263,9 +263,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> tuple[list[Group], str]:
     finished, unfinished = finished_runs(runs)
     groups = group_runs(finished)
     names = dict.fromkeys(run.recipe for run in finished)
-    scores = " and ".join(
-        dict.fromkeys(MEASURES.get(group.first.score, "top-1") for group in groups)
-    )
+    scores = " and ".join(dict.fromkeys(MEASURES[group.first.score] for group in groups))
     parts = [
         f"# {', '.join(names)}",
         f"Validation {scores} in %, mean ± standard deviation over seeds. The best epoch is chosen on "
