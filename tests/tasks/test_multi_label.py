@@ -51,6 +51,7 @@ def test_the_measures_are_scikit_learns():
     expected = average_precision_score(truths, shares, average=None)
     assert found.precisions == [*(pytest.approx(share, abs=1e-12) for share in expected), None]
     assert average_precision(logits[:, 0], torch.zeros(len(logits), dtype=torch.bool)) is None
+    assert np.isnan(evaluation_of(logits * np.nan, labels, 0.55).measures["map"])
     chosen = logits.sigmoid().numpy() >= 0.55
     assert chosen[:, -1].any() and not truths.all()
     assert found.measures == {

@@ -4,6 +4,7 @@ The sets are lists of images with several labels (data/lists.py). What is measur
 scikit-learn calls average_precision_score and f1_score, with what its averages are called.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ def average_precision(scores: Tensor, truths: Tensor) -> float | None:
     total = int(truths.sum())
     if not total:
         return None
+    if scores.isnan().any():
+        return math.nan  # which is no best one
     order = scores.argsort(descending=True)
     scores, hits = scores[order], truths[order].cumsum(0)  # among the first so many
     last = torch.ones_like(truths)  # of those with its score
