@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy import ndarray
+
 from ..base.files import read_bytes
 from ..base.messages import in_brief
 from .folders import composed
@@ -33,6 +36,12 @@ def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> l
                 f"model's {len(model_classes):,} classes ({in_brief(', '.join(model_classes))})"
             )
     return [indices[composed(name)] for name in set_classes]
+
+
+def members_of(labels: ndarray, count: int) -> list[ndarray]:
+    """The indices of the images of each of `count` classes, ascending. labels: (N,), their classes."""
+    ends = np.bincount(labels, minlength=count).cumsum()
+    return np.split(np.argsort(labels, kind="stable"), ends[:-1])
 
 
 def read_classes(file: str | Path) -> list[str]:

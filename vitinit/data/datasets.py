@@ -308,8 +308,9 @@ EVAL_SETS = {
 def download(name: str, root: str) -> None:
     """Download a data set that torchvision offers to `root`, unless its files are there already.
 
-    name: a key of DATA_SETS; others than torchvision's are left alone. Of processes that share the folder, on any machine, one downloads and the others wait; if it
-    dies, the next goes on. Raises DataError if the download fails.
+    name: a key of DATA_SETS; others than torchvision's are left alone. Of processes that share the
+    folder, on any machine, one downloads and the others wait; if it dies, the next goes on. Raises
+    DataError if the download fails.
     """
     data_set = DATA_SETS[name]
     folder = folder_of(root)

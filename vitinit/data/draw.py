@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..base.keys import Purpose, keyed_generator, keyed_generators
 from ..base.values import AtLeastOne, BelowOne, Bounds, Count, Fraction, NonNegative, Proportion
+from .classes import members_of
 from .images import NOWHERE, Box, HeightWidth
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device
@@ -72,8 +73,7 @@ def balanced_order(seed: int, epoch: int, labels: ndarray) -> tuple[ndarray, nda
     many of these as each other, rounded down or up; which are rounded up is drawn.
     """
     rng = keyed_generator(seed, Purpose.ORDER, epoch)
-    by_class = np.split(np.argsort(labels, kind="stable"), np.bincount(labels).cumsum()[:-1])
-    by_class = [images for images in by_class if len(images)]
+    by_class = [images for images in members_of(labels, labels.max() + 1) if len(images)]
     least, more = divmod(len(labels), len(by_class))
     with_more = set(rng.permutation(len(by_class))[:more].tolist())
     images, copies = [], []

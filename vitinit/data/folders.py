@@ -169,8 +169,9 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[tuple[str, 
     is_taken = image_filter(name for names in found.values() for name in names)
     images = []
     for parent, names in sorted(found.items()):
-        left_out.update(suffix_of(name) for name in names if not is_taken(name))
-        images.append((parent, sorted(filter(is_taken, names))))
+        taken = sorted(filter(is_taken, names))
+        left_out.update(map(suffix_of, set(names).difference(taken)))
+        images.append((parent, taken))
     return images
 
 

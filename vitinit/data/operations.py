@@ -268,8 +268,8 @@ def interpolated(
 ) -> Tensor:
     """Interpolate between the neighbours of each source pixel, first along x, then along y.
 
-    read: `pixels_around` of the framed images. index: (n, H, W), of the first of 4 × 4 neighbours, above on the left.
-    shares: for each axis, (n, 1, H, W). Returns (n, 3, H, W) float32.
+    read: `pixels_around` of the framed images. index: (n, H, W), of the first of 4 × 4 neighbours,
+    above on the left. shares: for each axis, (n, 1, H, W). Returns (n, 3, H, W) float32.
     """
     between: Callable = cubic if bicubic else linear
     taps = range(4) if bicubic else range(1, 3)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base.keys import Purpose, keyed_generator
 from ..base.messages import one_line
-from .classes import class_indices
+from .classes import class_indices, members_of
 from .folders import (
     EXTENSIONS,
     classes_in,
@@ -340,9 +340,7 @@ def shuffled_classes(source: Source, seed: int, least: int, held_out: HeldOut) -
     names, labels = source.classes, source.labels
     if source.several_labels:
         names, labels = [""], np.zeros(len(source), np.int64)
-    by_class = np.argsort(labels, kind="stable")
-    ends = np.bincount(labels).cumsum()  # of each class; those after the last have none
-    for label, (name, members) in enumerate(zip(names, np.split(by_class, ends))):
+    for label, (name, members) in enumerate(zip(names, members_of(labels, len(names)))):
         held = held_out.number(len(members))
         if len(members) < least + held:
             which = f"class '{name}'" if name else "the folder"  # without classes

@@ -12,11 +12,11 @@ moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own
 the model, unless it is a folder of transformers with its config.json; a line says what is assumed
 that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
 recipe. Classes are matched by name; --classes states those of checkpoints without names, whose
-outputs are else taken to be in the data set's order. --fit-temperature stores beside a checkpoint what its
-logits are divided by from then on, here and by `vitinit predict`. --flips and --shifts average the logits of
-several views of each image, which is said beside each number. A single result is printed as a line per set
-of weights, several as a table. One JSON object per checkpoint and data set is written to the FILE
-of --json, or printed after them by --json -.
+outputs are else taken to be in the data set's order. --fit-temperature stores beside a checkpoint
+what its logits are divided by from then on, here and by `vitinit predict`. --flips and --shifts
+average the logits of several views of each image, which is said beside each number. A single result
+is printed as a line per set of weights, several as a table. One JSON object per checkpoint and data
+set is written to the FILE of --json, or printed after them by --json -.
 """
 
 import argparse

@@ -213,7 +213,11 @@ class Labels(Task):
         loss: TensorFunction,
         **how: Any,
     ) -> list[Evaluation]:
-        return evaluate(models, batches, num_classes=len(self.classes), **how)
+        return self.evaluated(models, batches, num_classes=len(self.classes), **how)
+
+    def evaluated(self, *given: Any, **how: Any) -> list[Evaluation]:
+        """What `measure` returns; the arguments are those of `evaluate`."""
+        return evaluate(*given, **how)
 
     def next_step(self, run: str) -> str:
         return f"vitinit predict {run} photo.jpg"

@@ -137,13 +137,5 @@ class MultiLabel(Labels):
             yield ("distill.teacher", "task.name"), "none: a teacher goes with plain cross-entropy"
         yield from contradictions_of(recipe)
 
-    def measure(
-        self,
-        models: Sequence[nn.Module],
-        batches: Batches,
-        *,
-        loss: TensorFunction,
-        **how: Any,
-    ) -> list[Evaluation]:
-        threshold = self.options["threshold"]
-        return evaluate(models, batches, num_classes=len(self.classes), threshold=threshold, **how)
+    def evaluated(self, *given: Any, **how: Any) -> list[Evaluation]:
+        return evaluate(*given, threshold=self.options["threshold"], **how)
