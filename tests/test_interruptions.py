@@ -225,7 +225,7 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
 ):
     """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step.
 
-    First with torchrun itself, and with workers; then without both.
+    First with torchrun itself, with workers, and blocks that are computed twice; then without.
     """
     two, stopped, epochs = tmp_path / "two", tmp_path / "stopped", dict(schedule__epochs="2")
     one = straight(data__workers="1", **epochs)
@@ -237,7 +237,7 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
             "--standalone",
             "--nproc_per_node=2",
             str(repository / "train.py"),
-            *small_run(two, data__workers="1", **epochs),
+            *small_run(two, data__workers="1", engine__recompute="true", **epochs),
         ],
         capture_output=True,
         text=True,

@@ -36,7 +36,8 @@ WRITTEN = {
     "schedule": dict(shape="cosine", epochs=3, cooldown_epochs=2, warmup_epochs=1, warmup_lr=2e-5,
                      cosine_after_warmup=True, min_lr=1e-6, step_on="epoch"),
     "ema": dict(decay=0.71, warmup=True),
-    "engine": dict(amp="bf16", compile=True, channels_last=True, tf32=True),
+    "engine": dict(amp="bf16", compile=True, compile_mode="reduce-overhead", recompute=True,
+                   channels_last=True, tf32=True),
     "eval": dict(crop_pct=0.77, interpolation="bilinear", batch_size=5, cache_gib=0.3,
                  every_epochs=3),
     "checkpoint": dict(every_epochs=2, every_steps=3, keep_epochs=[0, 4], best_by="val_loss"),
@@ -76,7 +77,15 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
         return save(self, state, path)
 
     monkeypatch.setattr(RunFolder, "save", saved)
-    monkeypatch.setattr(torch, "compile", lambda model: (compiled.append(model), model)[1])
+    recomputed, modes = [], set()
+    monkeypatch.setattr(start, "recompute_blocks", recomputed.append)
+
+    def compile_it(model, mode):
+        compiled.append(model)
+        modes.add(mode)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile_it)
     sets = {
         f"{title}__{key}": to_toml(value)
         for title, body in WRITTEN.items()
@@ -109,6 +118,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     ):
         assert {key: found[key] for key in keys} == {key: evaluation[key] for key in keys}
     training, *_ = seen["train_epochs"][0][0]
+    assert recomputed == [training.state.model] and modes == {"reduce-overhead"}
     assert training.epochs == 5  # with the cool-down
     assert (training.amp, training.clip_norm, training.save_every) == ("bf16", 0.61, 3)
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2

@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import vitinit.run
+from vitinit.data.draw import Augmentation, SampleKey, Samples
+from vitinit.data.encoded import views_of
+from vitinit.data.loader import TrainViews
 from vitinit.data.pipeline import preparing_stream
+from vitinit.data.sources import LooseImages
+from vitinit.programs.bench.loader import draw_photographs
 from vitinit.programs.bench.training import alone, bench_recipe
+from vitinit.recipe.files import load_recipe
 
 SETS = (
     "data.name=image_folder",
@@ -57,6 +64,20 @@ WAYS = {
     ),
     "none mixed": (("augment.erase_fill=const", "rand_augment.magnitude=10"), ()),
 }
+
+
+def test_the_device_decodes_nearly_what_workers_do(device, tmp_path, record_property):
+    """Photographs of ImageNet's size. nvJPEG enlarges colours in another way than libjpeg."""
+    source = LooseImages(draw_photographs(tmp_path / "drawn", 7)[0].parent)
+    deit = load_recipe("deit_base")
+    drawn = Augmentation(0, (224, 224), deit.augment, deit.rand_augment, deit.mix)
+    samples = Samples(0, [SampleKey(0, index) for index in range(7)], np.zeros(7, np.int64))
+    on_cpu = TrainViews(source, drawn)[samples].images
+    files = TrainViews(source, drawn, encoded=True)[samples].images
+    made = views_of(files, (224, 224), device, source)
+    apart = (made.cpu().int() - on_cpu.int()).abs().float()
+    record_property("levels apart", f"{apart.mean():.2f}, at most {apart.max():.0f}")
+    assert apart.mean() < 2
 
 
 def epochs_of(

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import vitinit.run
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.checkpoint import read_checkpoint_file as load
+from vitinit.runs.data import open_sets
 
 EPOCHS = {"schedule__epochs": "4", "engine__tf32": "false", "data__workers": "2"}
 
@@ -123,28 +125,37 @@ def copies_and_overlap(events: list[dict[str, Any]]) -> tuple[set[str], float, f
     return kinds, busy, both
 
 
+# A model that keeps a GPU busy, and images enough.
+PROFILED = (
+    "schedule.epochs=1",
+    "schedule.warmup_epochs=0",
+    "data.on_device_gib=0",
+    "data.workers=4",
+    "rand_augment.layers=2",
+    "model.options.embed_dim=768",
+    "model.options.num_heads=12",
+    "model.options.depth=16",
+    "optim.global_batch=100",
+    "optim.max_batch_per_process=100",
+    "mix.group=100",
+    "data.images_per_class=40",
+    "engine.amp=off",
+    "engine.tf32=false",
+)
+
+
+def test_the_run_that_is_profiled_has_images_enough():
+    """On a CPU, too, where the next check is skipped, so that it cannot rot unseen."""
+    _, training_set, _ = open_sets(load_recipe("quickstart", overrides(sets=PROFILED)))
+    assert len(training_set) >= 3 * 100
+
+
 def test_copies_are_pinned_and_batches_are_prepared_beside_training(
     cuda, train_program, tmp_path, record_property, monkeypatch
 ):
     """By torch's profiler, with images from loader processes, and a model that keeps a GPU busy for
     longer than its launches and its images take: 4 TFLOP per 100 images, in float32 without TF32.
     """
-    sets = (
-        "schedule.epochs=1",
-        "schedule.warmup_epochs=0",
-        "data.on_device_gib=0",
-        "data.workers=4",
-        "rand_augment.layers=2",
-        "model.options.embed_dim=768",
-        "model.options.num_heads=12",
-        "model.options.depth=16",
-        "optim.global_batch=100",
-        "optim.max_batch_per_process=100",
-        "mix.group=100",
-        "data.images_per_class=100",
-        "engine.amp=off",
-        "engine.tf32=false",
-    )
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
     )
@@ -164,7 +175,7 @@ def test_copies_are_pinned_and_batches_are_prepared_beside_training(
                 "default",
                 "--out-dir",
                 str(tmp_path / "run"),
-                *(word for text in sets for word in ("--set", text)),
+                *(word for text in PROFILED for word in ("--set", text)),
             ]
         )
         == 0

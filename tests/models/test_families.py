@@ -14,6 +14,7 @@ from torch import nn
 import vitinit
 from vitinit.models import MODELS, model_class
 from vitinit.models.attention import Attention
+from vitinit.models.layers import draw_drop_path, recompute_blocks
 from vitinit.train.metrics import training_flops
 
 VIT = dict(patch_size=(4, 5), embed_dim=22, depth=3, num_heads=2)
@@ -386,3 +387,25 @@ def test_an_unknown_name_lists_the_near_ones():
     assert "no model 'vit_tinny'; near: vit_tiny" in refused(
         ValueError, vitinit.build_model, "vit_tinny", num_classes=10, image_size=32
     )
+
+
+@pytest.mark.parametrize("family", ["vit, distilled", "swin", "mixer", "simple_vit"])
+def test_recomputed_blocks_keep_less_and_give_the_same_gradients_to_the_bit(family):
+    """With stochastic depth, of which a second draw would be another one."""
+    results, kept = [], []
+    for recompute in (False, True):
+        model = built(family, **({} if family == "simple_vit" else {"drop_path": 0.5})).train()
+        if recompute:
+            recompute_blocks(model)
+        drop_path = []
+        if any(model.drop_path_rates):
+            drop_path.append(draw_drop_path(model.drop_path_rates, 3, np.random.default_rng(1)))
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (saved.append(tensor.numel()), tensor)[1], lambda tensor: tensor
+        ):
+            logits = model(drawn_images(), *drop_path)
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters())])
+        kept.append(sum(saved))
+    assert all(map(torch.equal, *results)) and kept[1] < kept[0] / 2

@@ -9,7 +9,7 @@ from small_models import drawn, redraw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitinit.models.attention import Attention, attend, attention_weights
-from vitinit.models.layers import add_branch, draw_drop_path, sincos_position_embedding
+from vitinit.models.layers import PatchEmbed, add_branch, draw_drop_path, sincos_position_embedding
 
 B, N, HEADS, HEAD_DIM = 2, 7, 3, 5
 DIM = HEADS * HEAD_DIM
@@ -122,3 +122,20 @@ def test_sincos_position_embeddings_are_the_formula():
         )
     ):
         assert token[7 * quarter + channel].item() == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("in_channels", [3, 5])
+def test_the_product_of_patches_is_the_convolution_and_so_are_its_gradients(in_channels):
+    """In float64. On a CPU, where runs go on to the bit, the convolution is computed."""
+    torch.manual_seed(0)
+    embed = PatchEmbed((14, 15), (7, 5), 11, in_channels=in_channels).double()
+    images = torch.randn(2, in_channels, 14, 15, dtype=torch.float64, requires_grad=True)
+    results = []
+    for way in (embed.product, embed):
+        found = way(images)
+        results.append(
+            [found, *torch.autograd.grad(found.square().sum(), [images, *embed.parameters()])]
+        )
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert torch.equal(embed(images), embed.proj(images).flatten(2).mT)

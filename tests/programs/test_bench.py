@@ -1,10 +1,12 @@
 """The measurements run and count what they claim to; how fast anything is, is not tested."""
 
 import gc
+import multiprocessing
 import platform
 import re
 import shutil
 import subprocess
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -15,9 +17,17 @@ from launches import launches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitinit.data.images import decode_image
-from vitinit.programs.bench import all as everything, loader, program as bench, step, training
+from vitinit.programs.bench import (
+    all as everything,
+    loader,
+    program as bench,
+    step,
+    training,
+    variants,
+)
 from vitinit.programs.bench.step import saved_bytes
 from vitinit.programs.bench.training import bench_recipe, interleave, times_as_fast
+from vitinit.programs.bench.variants import MASKED, Variant
 from vitinit.runs.model import build
 from vitinit.train.metrics import training_flops
 
@@ -283,7 +293,7 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
 
     def run(words: list[str], seconds: float, *more: object) -> tuple[int | None, str]:
         given.append(seconds)
-        now[0] += seconds if sleeps in words else 373.0 if "1/0" in words else 1.0
+        now[0] += seconds if sleeps in words else 349.0 if "1/0" in words else 1.0
         return within(words, 0.5 if sleeps in words else 60.0, *more)
 
     class Started(subprocess.Popen):
@@ -331,11 +341,11 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
         "Looked for on an H100: 100 %",
         "ZeroDivisionError",
         "exit status 1",
-        "soon\n```\n\n**Ended** after 96 s, all that it has.",
+        "soon\n```\n\n**Ended** after 120 s, all that it has.",
     ):
         assert words in text, words
     # The machine, three times pytest, which the clock takes for a second each, and the commands.
-    assert given == [96, 240, 239, 238, 96, 96, 96, 6]
+    assert given == [120, 240, 239, 238, 120, 120, 120, 6]
     assert text.count("## ") == 9 and text.endswith("Not begun: the time is over.\n")
     assert bench.main(["all", "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
@@ -367,6 +377,39 @@ def test_the_machine_says_on_which_file_system_images_are(tmp_path, monkeypatch,
         mounts.write_text("".join(f"source {place} {kind} rw 0 0\n" for place, kind in lines))
         assert bench.main(["machine", "--device", "cpu", "--data-dir", str(photos)]) == 0
         assert f", data {photos} on {kind}, " in capsys.readouterr().out
+
+
+def test_variants_are_measured_in_turn_and_one_that_fails_says_why():
+    """What a process does, in threads: it answers that it is ready, then each turn, then ends."""
+    tiny = tuple(TINY[1::2])
+    given = [
+        Variant("deit_tiny", 2, tiny),
+        Variant("deit_tiny", 2, (*tiny, *MASKED)),
+        Variant("?", 2),
+    ]
+    for variant in given:
+        ours, theirs = multiprocessing.Pipe()
+        arguments = theirs, variant, torch.device("cpu"), []
+        threading.Thread(target=variants.serve, args=arguments, daemon=True).start()
+        fact = variants.answer(ours, 60.0)
+        row = variants.row_of(variant, fact, [])
+        if variant.recipe == "?":
+            assert row["failed"].startswith("RecipeError: recipe ?: no such file")
+            continue
+        assert row["failed"] is None and variants.answer(ours, 0.0) == {
+            "failed": "not ready in time"
+        }
+        ours.send("turn")
+        (second,) = variants.answer(ours, 60.0)["seconds"]
+        row = variants.row_of(variant, fact | {"card": 2.0}, [second, 9.0, second])
+        assert row["images/s"] == 2 / second
+        assert row["% of the card's rate"] == 100 * row["images/s"] * fact["flops"] / 2e12
+        ours.close()
+    left, right = multiprocessing.Pipe()
+    right.close()
+    assert variants.answer(left, 1.0) == {"failed": "its process ended"}
+    recipes = [bench_recipe(one.recipe, one.sets) for one in variants.VARIANTS]
+    assert len(recipes) == len(set(variants.VARIANTS))
 
 
 def test_rows_become_a_table():

@@ -572,6 +572,30 @@ PEAK = 1e-3 * 47 / 512  # base_lr · global_batch / 512
             )
         ),
         (
+            ["data.mean=[0.5]", "data.std=[0.5]", "data.decode=cuda", "augment.crop_padding=0"],
+            "data.decode=cpu",
+            'data.decode = "cuda" with data.mean = [0.5]; expected cpu, as a GPU decodes to RGB',
+        ),
+        (
+            ["data.decode=cuda", "augment.crop_padding=2"],
+            "augment.crop_padding=0",
+            'data.decode = "cuda" with augment.crop_padding = 2; expected cpu, as a GPU crops no',
+        ),
+        (
+            [*WHOLE, "augment.fit=pad", "data.decode=cuda"],
+            "augment.fit=squash",
+            'data.decode = "cuda" with augment.fit = "pad"; expected cpu, as a GPU pads nothing',
+        ),
+        (
+            [
+                "engine.recompute=true",
+                "model.name=convmixer_256_8",
+                "model.options={patch_size = 2}",
+            ],
+            "engine.recompute=false",
+            'engine.recompute = true with model.name = "convmixer_256_8"; expected false, as Batch',
+        ),
+        (
             ["ema.decay=0.0", "ema.warmup=true"],
             "ema.warmup=false",
             "ema.warmup = true with ema.decay = 0.0",

@@ -61,7 +61,8 @@ HeightWidth = tuple[int, int]  # height and width, in pixels
 
 class JpegDecoder(NamedTuple):
     name: str  # of the library
-    decode: Callable[[Tensor], Tensor]  # bytes (n,) uint8 → (3, H, W), upright by EXIF data
+    # Bytes (n,) uint8 → (3, H, W), upright by EXIF data; or a list of them, on a device, → a list.
+    decode: Callable[..., Any]
 
 
 @cache

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ..base.keys import Purpose, keyed_generator, keyed_generators
 from ..base.messages import in_brief, own_words
 from .draw import Augmentation, Masks, Samples, draw_view
+from .encoded import Encoded, encoded
 from .images import DataError, HeightWidth, crop_and_flip
 from .sources import Source
 
@@ -47,9 +48,9 @@ OPEN_FILES = 10_240  # as many as every system allows
 class Batch(NamedTuple):
     """A training batch, with the draws of what the device still has to do."""
 
-    # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or (B, 4) int64,
-    # descriptions of views for the device, see `TrainViews`.
-    images: Tensor
+    # (B, 3, H, W) uint8, cropped and flipped, channels-last if resized; or what the device makes
+    # them of: (B, 4) int64, descriptions of views, see `TrainViews`, or `Encoded` files.
+    images: Any
     labels: Tensor  # as of `Source`, (B,) or (B, K); or (B, n), the visible patches, of `Masks`
     draws: Tensor  # (B, …) float64, see `Augmentation.draws`
 
@@ -58,22 +59,34 @@ class TrainViews(Dataset):
     """Training batches, indexed by samples: views, labels, and draws for the device.
 
     decode: False if all images are stored on the device, at the model's size. Then a view is not
-        made but described, by (image index, top, left, 1 if it is flipped).
+        made but described, by (image index, top, left, 1 if it is flipped). encoded: whether the
+        device decodes, too, so that views are `Encoded`.
     """
 
-    def __init__(self, source: Source, augmentation: Augmentation, *, decode: bool = True) -> None:
+    def __init__(
+        self,
+        source: Source,
+        augmentation: Augmentation,
+        *,
+        decode: bool = True,
+        encoded: bool = False,
+    ) -> None:
         self.augmentation = augmentation
         self.labels = source.labels
         self.source = source if decode else None  # not sent to workers that need not decode it
+        self.encoded = encoded
 
     def __getitem__(self, samples: Samples) -> Batch:
         augmentation = self.augmentation
+        images: Tensor | Encoded
         indices = np.array([key.image for key in samples.keys])
         generators = keyed_generators(augmentation.seed, Purpose.CROP_AND_FLIP, samples.keys)
         if self.source is None:
             drawn = [draw_view(rng, augmentation.augment, *augmentation.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in drawn]
             images = torch.from_numpy(np.column_stack([indices, corners]))
+        elif self.encoded:
+            images = encoded(self.source, indices, generators, augmentation.augment)
         else:
             images = self.decoded(self.source, indices, generators)
         if augmentation.masks is None:

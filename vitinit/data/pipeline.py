@@ -11,6 +11,7 @@ On a GPU the next micro-batch is prepared while the model still trains on the cu
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from .augment import ToDevice, TrainToDevice
 from .draw import Augmentation
+from .encoded import views_of
 from .loader import Batch, EvalViews, Loader, TrainViews
 from .sampler import BatchPlan, TrainSampler
 from .sources import Source
@@ -69,6 +71,20 @@ class Ahead:
         return self.batch
 
 
+def one_ahead(batches: Iterator[Any], make: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield `make` of each batch, which a thread computes while the one before is worked on."""
+
+    def made() -> Any:
+        batch = next(batches, None)
+        return None if batch is None else make(batch)
+
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(made)
+        while (batch := following.result()) is not None:
+            following = thread.submit(made)
+            yield batch
+
+
 class MicroBatch(NamedTuple):
     """What one forward and one backward pass work on; its images have been loaded."""
 
@@ -86,7 +102,8 @@ class TrainingBatches:
 
     budget_gib: how much of the device's memory the whole set may take, in GiB. workers: how many
     processes prepare, together at least one step in advance, and each at least two micro-batches,
-    which is torch's default. advance: called after each image that is decoded to be stored.
+    which is torch's default. on_device: decode JPEGs there, too, unless images are stored.
+    advance: called after each image that is decoded to be stored.
     """
 
     def __init__(
@@ -97,8 +114,10 @@ class TrainingBatches:
         *,
         budget_gib: float = 0.0,
         workers: int = 0,
+        on_device: bool = False,
         advance: Callable[[], object] = lambda: None,
     ) -> None:
+        self.source, self.on_device = source, on_device
         self.sampler = sampler
         self.prepare = prepare
         drawn = prepare.augmentation
@@ -108,7 +127,7 @@ class TrainingBatches:
         self.resident = self.stored is not None  # all images are stored on the device
         self.steps_per_epoch = sampler.steps_per_epoch
         self.loader = Loader(
-            TrainViews(source, drawn, decode=not self.resident),
+            TrainViews(source, drawn, decode=not self.resident, encoded=on_device),
             workers=workers,
             batch_size=None,
             sampler=sampler,
@@ -127,6 +146,8 @@ class TrainingBatches:
         plan = self.sampler.plan
         ahead = Ahead(self.prepare.device)
         loaded = iter(self.loader)
+        if self.on_device and not self.resident:
+            loaded = one_ahead(loaded, self._with_views)
         for step in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
             micro_batches = []
             for micro_step in range(plan.accumulation):
@@ -140,6 +161,13 @@ class TrainingBatches:
             windows = batch.images.to(self.prepare.device, non_blocking=True)  # (B, 4)
             batch = batch._replace(images=cut(self.stored, windows))
         return self.prepare(batch)
+
+    def _with_views(self, batch: Batch) -> Batch:
+        """The batch of files with its views, made in the stream that will prepare them."""
+        device, size = self.prepare.device, self.prepare.augmentation.size
+        stream = preparing_stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            return batch._replace(images=views_of(batch.images, size, device, self.source))
 
 
 def decode_to_device(

@@ -81,6 +81,10 @@ class Source:
         """
         return view(with_channels(self.pixels(index), self.channels))
 
+    def path(self, index: int) -> str:
+        """The file of an image; "" of one in memory."""
+        return ""
+
     def note(self, line: str) -> None:
         """Put a line before what `left_out` says."""
         self.left_out = f"{one_line(line)}\n{self.left_out}".rstrip()
@@ -154,11 +158,13 @@ class ImageFiles(Source):
     def some_paths(self) -> list[str]:  # evenly, since a folder's are sorted by class
         return self.part(np.arange(0, len(self), len(self) // 64 + 1)).paths
 
-    def image(self, index: int, view: Callable = lambda image: image) -> Any:
+    def path(self, index: int) -> str:
         start, end = self.stored[index].tolist()
-        path = os.fsdecode(self.text[start:end].numpy().tobytes())
+        return os.fsdecode(self.text[start:end].numpy().tobytes())
+
+    def image(self, index: int, view: Callable = lambda image: image) -> Any:
         return decode_image(
-            path,
+            self.path(index),
             view,
             channels=self.channels,
             apply_exif_orientation=self.apply_exif_orientation,

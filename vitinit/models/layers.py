@@ -1,13 +1,16 @@
 """Parts shared by the models. The shape legend is in attention.py."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import index
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..base.messages import times
 
@@ -132,6 +135,19 @@ def run_blocks(
     return x, [after[number] for number in wanted]
 
 
+def recompute_blocks(model: nn.Module) -> None:
+    """Let the backward pass compute each block of a model again, from its input alone, which is all
+    that the forward pass keeps then (Chen et al., arXiv 1604.06174): less memory, the same bits.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("blocks") and isinstance(module, nn.ModuleList):
+            for block in module:
+                # Draws are arguments, so that there is no state of random numbers to keep.
+                block.forward = partial(
+                    checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+                )
+
+
 def make_head(dim: int, num_classes: int) -> nn.Module:
     """The last layer, (B, dim) → (B, num_classes); the identity for num_classes = 0."""
     return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
@@ -216,9 +232,17 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         require_image_size(images, self.proj.in_channels, self.image_size)
-        x = self.proj(images)  # (B, C, rows, columns)
-        x = rearrange(x, "b c h w -> b (h w) c")  # (B, patches, C)
+        if images.device.type == "cpu":  # where old runs go on to the bit
+            x = self.proj(images)  # (B, C, rows, columns)
+            x = rearrange(x, "b c h w -> b (h w) c")  # (B, patches, C)
+        else:
+            x = self.product(images)
         return self.norm(x)
+
+    def product(self, images: Tensor) -> Tensor:
+        """The convolution as a matrix product, up to rounding, which GPUs compute faster."""
+        weight = rearrange(self.proj.weight, "d c p q -> d (p q c)")
+        return F.linear(patches_of(images, to_pair(self.proj.kernel_size)), weight, self.proj.bias)
 
 
 class Mlp(nn.Module):
@@ -246,7 +270,7 @@ class SwiGlu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.fc1(x).chunk(2, dim=-1)  # (…, hidden) each
-        return self.fc2(nn.functional.silu(gate) * value)
+        return self.fc2(F.silu(gate) * value)
 
 
 class LayerScale(nn.Module):

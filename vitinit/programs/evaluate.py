@@ -358,8 +358,9 @@ def models_of(
             )
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
-    if saved.recipe.engine.compile:
-        models = {name: compiled(model) for name, model in models.items()}
+    engine = saved.recipe.engine
+    if engine.compile:
+        models = {name: compiled(model, engine.compile_mode) for name, model in models.items()}
     return {name: Tempered(model, temperatures[name]) for name, model in models.items()}
 
 

@@ -16,12 +16,15 @@ SECTIONS_LEFT_OUT: Table = {
 KEYS_LEFT_OUT: Table = {
     "data.sampling": "shuffled",
     "data.held_out": 0.0,
+    "data.decode": "cpu",
     "augment.fit": "crop",
     "init.checkpoint_head": "keep",
     "init.checkpoint_classes": "",
     "distill.classes": "",
     "optim.train": "all",
     "optim.muon_dtype": "bf16_on_gpu",
+    "engine.compile_mode": "default",
+    "engine.recompute": False,
     "schedule.cosine_after_warmup": False,
 }
 MEANT_IN_RECIPES = flat(SECTIONS_LEFT_OUT)

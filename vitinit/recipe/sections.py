@@ -67,6 +67,9 @@ class DataSection:
     mean: tuple[Proportion, ...]  # per channel, in [0, 1]: as many as images have channels
     std: tuple[Deviation, ...]
     apply_exif_orientation: bool  # turn photographs upright; false: as stored
+    # Where JPEGs become pixels: on a CPU, exactly and everywhere alike, or on an NVIDIA GPU, which
+    # needs few cores, and whose pixels differ a little.
+    decode: Literal["cpu", "cuda"]
     workers: Count  # loader processes per training process
     on_device_gib: NonNegative  # sets up to this size are stored on the device
 
@@ -135,6 +138,8 @@ class EmaSection:  # the exponential moving average of the weights
 class EngineSection:
     amp: Literal["auto", "off", "bf16", "fp16"]  # autocast; auto: what is fastest at the start
     compile: bool  # torch.compile
+    compile_mode: Literal["default", "max-autotune", "reduce-overhead"]  # torch.compile's
+    recompute: bool  # compute blocks again in the backward pass, which takes less memory
     channels_last: bool  # memory format of images and convolutions
     tf32: bool  # TensorFloat-32 matrix products on CUDA
 
@@ -222,6 +227,7 @@ MACHINE_KEYS = (
     "eval.cache_gib",
     "optim.max_batch_per_process",
     "engine.compile",
+    "engine.recompute",
     "checkpoint.every_steps",
 )
 
@@ -229,6 +235,7 @@ MACHINE_KEYS = (
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Yield the keys whose values contradict each other, that of most weight first."""
     yield from _of_images(recipe)
+    yield from _of_decoding(recipe)
     if recipe.augment.fit != "crop":
         for key, value in WHOLE_IMAGE.items():
             if recipe.keys[key] != value:
@@ -258,6 +265,18 @@ def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
         yield ("data.root", "data.name"), "a folder, given by --data-dir"
 
 
+def _of_decoding(recipe: Recipe) -> Iterator[Contradiction]:
+    data = recipe.data
+    if data.decode == "cpu":
+        return
+    if data.channels != 3:
+        yield ("data.decode", "data.mean"), "cpu, as a GPU decodes to RGB alone"
+    if recipe.augment.fit == "pad":
+        yield ("data.decode", "augment.fit"), "cpu, as a GPU pads nothing"
+    if recipe.augment.crop_padding:
+        yield ("data.decode", "augment.crop_padding"), "cpu, as a GPU crops no padding"
+
+
 def _of_schedule(recipe: Recipe) -> Iterator[Contradiction]:
     schedule, peak = recipe.schedule, recipe.optim.peak_lr
     if schedule.warmup_epochs > schedule.epochs:
@@ -277,6 +296,8 @@ def _of_weights(recipe: Recipe) -> Iterator[Contradiction]:
     for key in ("weights", "classes"):
         if getattr(recipe.distill, key) and not recipe.distill.teacher:
             yield (f"distill.{key}", "distill.teacher"), "none, as there is no teacher"
+    if recipe.engine.recompute and recipe.model.name.startswith("convmixer"):
+        yield ("engine.recompute", "model.name"), "false, as BatchNorm would count images twice"
     if recipe.optim.train == "head" and recipe.model.name.startswith("convmixer"):
         yield ("optim.train", "model.name"), "all, as the BatchNorm below would go on changing"
     best_by, score = recipe.checkpoint.best_by, recipe.task.kind.score

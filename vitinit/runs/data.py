@@ -193,6 +193,10 @@ def open_data(
     `open_training_set`.
     """
     data = recipe.data
+    if data.decode == "cuda" and processes.device.type != "cuda":
+        raise DataError(
+            f"data.decode = cuda, and this process computes on {processes.device.type}; expected cpu"
+        )
     prepare_workers(data.workers)
     with processes.together():
         if processes.local_rank == 0 and not dry_run:
@@ -220,6 +224,7 @@ def open_data(
             prepare,
             workers=data.workers,
             budget_gib=0.0 if dry_run else data.on_device_gib,
+            on_device=data.decode == "cuda",
             advance=bar.update,
         )
     val_batches = evaluation_batches(

@@ -271,4 +271,6 @@ def models_to_measure(state: TrainState, recipe: Recipe) -> list[nn.Module]:
     models = [state.model]
     if state.ema is not None:
         models.append(state.ema.model)
-    return list(map(compiled, models)) if recipe.engine.compile else models
+    if not recipe.engine.compile:
+        return models
+    return [compiled(model, recipe.engine.compile_mode) for model in models]

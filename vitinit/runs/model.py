@@ -43,6 +43,8 @@ def trained_model(task: Task, classifier: Classifier, recipe: Recipe) -> nn.Modu
         return task.model(classifier)
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    """What torch.compile makes of a model, which is a module, though its type does not say so."""
-    return cast(nn.Module, torch.compile(model))
+def compiled(model: nn.Module, mode: str = "default") -> nn.Module:
+    """What torch.compile makes of a model, which is a module, though its type does not say so.
+    mode: of recipe key engine.compile_mode.
+    """
+    return cast(nn.Module, torch.compile(model, mode=mode))

@@ -17,7 +17,7 @@ from ..data.folders import composed
 from ..data.pipeline import Data
 from ..data.sources import Source
 from ..init import family_of, init_weights, reads_images
-from ..models.layers import Classifier, draw_drop_path
+from ..models.layers import Classifier, draw_drop_path, recompute_blocks
 from ..recipe.files import RecipeError, building
 from ..recipe.sections import Recipe
 from ..tasks import Task, TensorFunction
@@ -179,14 +179,16 @@ def model_to_train(state: TrainState, recipe: Recipe, processes: Processes) -> n
     """The model as the loop calls it: in DistributedDataParallel if there are several processes,
     compiled if engine.compile says so, with the precision and kernels that [engine] lets it have.
     """
-    model = state.model
-    set_precision(recipe.engine.tf32)
+    model, engine = state.model, recipe.engine
+    set_precision(engine.tf32)
     tune_convolutions(model)
+    if engine.recompute:
+        recompute_blocks(model)
     if processes.world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         # Only BatchNorm's statistics change; before evaluation `Processes.share` sends them.
         model.broadcast_buffers = False  # an argument that torch 2.14 deprecates
-    return compiled(model) if recipe.engine.compile else model
+    return compiled(model, engine.compile_mode) if engine.compile else model
 
 
 def drop_path_of(model: Classifier, recipe: Recipe) -> Callable[[int], Tensor | None]:

@@ -4,7 +4,7 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +37,9 @@ from .training import (
 
 PHOTOGRAPHS = 200  # files that are read; an epoch has each of them many times
 AUGMENTED_TOGETHER = 50  # images that are augmented together
+LOADER = "+ crop, flip, draws: the loader"
+WHOLE = "+ RandAugment, normalise, erase, mix: the whole"
+PILLOW = "torchvision's pipeline on Pillow"
 PAIRS = 3  # of steps that are fed from files, and steps that are not
 
 
@@ -117,14 +120,16 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
         for path in source.paths:
             pipeline(Image.open(path, formats=FORMATS).convert("RGB"))
 
-    parts = {
+    parts: dict[str, Callable[[], object]] = {
         "decoding alone, each image once": lambda: [*map(source.image, once)],
-        "+ crop, flip, draws: the loader": lambda: next(steps),
-        "+ RandAugment, normalise, erase, mix: the whole": lambda: next(steps)[1][0].prepare(),
-        "torchvision's pipeline on Pillow": use_pillow,
+        LOADER: lambda: next(steps),
+        WHOLE: lambda: next(steps)[1][0].prepare(),
+        PILLOW: use_pillow,
     }
+    if recipe.data.decode == "cuda":
+        del parts[LOADER]  # a thread of its own is ahead, and not to be told apart
     seconds = interleave(parts, clock_of(device))
-    _, _, whole, pillow = seconds.values()
+    whole, pillow = seconds[WHOLE], seconds[PILLOW]
     title = "on one core and the GPU" if device.type == "cuda" else "on one core"
     return [
         {
@@ -185,12 +190,14 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Re
     return rows
 
 
-def fed_in_words(row: ResultRow, device: torch.device) -> str:
+def fed_in_words(row: ResultRow, recipe: Recipe, device: torch.device) -> str:
     """What bounds a fed step: its input, with what would help, or the step itself."""
     images, fed = row["batch"], row["batch"] / row["fed, images/s"]  # seconds of a step
     unfed = images / row["synthetic, images/s"]
     waiting = 1 - unfed / fed
     pace = Pace(fed, unfed, waiting, waiting)
+    if recipe.data.decode == "cuda":
+        return f"a step waits {waiting:.0%} of the time for images, which workers and the GPU make"
     line = waits_for([pace], device, images=images, workers=row["workers"])
     return f"bound by its input, {line}" if line else "bound by the step, see bench step"
 
@@ -204,4 +211,4 @@ def print_loader(args: argparse.Namespace, device: torch.device) -> None:
         print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
         recipe = bench_recipe(args.recipe, [*sets, *in_batches(batch)], device)
         rows = fed_rows(recipe, device, args.workers)
-        print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], device)}")
+        print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], recipe, device)}")

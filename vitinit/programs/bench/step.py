@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from .training import (
     train_on,
 )
 
-STEPS = {"cuda": 10, "cpu": 1}  # of each measurement
+STEPS = {"cuda": 30, "cpu": 1}  # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}  # of a large product's matrices
 GIB, MIB = 2**30, 2**20
 STATE_BYTES = 20  # per parameter: weight, gradient, AdamW's two moments, EMA; float32
@@ -76,8 +77,17 @@ def print_step(recipe: Recipe, device: torch.device, batch: int) -> None:
     print(f"\n{row_table([row])}\n\n{recipe.name}: a step is bound by {bound}", flush=True)
 
 
-def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
-    clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
+class Engine(NamedTuple):
+    """train.py's step of a recipe, ready to be made on a batch of noise."""
+
+    run: Callable[..., None]  # makes STEPS steps, of `batch` images or fewer
+    model: Classifier | MaskedAutoencoder
+    forward: nn.Module  # the model as it is trained, perhaps compiled
+    labelled: Part  # images, and one-hot labels even if they are not learned
+    flops: float  # of an image
+
+
+def engine_of(recipe: Recipe, device: torch.device, batch: int) -> Engine:
     state, forward = set_up(recipe, device)
     model = state.model
     assert isinstance(model, (Classifier, MaskedAutoencoder))  # the recipe's
@@ -85,25 +95,32 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
     rates = model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     task = task_of(recipe)
-    compiles = recipe.engine.compile
     if recipe.distill.teacher:
         task = learn_from_teacher(recipe, [*map(str, range(recipe.data.num_classes))], device)
     images, targets = labelled
     if isinstance(model, MaskedAutoencoder):
         targets = first_patches(model, images)
 
-    def engine(size: int = batch) -> None:
+    def run(size: int = batch) -> None:
         part = images[:size], targets[:size]
         train_on(
             state,
-            [given_step(number, [part]) for number in range(count)],
+            [given_step(number, [part]) for number in range(STEPS[device.type])],
             forward=forward,
             drop_path=drop_path,
-            amp=amp,
+            amp=recipe.engine.amp,
             clip_norm=recipe.optim.clip_norm,
             loss=task.loss,
         )
 
+    flops = training_flops(model, batch, recipe.data.image_size, recipe.data.channels)
+    return Engine(run, model, forward, labelled, flops)
+
+
+def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
+    clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
+    engine, model, forward, labelled, flops = engine_of(recipe, device, batch)
+    compiles = recipe.engine.compile
     engine()
     if device.type == "cuda":
         forget_peak(device)
@@ -113,7 +130,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
     if other is model:
         callee = forward
     else:
-        callee = compiled(other) if compiles else other
+        callee = compiled(other, recipe.engine.compile_mode) if compiles else other
     multiply, product_flops = product(device, amp)
     few = max(1, batch // 8)  # images, whose step takes as many launches
     loops = {
@@ -126,7 +143,6 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
 
     seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
-    flops = training_flops(model, batch, recipe.data.image_size, recipe.data.channels)
     flops *= batch / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
     launches = 0.0

@@ -56,7 +56,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         augmentation = Augmentation(seed, (224, 224), deit.augment, deit.rand_augment, mixing)
         batch = TrainViews(source, augmentation)[Samples(step, keys, np.zeros(count, np.int64))]
         to_device = TrainToDevice(
-            batch.images.device,
+            torch.device("cpu"),
             augmentation,
             num_classes=1,
             mean=IMAGENET_MEAN,

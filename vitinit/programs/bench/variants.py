@@ -1,0 +1,144 @@
+"""Variants of a step: compiled at once, each in a process of its own, and measured in turn.
+
+To compile takes most of the time of a measurement, and a GPU is idle meanwhile. Ten variants are
+ready in the time of two, and none runs while another one is measured.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from ...runs.model import without_data
+from ...train.device import forget_peak, matrix_rate, peak_gib
+from .step import STEPS, engine_of
+from .training import ResultRow, bench_recipe, clock_of
+
+ROUNDS = 2
+PATIENCE = 90.0  # seconds until all are ready, and those that are not are left out
+MASKED = (
+    "task.name=reconstruct",
+    "mix.probability=0",
+    "mix.label_smoothing=0",
+    "checkpoint.best_by=val_loss",
+)
+
+
+class Variant(NamedTuple):
+    recipe: str
+    batch: int
+    sets: tuple[str, ...] = ()
+    looked_for: str = ""  # on an H100
+
+
+# In the order of what they may tell. Each is beside those before it.
+VARIANTS = (
+    Variant("deit_small", 256, looked_for="10,000 images/s"),
+    Variant("deit_base", 128),
+    Variant("deit_base", 256, looked_for="3,760 images/s, 40 %"),
+    Variant("deit_base", 512),
+    Variant("deit_base", 256, ("engine.recompute=true",)),
+    Variant("deit_small", 256, ("model.options.pos_embed=rope",)),
+    Variant("deit_small", 256, ("optim.name=muon",)),
+    Variant("deit_small", 256, ("engine.compile_mode=reduce-overhead",)),
+    Variant("deit_base", 256, MASKED),
+)
+
+
+def variant_rows(
+    variants: Sequence[Variant], device: torch.device, sets: Sequence[str]
+) -> list[ResultRow]:
+    """Images/s of each variant with further overrides; of one that failed, or took too long, why."""
+    context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
+    pipes: list[Connection] = []
+    processes = []
+    for variant in variants:
+        ours, theirs = context.Pipe()
+        arguments = theirs, variant, device, sets
+        process = context.Process(target=serve, args=arguments, daemon=True)
+        process.start()
+        processes.append(process)
+        theirs.close()  # so that there is an end of what a process says that was killed
+        pipes.append(ours)
+    deadline = time.monotonic() + PATIENCE
+    facts = [answer(pipe, deadline - time.monotonic()) for pipe in pipes]
+    for process, fact in zip(processes, facts):
+        if "failed" in fact:
+            process.kill()  # it would go on compiling, and trying kernels
+    seconds: list[list[float]] = [[] for _ in variants]
+    for _ in range(ROUNDS):
+        for pipe, fact, found in zip(pipes, facts, seconds):
+            if "failed" not in fact:
+                pipe.send("turn")
+                said = answer(pipe, PATIENCE)
+                fact |= said
+                found += said.get("seconds", [])
+    for process in processes:
+        process.kill()
+    return [row_of(*measured) for measured in zip(variants, facts, seconds)]
+
+
+def row_of(variant: Variant, fact: dict[str, Any], seconds: list[float]) -> ResultRow:
+    row: ResultRow = {
+        "recipe": variant.recipe,
+        "with": " ".join(variant.sets) or None,
+        "batch": variant.batch,
+        "looked for on an H100": variant.looked_for or None,
+        "failed": fact.get("failed"),
+    }
+    if seconds:
+        rate = variant.batch / median(seconds)
+        card = fact["card"]
+        row |= {
+            "images/s": rate,
+            "ms": 1e3 * median(seconds),
+            "% of the card's rate": 100 * rate * fact["flops"] / 1e12 / card if card else None,
+            "peak GiB": fact["peak"],
+            "s to compile": fact["compiled"],
+        }
+    return row
+
+
+def answer(pipe: Connection, seconds: float) -> dict[str, Any]:
+    """What a process says within some seconds, or that it failed."""
+    if not pipe.poll(max(0.0, seconds)):
+        return {"failed": "not ready in time"}
+    try:
+        return pipe.recv()
+    except EOFError:
+        return {"failed": "its process ended"}
+
+
+def serve(pipe: Connection, variant: Variant, device: torch.device, sets: Sequence[str]) -> None:
+    """Compile a step, say so, then make STEPS steps whenever the pipe asks, and say how long."""
+    try:
+        began, clock = time.monotonic(), clock_of(device)
+        recipe = without_data(bench_recipe(variant.recipe, [*variant.sets, *sets], device))
+        engine = engine_of(recipe, device, variant.batch)
+        if device.type == "cuda":
+            forget_peak(device)
+        engine.run()
+        pipe.send(
+            {
+                "compiled": time.monotonic() - began,
+                "peak": peak_gib(device),
+                "flops": engine.flops,
+                "card": matrix_rate(device),
+            }
+        )
+        while True:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # all of them are on the device
+            pipe.recv()
+            engine.run()
+            start = clock()
+            engine.run()
+            pipe.send({"seconds": [(clock() - start) / STEPS[device.type]]})
+    except EOFError:  # nobody asks any more
+        return
+    except Exception as error:
+        pipe.send({"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]})
