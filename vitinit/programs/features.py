@@ -26,6 +26,7 @@ from .shared.plot import BLUE, VERMILION, pixels, pyplot, save, subplots
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07  # of the weights of their votes
+ENTRIES = 2**24  # most similarities in memory at a time, about
 ROWS, BESIDE = 12, 8  # of a sheet: images, and neighbours of each
 SIDE = 1.25  # of an image, in inches
 
@@ -46,7 +47,7 @@ def read_features(path: Path) -> Features:
                 found = Features(*(arrays[name] for name in Features._fields))
         except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise OneLineError(
-                f"{path}: expected a file that vitinit predict --features wrote ({in_brief(error)})"
+                f"{path}: expected a .npz that vitinit predict --features wrote ({in_brief(error)})"
             ) from None
     if not all(found.labels):
         raise OneLineError(
@@ -64,9 +65,12 @@ def neighbours_of(train: ndarray, held: ndarray, count: int) -> tuple[ndarray, n
         rows / np.linalg.norm(rows, axis=1, keepdims=True)
         for rows in (train.astype(np.float64), held.astype(np.float64))
     )
-    similarities = held @ train.T
-    nearest = np.argsort(-similarities, axis=1, kind="stable")[:, :count]
-    return nearest, np.take_along_axis(similarities, nearest, axis=1)
+    nearest, similarities = [], []
+    for part in np.array_split(held, 1 + len(held) * len(train) // ENTRIES):
+        rows = part @ train.T
+        nearest.append(np.argsort(-rows, axis=1, kind="stable")[:, :count])
+        similarities.append(np.take_along_axis(rows, nearest[-1], axis=1))
+    return np.concatenate(nearest), np.concatenate(similarities)
 
 
 def voted(labels: ndarray, nearest: ndarray, similarities: ndarray) -> ndarray:

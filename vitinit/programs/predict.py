@@ -16,7 +16,8 @@ line says so. An image that cannot be read is named and skipped, and the exit st
 labels) and its probability of each image that can be read, which data.name = "image_list" reads again. --sheet
 FILE.png draws a contact sheet of the images with their predictions, marked as right or wrong;
 --attention adds a map of what the model attends to. --sheet needs the extra `figures`. --features
-FILE.npz writes what the classifier reads of each image in place of guesses: see `vitinit features`.
+FILE.npz (or .csv) writes what the classifier reads of each image in place of guesses: see `vitinit
+features`, which takes the former.
 """
 
 import math
@@ -39,7 +40,7 @@ from ..base.messages import ProgressBar, in_brief, one_line, say
 from ..data.datasets import is_wnid
 from ..data.folders import classes_in, composed
 from ..data.images import DataError
-from ..data.lists import as_list
+from ..data.lists import as_csv, as_list
 from ..data.sources import LooseImages
 from ..mixing import block_grids, mixing_matrices
 from ..recipe.files import RecipeError
@@ -238,7 +239,12 @@ def write_features(trained: Trained, images: Sequence[tuple[str, str]], out: Pat
         raise DataError(f"{out}: no image could be read, so there are no features")
     features = torch.cat(rows).numpy()
     with written_atomically(out) as file:
-        np.savez(file, features=features, files=np.array(paths), labels=np.array(labels))
+        if out.suffix == ".csv":
+            head = ["path", "label", *map(str, range(features.shape[1]))]
+            lines = zip(paths, labels, *features.T.astype(str))
+            file.write(as_csv([head, *lines]))
+        else:
+            np.savez(file, features=features, files=np.array(paths), labels=np.array(labels))
     print(f"wrote {out}: {features.shape[1]} features of {len(paths):,} images")
     return int(problems > 0)
 
@@ -443,8 +449,8 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     )
     parser.add_argument(
         "--features",
-        type=Output(".npz"),
-        metavar="FILE.npz",
+        type=Output(".npz", ".csv"),
+        metavar="FILE",
         help="write pooled features, and nothing else; the labels are the folders below FOLDER",
     )
     parser.add_argument(
