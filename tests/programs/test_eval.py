@@ -607,9 +607,18 @@ def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divide
         assert row["calibration error after"] == pytest.approx(error, 1e-4)
         assert row["calibration error before"] == plain[weights]["calibration_error"]
         assert found["loss"] < plain[weights]["loss"] and found["top1"] == plain[weights]["top1"]
-    assert judge(folder, None, 99, "ema")["temperature"] == pytest.approx(
-        of_ema["temperature"], 1e-3
-    )
+    judged = judge(folder, None, 99, "ema")
+    assert judged["temperature"] == pytest.approx(of_ema["temperature"], 1e-3)
+    error = dict(judged["numbers"])["expected calibration error"]
+    assert error == pytest.approx(fitted["ema"]["calibration_error"], 1e-3)
+    capsys.readouterr()
+    vitinit.load(folder, image_size=12, overrides=["eval.crop_pct=0.7"])
+    assert (
+        "the temperature of model was fitted to views of 8×8, crop 1, bicubic, and these are of "
+        "12×12, crop 0.7, bicubic; eval.py"
+    ) in capsys.readouterr().err
+    vitinit.load(folder)
+    assert capsys.readouterr().err == ""
     assert eval_program.main([str(folder), "--fit-temperature"]) == 0  # not on top of the first
     assert json.loads((folder / "calibration.json").read_text()) == rows
 

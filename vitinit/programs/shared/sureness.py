@@ -78,6 +78,7 @@ def store_temperature(saved: Saved, weights: str, seen: Sureness, data: str, ima
         "data": data,
         "images": len(labels),
         "images digest": images,
+        "view": saved.view,
         "calibration error before": seen.error,
         "calibration error after": after,
     }
