@@ -141,7 +141,7 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
     assert eval_program.main([str(whole), "--fit-temperature"]) == 2
     assert predict.main([str(whole), str(listed / "val/red/03.png"), "--least", "0.7"]) == 2
     complaints = capsys.readouterr().err.splitlines()
-    assert all("by its threshold; expected --set task.options.thr" in line for line in complaints)
+    assert all("s threshold; expected --set task.options.threshold=" in line for line in complaints)
     assert len(complaints) == 2
 
     # Every label from the threshold on, as a list that is read as one again.

@@ -34,7 +34,7 @@ from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_cla
 from ..data.images import DataError
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
-from ..data.sources import Source, fingerprint
+from ..data.sources import Source
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
 from ..runs.data import border_of, evaluation_batches, require_labels, validation_bar
@@ -127,14 +127,12 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
         help="fit on validation images what logits are divided by, and store it for predict",
     )
     args = parser.parse_args(arguments)
-    if args.fit_temperature and (args.data or args.train_images):
+    views = in_words(args.shifts, args.flips)
+    if args.fit_temperature and (args.data or args.train_images or views):
         raise RecipeError(
-            "--fit-temperature: is fitted on the images that the recipe validates on; expected "
-            "neither --data nor --train-images, and --data-dir if they are elsewhere"
-        )
-    if args.fit_temperature and in_words(args.shifts, args.flips):
-        raise RecipeError(
-            "--fit-temperature: is of one view of each image; expected neither --flips nor --shifts"
+            "--fit-temperature: is fitted on one view of each image that the recipe validates on; "
+            "expected none of --data, --train-images, --flips and --shifts, and --data-dir if the "
+            "images are elsewhere"
         )
     if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(
@@ -279,9 +277,8 @@ def evaluate_checkpoints(
                 ),
             )
             if fit and processes.is_main:
-                digest = fingerprint(source, eval_set.root)
                 for name, seen in sureness.items():
-                    store_temperature(saved, name, seen, eval_set.name, digest)
+                    store_temperature(saved, name, seen, eval_set.name)
 
 
 def results_of(

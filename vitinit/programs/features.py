@@ -95,22 +95,20 @@ def linear(train: Features, held: Features, c: float, steps: int) -> ndarray:
 
 
 def draw_neighbours(out: Path, train: Features, held: Features, nearest: ndarray) -> None:
-    """Draw images, evenly chosen, each beside its nearest ones, blue where these are of its class."""
-    chosen = [row * len(held.files) // ROWS for row in range(min(ROWS, len(held.files)))]
-    figure, axes = subplots(
-        len(chosen), BESIDE + 1, SIDE * (BESIDE + 1), (SIDE + 0.3) * len(chosen)
-    )
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for row, number in zip(axes, chosen):
-        truth = held.labels[number]
-        row[0].imshow(pixels(decode_image(str(held.files[number]))))
-        row[0].set_title(truth, fontsize=8, weight="bold")
-        for axis, place in zip(row[1:], nearest[number]):
-            axis.imshow(pixels(decode_image(str(train.files[place]))))
-            colour = BLUE if train.labels[place] == truth else VERMILION
-            axis.set_title(train.labels[place], fontsize=8, color=colour)
-    save(figure, out, "An image, in bold, and its nearest ones", photographs=True)
+    """Draw images, evenly chosen, each before its nearest ones; blue is what is of its class."""
+    chosen = np.unique(np.linspace(0, len(held.files) - 1, ROWS).astype(int))
+    nearest = nearest[chosen, :BESIDE]
+    columns = 1 + nearest.shape[1]
+    figure, axes = subplots(len(chosen), columns, SIDE * columns, (SIDE + 0.3) * len(chosen))
+    for row, number, places in zip(axes, chosen, nearest):
+        shown = [(held, number), *((train, place) for place in places)]
+        for axis, (part, place) in zip(row, shown):
+            label = part.labels[place]
+            colour = BLUE if label == held.labels[number] else VERMILION
+            axis.imshow(pixels(decode_image(str(part.files[place]))))
+            axis.set_title(label, fontsize=8, color=colour)
+            axis.set_axis_off()
+    save(figure, out, "An image, and to its right the nearest ones", photographs=True)
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
