@@ -614,7 +614,7 @@ def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divide
     capsys.readouterr()
     vitinit.load(folder, image_size=12, overrides=["eval.crop_pct=0.7"])
     assert (
-        "the temperature of model was fitted to views of 8×8, crop 1, bicubic, and these are of "
+        "the temperature of model was fitted to views of 8×8, crop 1.0, bicubic, and these are of "
         "12×12, crop 0.7, bicubic; eval.py"
     ) in capsys.readouterr().err
     vitinit.load(folder)

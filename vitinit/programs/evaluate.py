@@ -343,21 +343,23 @@ def models_of(
     temperatures that are stored beside it, unless others are to `fit`. viewed: what makes a model
     that sees several views of each image, if any.
     """
-    with processes.together():
-        models: dict[str, nn.Module] = {name: saved.model(name) for name in saved.weights}
-        temperatures = {name: 1.0 if fit else saved.temperature(name) for name in models}
-    if viewed is not None:
-        models = {name: viewed(model) for name, model in models.items()}
-    for name, temperature in temperatures.items():
+    models = {}
+    for name in saved.weights:
+        with processes.together():
+            model: nn.Module = saved.model(name)
+            temperature = 1.0 if fit else saved.temperature(name)
         if temperature != 1.0:
             processes.say(
                 f"{saved.name}: logits of {name} are divided by {temperature:.4f}, of calibration.json"
             )
+        if viewed is not None:
+            model = viewed(model)
+        if saved.recipe.engine.compile:
+            model = compiled(model)
+        models[name] = Tempered(model, temperature)
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
-    if saved.recipe.engine.compile:
-        models = {name: compiled(model) for name, model in models.items()}
-    return {name: Tempered(model, temperatures[name]) for name, model in models.items()}
+    return models
 
 
 def batches_of(
@@ -376,10 +378,7 @@ def batches_of(
         world_size=processes.world_size,
     )
     how = (
-        saved.size,
-        recipe.eval.crop_pct,
-        recipe.eval.interpolation,
-        recipe.augment.fit,
+        saved.view,
         border_of(recipe),
         recipe.data.apply_exif_orientation,
         recipe.eval.batch_size,

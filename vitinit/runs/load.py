@@ -62,9 +62,7 @@ class Saved(NamedTuple):
     def view(self) -> str:
         """What the model sees of an image, in words."""
         how = self.recipe.eval
-        return (
-            f"{times(self.size)}, {self.recipe.augment.fit} {how.crop_pct:g}, {how.interpolation}"
-        )
+        return f"{times(self.size)}, {self.recipe.augment.fit} {how.crop_pct}, {how.interpolation}"
 
     @property
     def weights(self) -> list[str]:
