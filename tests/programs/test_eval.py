@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from counting import calibration_error_by_hand, counted_by_hand
+from forks import in_two_processes
 from PIL import Image
 from small_models import written
 from torch import nn
@@ -23,9 +24,11 @@ from vitinit.interop.weights.readers import ForeignConfig
 from vitinit.programs import predict
 from vitinit.programs.evaluate import EvaluatedSet, columns_of
 from vitinit.programs.figures.report import judge
+from vitinit.programs.shared.sureness import Sureness
 from vitinit.recipe.files import overrides
 from vitinit.runs.load import open_saved
-from vitinit.tasks import labels
+from vitinit.tasks import CROSS_ENTROPY, labels
+from vitinit.train import distributed
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
@@ -634,6 +637,27 @@ def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divide
     (folder / "calibration.json").write_text('{"a": {"temperature": 0}}')
     with pytest.raises(ValueError, match="calibration.json: expected a table with a temperature"):
         vitinit.load(folder)
+
+
+def sureness_here() -> tuple:
+    """Of this process's part of 53 images: bins and logits of all."""
+    rng = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(53, 7, generator=rng)
+    labels = torch.randint(7, (53,), generator=rng)
+    with distributed.joined() as processes:
+        part = slice(processes.rank, None, processes.world_size)
+        seen = Sureness(CROSS_ENTROPY, keeps=True)
+        for batch in zip(logits[part].split(5), labels[part].split(5)):
+            seen.add(*batch)
+        seen.gather(processes)
+    return seen.bins.tolist(), seen.rows[0].tolist()
+
+
+def test_two_processes_fit_to_the_logits_of_one(tmp_path):
+    bins, rows = sureness_here()
+    for ended in in_two_processes(sureness_here, tmp_path):
+        np.testing.assert_allclose(ended.result[0], bins, rtol=1e-12)
+        assert ended.result[1] == rows and len(rows) == 53
 
 
 def test_where_no_temperature_can_be_fitted_is_one_line(eval_program, one_epoch_run, capsys):
