@@ -21,8 +21,7 @@ set is written to the FILE of --json, or printed after them by --json -.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -235,8 +234,7 @@ def evaluate_checkpoints(
         if taken and known_classes(checkpoints[number], labels) is None:
             processes.say(f"{checkpoints[number].name}: {taken}")
     views = in_words(shifts, mirrored)
-    viewed = partial(Views, shifts=shifts, mirrored=mirrored) if views else None
-    models = [models_of(saved, processes, viewed, fit=fit) for saved in checkpoints]
+    models = [models_of(saved, processes, shifts, mirrored, fit=fit) for saved in checkpoints]
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
@@ -335,13 +333,14 @@ class Tempered(nn.Module):
 def models_of(
     saved: Saved,
     processes: Processes,
-    viewed: Callable[[nn.Module], nn.Module] | None,
+    shifts: Sequence[Shift],
+    mirrored: bool,
     *,
     fit: bool,
 ) -> Mapping[str, Tempered]:
     """A checkpoint's model and, if it has one, its moving average, by name, on the CPU, with the
-    temperatures that are stored beside it, unless others are to `fit`. viewed: what makes a model
-    that sees several views of each image, if any.
+    temperatures that are stored beside it, unless others are to `fit`. shifts, mirrored: as of
+    `Views`.
     """
     models = {}
     for name in saved.weights:
@@ -352,8 +351,8 @@ def models_of(
             processes.say(
                 f"{saved.name}: logits of {name} are divided by {temperature:.4f}, of calibration.json"
             )
-        if viewed is not None:
-            model = viewed(model)
+        if in_words(shifts, mirrored):
+            model = Views(model, shifts, mirrored)
         if saved.recipe.engine.compile:
             model = compiled(model)
         models[name] = Tempered(model, temperature)

@@ -339,8 +339,6 @@ def several_judged(
         "totals": totals,
         "scores": scores,
         "columns": ["precision", "recall", "F1", "average precision"],
-        "pairs": None,
-        "reliability": None,
     }
     return found, mistakes
 
