@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from counting import calibration_error_by_hand, counted_by_hand
+from forks import in_two_processes
 from PIL import Image
 from small_models import written
 from torch import nn
@@ -23,9 +24,11 @@ from vitinit.interop.weights.readers import ForeignConfig
 from vitinit.programs import predict
 from vitinit.programs.evaluate import EvaluatedSet, columns_of
 from vitinit.programs.figures.report import judge
+from vitinit.programs.shared.sureness import Sureness
 from vitinit.recipe.files import overrides
 from vitinit.runs.load import open_saved
-from vitinit.tasks import labels
+from vitinit.tasks import CROSS_ENTROPY, labels
+from vitinit.train import distributed
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
@@ -588,7 +591,7 @@ def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divide
     rows = json.loads((folder / "calibration.json").read_text())
     of_model, of_ema = rows.values()
     assert [row["weights"] for row in rows.values()] == ["model", "ema"]
-    assert of_model["step"] == 4 and of_model["temperature"] != of_ema["temperature"]
+    assert of_model["temperature"] != of_ema["temperature"]
     paths = sorted((image_tree / "val").glob("*/*.png"))
     (fitted,) = rows_of(eval_program, capsys, folder)
     for weights, row in (("model", of_model), ("ema", of_ema)):
@@ -607,9 +610,18 @@ def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divide
         assert row["calibration error after"] == pytest.approx(error, 1e-4)
         assert row["calibration error before"] == plain[weights]["calibration_error"]
         assert found["loss"] < plain[weights]["loss"] and found["top1"] == plain[weights]["top1"]
-    assert judge(folder, None, 99, "ema")["temperature"] == pytest.approx(
-        of_ema["temperature"], 1e-3
-    )
+    judged = judge(folder, None, 99, "ema")
+    assert judged["temperature"] == pytest.approx(of_ema["temperature"], 1e-3)
+    error = dict(judged["numbers"])["expected calibration error"]
+    assert error == pytest.approx(fitted["ema"]["calibration_error"], 1e-3)
+    capsys.readouterr()
+    vitinit.load(folder, image_size=12, overrides=["eval.crop_pct=0.7"])
+    assert (
+        "the temperature of model was fitted to views of 8×8, crop 1.0, bicubic, and these are of "
+        "12×12, crop 0.7, bicubic; eval.py"
+    ) in capsys.readouterr().err
+    vitinit.load(folder)
+    assert capsys.readouterr().err == ""
     assert eval_program.main([str(folder), "--fit-temperature"]) == 0  # not on top of the first
     assert json.loads((folder / "calibration.json").read_text()) == rows
 
@@ -627,13 +639,37 @@ def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divide
         vitinit.load(folder)
 
 
+def sureness_here() -> tuple:
+    """Of this process's part of 53 images: bins and logits of all."""
+    rng = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(53, 7, generator=rng)
+    labels = torch.randint(7, (53,), generator=rng)
+    with distributed.joined() as processes:
+        part = slice(processes.rank, None, processes.world_size)
+        seen = Sureness(CROSS_ENTROPY, keeps=True)
+        for batch in zip(logits[part].split(5), labels[part].split(5)):
+            seen.add(*batch)
+        seen.gather(processes)
+    return seen.bins.tolist(), seen.rows[0].tolist()
+
+
+def test_two_processes_fit_to_the_logits_of_one(tmp_path):
+    bins, rows = sureness_here()
+    for ended in in_two_processes(sureness_here, tmp_path):
+        np.testing.assert_allclose(ended.result[0], bins, rtol=1e-12)
+        assert ended.result[1] == rows and len(rows) == 53
+
+
 def test_where_no_temperature_can_be_fitted_is_one_line(eval_program, one_epoch_run, capsys):
     for words, message in (
         (
             ["cifar10_small"],
             "comes with the package, whose files stay as they are; expected a copy",
         ),
-        ([str(one_epoch_run), "--train-images"], "on the images that the recipe validates on"),
+        (
+            [str(one_epoch_run), "--train-images"],
+            "on one view of each image that the recipe validates on",
+        ),
     ):
         assert eval_program.main([*words, "--fit-temperature"]) == 2
         out, error = capsys.readouterr()

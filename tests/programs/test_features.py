@@ -1,15 +1,19 @@
 """Features of folders: those of the model, and accuracies as scikit-learn has them."""
 
+import csv
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
+from small_models import SMALL, redraw
 
 import vitinit
+from vitinit.base.values import to_toml
 from vitinit.programs import features, predict
 
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"  # of three colours, 8 px wide
@@ -46,6 +50,47 @@ def test_accuracies_are_those_of_scikit_learn(tmp_path, capsys):
     assert second.startswith(f"linear      top-1 {of_linear:.2f} %  over 503 images (C = 0.01, at")
 
 
+def test_neighbours_are_the_same_however_many_images_are_compared_at_a_time(monkeypatch):
+    rng = np.random.default_rng(0)
+    signs = [rng.choice([-1.0, 1.0], (count, 16)) for count in (211, 53)]  # products are exact
+    whole = features.neighbours_of(*signs, 31)
+    for entries in (211 * 7, 1):
+        monkeypatch.setattr(features, "ENTRIES", entries)
+        for part, expected in zip(features.neighbours_of(*signs, 31), whole, strict=True):
+            np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["classifier", "bare"])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_family_writes_what_its_classifier_reads(name, bare, image_tree, tmp_path):
+    model = redraw(vitinit.build_model(name, num_classes=5, image_size=16, **SMALL[name])).float()
+    tensors = model.state_dict()
+    head = {key.rpartition(".")[2]: tensors[key] for key in tensors if key.startswith("head.")}
+    if bare:
+        tensors = {key: value for key, value in tensors.items() if not key.startswith("head.")}
+    torch.save(tensors, tmp_path / "model.pth")
+    sizes = ",".join(f"{key}={to_toml(value)}" for key, value in SMALL[name].items())
+    sets = [f"model.name={name}", f"model.options={{{sizes}}}", "data.image_size=16"]
+    sets.append("data.num_classes=5")
+    words = ["--recipe", "quickstart", *(word for one in sets for word in ("--set", one))]
+    outs = [tmp_path / "a.npz", tmp_path / "a.csv"]
+    for out in outs * 2:  # the second time in place of the first
+        images = [str(tmp_path / "model.pth"), str(image_tree / "val")]
+        assert predict.main([*images, *words, "--features", str(out)]) == 0
+    found = features.read_features(outs[0])
+    trained = vitinit.load(tmp_path / "model.pth", recipe="quickstart", overrides=sets)
+    with torch.no_grad():
+        logits = model.eval()(trained.preprocess(found.files.tolist()))
+    torch.testing.assert_close(F.linear(torch.from_numpy(found.features), **head), logits)
+    titles, *rows = csv.reader(outs[1].read_text().splitlines())
+    assert titles[:3] == ["path", "label", "0"] and len(titles) == 2 + len(found.features[0])
+    for path, label, *values in rows:
+        place = found.files.tolist().index(path)
+        assert label == found.labels[place]
+        assert (np.float32(values) == found.features[place]).all()
+    assert len(rows) == len(found.files) == 21
+
+
 def test_a_folder_has_the_features_that_the_classifier_reads(image_tree, tmp_path, capsys):
     (image_tree / "val" / "red" / "05.png").write_bytes(b"no image")
     out, trained = tmp_path / "a.npz", vitinit.load(RUN)
@@ -70,8 +115,8 @@ def test_what_is_no_such_file_is_one_line(image_tree, tmp_path, capsys):
     few = {"features": np.zeros((1, 3)), "files": np.array(["a"]), "labels": np.array(["b"])}
     np.savez(tmp_path / "e.npz", **few)
     for name, words in (
-        ("b.npz", "expected a file that vitinit predict --features wrote"),
-        ("c.npz", "expected a file that vitinit predict --features wrote"),
+        ("b.npz", "expected a .npz that vitinit predict --features wrote"),
+        ("c.npz", "expected a .npz that vitinit predict --features wrote"),
         ("d.npz", "00.png has no label; expected images in folders of their classes"),
         ("e.npz", "has 3 features per image, and"),
         ("f.npz", "cannot be read: No such file"),

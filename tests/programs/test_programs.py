@@ -69,8 +69,6 @@ def test_a_wrong_argument_is_one_line(capsys):
         ("vitinit figures", "maps", "required: --o"),
         ("vitinit figures", "maps --recipe a --out a --init defualt", "did you mean 'default'"),
         ("vitinit figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such"),
-        ("vitinit figures", "attention p --recipe a --out a --queries 3", "3: expected two n"),
-        ("vitinit figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0"),
         ("vitinit compare", "", "required: RUN"),
         ("vitinit compare", "a --seeds 3", "unrecog"),
         ("vitinit sweep", "--recipe quickstart", "required: --seeds"),

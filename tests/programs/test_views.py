@@ -52,4 +52,4 @@ def test_views_are_said_beside_the_numbers_that_they_change(
         assert eval_program.main([str(run), "--shifts", wrong]) == 2
         assert line in capsys.readouterr().err
     assert eval_program.main([str(run), "--flips", "--fit-temperature"]) == 2
-    assert "is of one view of each image" in capsys.readouterr().err
+    assert "is fitted on one view of each image" in capsys.readouterr().err

@@ -22,13 +22,15 @@ def drawn(images: int = 997, classes: int = 7) -> tuple[torch.Tensor, torch.Tens
 
 def test_the_error_is_that_of_the_paper_however_images_are_batched():
     logits, labels = drawn()
-    shares = logits.float().softmax(1)
+    shares = logits.softmax(1)
     shares[0] = F.one_hot(labels[0], 7)  # the end of the last bin
     shares[1] = 1e-30  # as of sigmoids
     bins = sum(map(reliability, shares.split(101), labels.split(101)))
     assert (bins[0] == 0).any() and bins[0].sum() == 997
-    expected = calibration_error_by_hand(shares.double().numpy(), labels.tolist())
+    expected = calibration_error_by_hand(shares.numpy(), labels.tolist())
     assert expected > 1 and calibration_error(bins) == pytest.approx(expected, rel=1e-12)
+    for share, place in ((0.0, 0), (0.2, 2), (1.0, 14)):  # 0: of sigmoids that underflow
+        assert reliability(torch.tensor([[share]], dtype=torch.float64), labels[:1])[0, place] == 1
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)

@@ -47,7 +47,7 @@ KINDS = {
     ".pt2": rb"PK",
     ".safetensors": rb"(?s:.{8})\{",
     ".npz": rb"PK",
-    ".csv": rb"path,label,probability",
+    ".csv": rb"path,labels?,(probability|0,)",
 }
 
 OF_A_WRITER = re.compile(r"\.[\da-f]{12}\.partial$")  # a temporary file's name

@@ -340,12 +340,17 @@ def as_list(
         name = os.path.abspath(path).removeprefix(start)
         shares = [f"{share:.6f}" for _, share in labels]
         rows[name] = name, SEPARATOR.join(label for label, _ in labels), SEPARATOR.join(shares)
+    head = "path", "labels" if several else "label", "probability"
+    return as_csv([head, *rows.values()])
+
+
+def as_csv(rows: Sequence[Sequence[str]]) -> bytes:
+    """The content of a file with these rows, as `read_list` and others read it."""
     text = io.StringIO(newline="")
     # A writer whose lines end in "\n" leaves "\r" unquoted, which ends a line for a reader.
-    broken = any("\r" in "".join(row) for row in rows.values())
+    broken = any("\r" in "".join(row) for row in rows)
     writer = csv.writer(
         text, lineterminator="\n", quoting=csv.QUOTE_ALL if broken else csv.QUOTE_MINIMAL
     )
-    writer.writerow(("path", "labels" if several else "label", "probability"))
-    writer.writerows(rows.values())
+    writer.writerows(rows)
     return text.getvalue().encode("utf-8", "surrogateescape")

@@ -21,8 +21,7 @@ set is written to the FILE of --json, or printed after them by --json -.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_cla
 from ..data.images import DataError
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
-from ..data.sources import Source, fingerprint
+from ..data.sources import Source
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
 from ..runs.data import border_of, evaluation_batches, require_labels, validation_bar
@@ -127,14 +126,12 @@ def parse_arguments(arguments: list[str] | None, name: str = "eval.py") -> argpa
         help="fit on validation images what logits are divided by, and store it for predict",
     )
     args = parser.parse_args(arguments)
-    if args.fit_temperature and (args.data or args.train_images):
+    views = in_words(args.shifts, args.flips)
+    if args.fit_temperature and (args.data or args.train_images or views):
         raise RecipeError(
-            "--fit-temperature: is fitted on the images that the recipe validates on; expected "
-            "neither --data nor --train-images, and --data-dir if they are elsewhere"
-        )
-    if args.fit_temperature and in_words(args.shifts, args.flips):
-        raise RecipeError(
-            "--fit-temperature: is of one view of each image; expected neither --flips nor --shifts"
+            "--fit-temperature: is fitted on one view of each image that the recipe validates on; "
+            "expected none of --data, --train-images, --flips and --shifts, and --data-dir if the "
+            "images are elsewhere"
         )
     if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(
@@ -237,8 +234,7 @@ def evaluate_checkpoints(
         if taken and known_classes(checkpoints[number], labels) is None:
             processes.say(f"{checkpoints[number].name}: {taken}")
     views = in_words(shifts, mirrored)
-    viewed = partial(Views, shifts=shifts, mirrored=mirrored) if views else None
-    models = [models_of(saved, processes, viewed, fit=fit) for saved in checkpoints]
+    models = [models_of(saved, processes, shifts, mirrored, fit=fit) for saved in checkpoints]
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
@@ -279,9 +275,8 @@ def evaluate_checkpoints(
                 ),
             )
             if fit and processes.is_main:
-                digest = fingerprint(source, eval_set.root)
                 for name, seen in sureness.items():
-                    store_temperature(saved, name, seen, eval_set.name, digest)
+                    store_temperature(saved, name, seen, eval_set.name)
 
 
 def results_of(
@@ -338,30 +333,32 @@ class Tempered(nn.Module):
 def models_of(
     saved: Saved,
     processes: Processes,
-    viewed: Callable[[nn.Module], nn.Module] | None,
+    shifts: Sequence[Shift],
+    mirrored: bool,
     *,
     fit: bool,
 ) -> Mapping[str, Tempered]:
     """A checkpoint's model and, if it has one, its moving average, by name, on the CPU, with the
-    temperatures that are stored beside it, unless others are to `fit`. viewed: what makes a model
-    that sees several views of each image, if any.
+    temperatures that are stored beside it, unless others are to `fit`. shifts, mirrored: as of
+    `Views`.
     """
-    with processes.together():
-        models: dict[str, nn.Module] = {name: saved.model(name) for name in saved.weights}
-        temperatures = {name: 1.0 if fit else saved.temperature(name) for name in models}
-    if viewed is not None:
-        models = {name: viewed(model) for name, model in models.items()}
-    for name, temperature in temperatures.items():
+    models = {}
+    for name in saved.weights:
+        with processes.together():
+            model: nn.Module = saved.model(name)
+            temperature = 1.0 if fit else saved.temperature(name)
         if temperature != 1.0:
             processes.say(
                 f"{saved.name}: logits of {name} are divided by {temperature:.4f}, of calibration.json"
             )
+        if in_words(shifts, mirrored):
+            model = Views(model, shifts, mirrored)
+        if saved.recipe.engine.compile:
+            model = compiled(model, saved.recipe.engine.compile_mode)
+        models[name] = Tempered(model, temperature)
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
-    engine = saved.recipe.engine
-    if engine.compile:
-        models = {name: compiled(model, engine.compile_mode) for name, model in models.items()}
-    return {name: Tempered(model, temperatures[name]) for name, model in models.items()}
+    return models
 
 
 def batches_of(
@@ -380,10 +377,7 @@ def batches_of(
         world_size=processes.world_size,
     )
     how = (
-        saved.size,
-        recipe.eval.crop_pct,
-        recipe.eval.interpolation,
-        recipe.augment.fit,
+        saved.view,
         border_of(recipe),
         recipe.data.apply_exif_orientation,
         recipe.eval.batch_size,

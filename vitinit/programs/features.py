@@ -26,6 +26,7 @@ from .shared.plot import BLUE, VERMILION, pixels, pyplot, save, subplots
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07  # of the weights of their votes
+ENTRIES = 2**24  # most similarities in memory at a time, about
 ROWS, BESIDE = 12, 8  # of a sheet: images, and neighbours of each
 SIDE = 1.25  # of an image, in inches
 
@@ -46,7 +47,7 @@ def read_features(path: Path) -> Features:
                 found = Features(*(arrays[name] for name in Features._fields))
         except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise OneLineError(
-                f"{path}: expected a file that vitinit predict --features wrote ({in_brief(error)})"
+                f"{path}: expected a .npz that vitinit predict --features wrote ({in_brief(error)})"
             ) from None
     if not all(found.labels):
         raise OneLineError(
@@ -64,9 +65,12 @@ def neighbours_of(train: ndarray, held: ndarray, count: int) -> tuple[ndarray, n
         rows / np.linalg.norm(rows, axis=1, keepdims=True)
         for rows in (train.astype(np.float64), held.astype(np.float64))
     )
-    similarities = held @ train.T
-    nearest = np.argsort(-similarities, axis=1, kind="stable")[:, :count]
-    return nearest, np.take_along_axis(similarities, nearest, axis=1)
+    nearest, similarities = [], []
+    for part in np.array_split(held, 1 + len(held) * len(train) // ENTRIES):
+        rows = part @ train.T
+        nearest.append(np.argsort(-rows, axis=1, kind="stable")[:, :count])
+        similarities.append(np.take_along_axis(rows, nearest[-1], axis=1))
+    return np.concatenate(nearest), np.concatenate(similarities)
 
 
 def voted(labels: ndarray, nearest: ndarray, similarities: ndarray) -> ndarray:
@@ -91,22 +95,20 @@ def linear(train: Features, held: Features, c: float, steps: int) -> ndarray:
 
 
 def draw_neighbours(out: Path, train: Features, held: Features, nearest: ndarray) -> None:
-    """Draw images, evenly chosen, each beside its nearest ones, blue where these are of its class."""
-    chosen = [row * len(held.files) // ROWS for row in range(min(ROWS, len(held.files)))]
-    figure, axes = subplots(
-        len(chosen), BESIDE + 1, SIDE * (BESIDE + 1), (SIDE + 0.3) * len(chosen)
-    )
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for row, number in zip(axes, chosen):
-        truth = held.labels[number]
-        row[0].imshow(pixels(decode_image(str(held.files[number]))))
-        row[0].set_title(truth, fontsize=8, weight="bold")
-        for axis, place in zip(row[1:], nearest[number]):
-            axis.imshow(pixels(decode_image(str(train.files[place]))))
-            colour = BLUE if train.labels[place] == truth else VERMILION
-            axis.set_title(train.labels[place], fontsize=8, color=colour)
-    save(figure, out, "An image, in bold, and its nearest ones", photographs=True)
+    """Draw images, evenly chosen, each before its nearest ones; blue is what is of its class."""
+    chosen = np.unique(np.linspace(0, len(held.files) - 1, ROWS).astype(int))
+    nearest = nearest[chosen, :BESIDE]
+    columns = 1 + nearest.shape[1]
+    figure, axes = subplots(len(chosen), columns, SIDE * columns, (SIDE + 0.3) * len(chosen))
+    for row, number, places in zip(axes, chosen, nearest):
+        shown = [(held, number), *((train, place) for place in places)]
+        for axis, (part, place) in zip(row, shown):
+            label = part.labels[place]
+            colour = BLUE if label == held.labels[number] else VERMILION
+            axis.imshow(pixels(decode_image(str(part.files[place]))))
+            axis.set_title(label, fontsize=8, color=colour)
+            axis.set_axis_off()
+    save(figure, out, "An image, and to its right the nearest ones", photographs=True)
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:

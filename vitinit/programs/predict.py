@@ -16,7 +16,8 @@ line says so. An image that cannot be read is named and skipped, and the exit st
 labels) and its probability of each image that can be read, which data.name = "image_list" reads again. --sheet
 FILE.png draws a contact sheet of the images with their predictions, marked as right or wrong;
 --attention adds a map of what the model attends to. --sheet needs the extra `figures`. --features
-FILE.npz writes what the classifier reads of each image in place of guesses: see `vitinit features`.
+FILE.npz (or .csv) writes what the classifier reads of each image in place of guesses: see `vitinit
+features`, which takes the former.
 """
 
 import math
@@ -39,7 +40,7 @@ from ..base.messages import ProgressBar, in_brief, one_line, say
 from ..data.datasets import is_wnid
 from ..data.folders import classes_in, composed
 from ..data.images import DataError
-from ..data.lists import as_list
+from ..data.lists import as_csv, as_list
 from ..data.sources import LooseImages
 from ..mixing import block_grids, mixing_matrices
 from ..recipe.files import RecipeError
@@ -191,6 +192,23 @@ def classify(
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
     least: see `Guess`.
     """
+    several = trained.threshold is not None
+    files = zip(paths, truths)
+    for inputs, views in batches_of(trained, paths):
+        ranked = []
+        if inputs is not None:
+            ranked = trained.ranked(trained.probabilities(inputs), top)
+        for (view, problem), (path, truth) in zip(views, files):
+            labels = [] if problem else ranked.pop(0)
+            yield Guess(path, truth, labels, problem, several, least), view
+
+
+def batches_of(
+    trained: Trained, paths: Sequence[str]
+) -> Iterator[tuple[Tensor | None, list[tuple[Tensor | None, str]]]]:
+    """Yield BATCH files at a time: the model's inputs, None if there are none, and of each file its
+    view, or None and why it could not be read.
+    """
 
     def view_of(path: str) -> tuple[Tensor | None, str]:
         try:
@@ -203,15 +221,7 @@ def classify(
             chunk = paths[start : start + BATCH]
             views = list(pool.map(view_of, chunk))  # decoding does not hold Python's lock
             readable = [view for view, _ in views if view is not None]
-            ranked = []
-            if readable:
-                shares = trained.probabilities(trained.inputs(torch.stack(readable)))
-                ranked = [*trained.ranked(shares, top)]
-            known = truths[start : start + BATCH]
-            for path, truth, (view, problem) in zip(chunk, known, views):
-                labels = [] if problem else ranked.pop(0)
-                several = trained.threshold is not None
-                yield Guess(path, truth, labels, problem, several, least), view
+            yield trained.inputs(torch.stack(readable)) if readable else None, views
 
 
 def write_features(trained: Trained, images: Sequence[tuple[str, str]], out: Path) -> int:
@@ -219,28 +229,29 @@ def write_features(trained: Trained, images: Sequence[tuple[str, str]], out: Pat
     folders right below the arguments that they come from. Return the exit status.
     """
     paths, labels, rows = [], [], []
-    problems = 0
-    for start in range(0, len(images), BATCH):
-        views = []
-        for path, argument in images[start : start + BATCH]:
-            try:
-                views.append(trained.view(path))
-            except DataError as error:
-                say(f"vitinit predict: {error}", sys.stderr)
-                problems += 1
+    files = iter(images)
+    for inputs, views in batches_of(trained, [path for path, _ in images]):
+        if inputs is not None:
+            rows.append(trained.features(inputs))
+        for (_, problem), (path, argument) in zip(views, files):
+            if problem:
+                say(f"vitinit predict: {problem}", sys.stderr)
                 continue
             below = Path(path).relative_to(argument).parts
             paths.append(os.path.abspath(path))
             labels.append(below[0] if len(below) > 1 else "")
-        if views:
-            rows.append(trained.features(trained.inputs(torch.stack(views))))
     if not rows:
         raise DataError(f"{out}: no image could be read, so there are no features")
     features = torch.cat(rows).numpy()
     with written_atomically(out) as file:
-        np.savez(file, features=features, files=np.array(paths), labels=np.array(labels))
+        if out.suffix == ".csv":
+            head = ["path", "label", *map(str, range(features.shape[1]))]
+            lines = zip(paths, labels, *features.T.astype(str))
+            file.write(as_csv([head, *lines]))
+        else:
+            np.savez(file, features=features, files=np.array(paths), labels=np.array(labels))
     print(f"wrote {out}: {features.shape[1]} features of {len(paths):,} images")
-    return int(problems > 0)
+    return int(len(paths) < len(images))
 
 
 def named_by_folders(trained: Trained, paths: Sequence[str]) -> Trained:
@@ -443,8 +454,8 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     )
     parser.add_argument(
         "--features",
-        type=Output(".npz"),
-        metavar="FILE.npz",
+        type=Output(".npz", ".csv"),
+        metavar="FILE",
         help="write pooled features, and nothing else; the labels are the folders below FOLDER",
     )
     parser.add_argument(
@@ -468,30 +479,24 @@ def run_predict(args: Namespace) -> int:
     if args.sheet:
         pyplot()  # which may be missing: before all images
     trained = load(**run_arguments(args), device=this_device())
-    if args.features:
-        images = images_of(args.images)
-        require_no_input(args.features, [path for path, _ in images])
-        return write_features(trained, images, args.features)
-    trained.require_classifier()
+    if not args.features:
+        trained.require_classifier()
     if args.attention:
         require_attention(trained)
     images = images_of(args.images)
     paths = [path for path, _ in images]
-    trained = named_by_folders(trained, paths)
-    for out in filter(None, (args.sheet, args.json, args.csv)):
+    for out in filter(None, (args.sheet, args.json, args.csv, args.features)):
         require_no_input(out, paths)  # links may lead to it
+    if args.features:
+        return write_features(trained, images, args.features)
+    trained = named_by_folders(trained, paths)
     if caution := dark_in_16_bits(paths[:BATCH]):
         say(f"vitinit predict: warning {caution}", sys.stderr)
     several = trained.threshold is not None
-    if several and args.least:
+    if several and (args.least or args.top):
         raise RecipeError(
-            f"--least {args.least:g}: {trained.path} decides each label by its threshold; expected "
-            f"--set task.options.threshold={args.least:g}"
-        )
-    if several and args.top:
-        raise RecipeError(
-            f"--top {args.top}: {trained.path} gives all labels that reach its threshold; expected "
-            "--set task.options.threshold=0.3, say, for more of them"
+            f"--least and --top: {trained.path} gives all labels that reach its threshold; expected "
+            "--set task.options.threshold=0.3, say"
         )
     truth_of = Truths(trained.classes if trained.named and not several else ())
     truths = [truth_of(path, argument) for path, argument in images]

@@ -32,13 +32,12 @@ def read_rows(folder: Path) -> Table:
     return dict(rows)
 
 
-def temperature_of(tensors: Mapping[str, Tensor], folder: Path) -> float | None:
-    """What the file in a folder says of these weights; None: nothing. 1.0 if there is no file."""
+def row_of(tensors: Mapping[str, Tensor], folder: Path) -> Table | None:
+    """The row of these weights in a folder's file; None: it has none. {} if there is no file."""
     rows = read_rows(folder)
     if not rows:
-        return 1.0  # without a digest, which takes as long as reading the weights
-    row = rows.get(weights_digest(tensors))
-    return None if row is None else float(row["temperature"])
+        return {}  # without a digest, which takes as long as reading the weights
+    return rows.get(weights_digest(tensors))
 
 
 def add_row(row: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> Path:

@@ -19,7 +19,7 @@ from ..recipe.files import RECIPES, Override, RecipeError, building, from_dict, 
 from ..recipe.sections import Recipe
 from ..train.device import automatic_values, this_device
 from ..train.interruption import raising_signals
-from .calibration import temperature_of
+from .calibration import row_of
 from .checkpoint import READERS, model_state, read_checkpoint, stored_tensors, without_prefix
 from .folder import RunFolder
 from .model import build, task_of, trained_model
@@ -59,6 +59,12 @@ class Saved(NamedTuple):
         return config.classes if config else None
 
     @property
+    def view(self) -> str:
+        """What the model sees of an image, in words."""
+        how = self.recipe.eval
+        return f"{times(self.size)}, {self.recipe.augment.fit} {how.crop_pct}, {how.interpolation}"
+
+    @property
     def weights(self) -> list[str]:
         """Which weights the checkpoint contains: "model", and "ema" for a moving average."""
         average = self.state.get("ema")
@@ -89,13 +95,18 @@ class Saved(NamedTuple):
         """What the logits of the weights "model" or "ema" are divided by, before probabilities are
         made of them; 1 unless it was fitted to these very weights.
         """
-        found = temperature_of(self.tensors(weights), self.path.parent)
-        if found is None:
+        row = row_of(self.tensors(weights), self.path.parent)
+        if row is None:
             warn(
                 f"{self.path}: calibration.json beside it has no temperature of these weights, so "
                 "probabilities are as the model says; eval.py --fit-temperature fits one"
             )
-        return found or 1.0
+        elif row.get("view", self.view) != self.view:  # which older rows lack
+            warn(
+                f"{self.path}: the temperature of {weights} was fitted to views of {row['view']}, "
+                f"and these are of {self.view}; eval.py --fit-temperature fits another"
+            )
+        return float(row["temperature"]) if row else 1.0
 
     def autoencoder(self) -> MaskedAutoencoder:
         """The whole model of a run that reconstructs images, with its decoder; see `model`."""

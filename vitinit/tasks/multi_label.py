@@ -16,8 +16,8 @@ from ..base.values import Proportion
 from ..train.distributed import Processes, agreed
 from ..train.interruption import StopRequest
 from ..train.metrics import Evaluation
-from . import Batches, Contradiction, TensorFunction
-from .labels import Labels, binary_cross_entropy, contradictions_of, logits_of
+from . import Batches, Contradiction
+from .labels import Labels, contradictions_of, logits_of
 
 
 def options(*, threshold: Proportion = 0.5) -> None:
@@ -119,7 +119,6 @@ class MultiLabel(Labels):
     """All classes that an image is of, each decided for itself."""
 
     takes = staticmethod(options)
-    loss: TensorFunction = staticmethod(binary_cross_entropy)
     several_labels = True
     score = "map"
 

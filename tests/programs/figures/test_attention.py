@@ -23,7 +23,7 @@ def test_heat_is_the_querys_row_without_prefix_tokens(prefix):
     assert torch.equal(heat, expected.expand(3, -1, -1))
 
 
-def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch):
+def test_rows_are_blocks_and_the_query_is_in_the_middle(draw, sizes, image_tree, monkeypatch):
     seen, corners = [], []
     real, rectangle = attention.heat_maps, attention.pyplot().Rectangle
     monkeypatch.setattr(
@@ -51,17 +51,14 @@ def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch
         "--heads",
         2,
         1,
-        "--queries",
-        "4,6",
-        "0,1",
     )
-    assert [query for query, _ in seen] == [(4, 6), (0, 1)] * 2
+    assert [query for query, _ in seen] == [(2, 3)] * 2
     (subject,) = fresh(["quickstart"], ["impulse"], seed=None, sets=sizes[1::2])
     view = evaluation_view(subject.recipe)(decode_image(str(photograph)))
     image = as_input(view[None], subject.recipe)
-    rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 34]  # the last token of 35
+    rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 17]  # token 2 · 7 + 3 of 35
     assert torch.equal(seen[0][1], rows.view(2, 5, 7))
-    assert [*dict.fromkeys(corners)] == [(12.0, 8.0), (2.0, 0.0)]  # of patches of 2×2 pixels
+    assert [*dict.fromkeys(corners)] == [(6.0, 4.0)]  # of patches of 2×2 pixels
 
 
 @pytest.mark.parametrize("heads, shown", [(1, 1), (2, 2), (3, 3), (13, 3)])

@@ -127,10 +127,6 @@ QUICK = "--recipe quickstart --set model.options.depth=2 "
     [
         (f"maps {QUICK} --blocks 2", "block 2 is asked for, but the model has blocks 0…1"),
         (f"kernels {QUICK} --heads -1", "head -1 is asked for, but the model has heads 0…2"),
-        (
-            f"attention {{photo}} {QUICK} --queries 8,0",
-            "query 8,0 is not on the 8×8 grid of patches",
-        ),
         (f"attention {{tmp}}/absent.jpg {QUICK}", "absent.jpg: cannot be read"),
         (f"maps {QUICK} --init filters", "init 'filters' is not defined for a VisionTransformer"),
         (f"maps {QUICK} --epochs 3", "--epochs goes with --run"),

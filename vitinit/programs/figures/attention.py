@@ -214,13 +214,10 @@ def heat_maps(weights: Tensor, grid: Grid, query: tuple[int, int]) -> Tensor:
 
     weights: (h, N, N), attention of one image with prefix tokens (class token, registers) first,
     which are left out, so a map may sum to less than 1. grid: rows and columns of patches. query:
-    row and column, counted from 0. Raises FigureError if `query` is outside the grid.
+    row and column, counted from 0.
     """
     row, column = query
-    rows, columns = grid
-    if not (0 <= row < rows and 0 <= column < columns):
-        raise FigureError(f"query {row},{column} is not on the {rows}×{columns} grid of patches")
-    return among_patches(weights, grid)[:, row * columns + column].unflatten(-1, grid)
+    return among_patches(weights, grid)[:, row * grid[1] + column].unflatten(-1, grid)
 
 
 def draw_attention(
@@ -230,13 +227,12 @@ def draw_attention(
     *,
     blocks: Sequence[int],
     heads: Sequence[int] | None,
-    queries: Sequence[tuple[int, int]],
 ) -> None:
-    """Draw one row per model, block and query: the photograph, then one heat map per head.
+    """Draw one row per model and block: the photograph, then one heat map per head.
 
-    The query patch is framed in each. All maps have one scale, which rises with the square root of
+    The query, the patch in the middle, is framed in each. All maps have one scale, which rises with the square root of
     attention, since that may spread over all patches or lie on one. heads: None for the first
-    three, as far as there are. queries: (row, column); if empty, the patch in the middle.
+    three, as far as there are.
     """
     rows = []
     for subject in fitting(subjects, "attention", (*VITS, SwinTransformer)):
@@ -249,8 +245,8 @@ def draw_attention(
             weights, grid = matrices[block][0], grids[block]  # (h, N, N)
             weights = weights[indices("head", heads, len(weights))][: len(heads or FIRST)]
             label = f"{subject.state}\nblock {block}"
-            for query in queries or [(grid[0] // 2, grid[1] // 2)]:
-                rows.append((label, image, query, heat_maps(weights, grid, query)))
+            query = grid[0] // 2, grid[1] // 2
+            rows.append((label, image, query, heat_maps(weights, grid, query)))
 
     plt = pyplot()
     largest = max(maps.max().item() for *_, maps in rows)

@@ -15,14 +15,16 @@ from ...data.sources import LooseImages
 from ...recipe.files import load_recipe
 from ..shared.plot import pixels, save, subplots
 
+MAGNITUDE = 9.0  # of the operations, as DeiT has it
 
-def operations_figure(out: Path, photograph: Path, *, magnitude: float) -> None:
+
+def operations_figure(out: Path, photograph: Path) -> None:
     """Draw one photograph under each of RandAugment's operations, of positive sign and bicubic."""
     image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
     settings = load_recipe("deit_base").rand_augment
     operations = np.array(Operation)  # the first, NONE, is the photograph
     ones = np.ones(operations.shape)
-    arguments = settings.arguments(operations, magnitude * ones, ones)
+    arguments = settings.arguments(operations, MAGNITUDE * ones, ones)
     drawn = np.stack([operations, arguments, ones], 1)[:, None]
     described = torch.from_numpy(for_device(drawn, (224, 224)))
     images = rand_augment(image.expand(len(ones), -1, -1, -1), described, settings.fill)
@@ -34,7 +36,7 @@ def operations_figure(out: Path, photograph: Path, *, magnitude: float) -> None:
         axis.imshow(pixels(tile))
         axis.set_title(title, fontsize=9)
         axis.set_axis_off()
-    save(figure, out, f"RandAugment's operations at magnitude {magnitude:g}", photographs=True)
+    save(figure, out, f"RandAugment's operations at magnitude {MAGNITUDE:g}", photographs=True)
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...init import INITS
-from ..shared.command_line import Output, Parser, add_set, integer, main_of, one_of, real
+from ..shared.command_line import Output, Parser, add_set, integer, main_of, one_of
 from ..shared.curves import draw_across, draw_curves, draw_steps
 from ..shared.groups import finished_runs, group_runs
 from ..shared.plot import FigureError, pyplot
@@ -61,13 +61,6 @@ def numbers(text: str) -> list[int] | Literal["all"]:
     with suppress(ArgumentTypeError):
         return "all" if text == "all" else list(map(integer(0), text.split(",")))
     raise ArgumentTypeError(f"{text}: expected numbers such as 0,10,300, or all")
-
-
-def pair(text: str) -> tuple[int, int]:
-    with suppress(ArgumentTypeError, ValueError):
-        row, column = map(integer(0, 2**15), text.split(","))
-        return row, column
-    raise ArgumentTypeError(f"{text}: expected two numbers such as 3,5")
 
 
 def models(figure: Parser) -> None:
@@ -121,17 +114,6 @@ def blocks_and_heads(figure: Parser) -> None:
         nargs="+",
         type=index,
         help="default: all; for the figure attention, the first three",
-    )
-
-
-def queries(figure: Parser) -> None:
-    figure.add_argument(
-        "--queries",
-        nargs="+",
-        type=pair,
-        default=[],
-        metavar="ROW,COLUMN",
-        help="query patches, counted from 0; default: the one in the middle",
     )
 
 
@@ -195,7 +177,6 @@ KINDS_SHOWN = argument(
 )
 PHOTOGRAPH = argument("photograph", type=Path)
 PHOTOGRAPHS = argument("photographs", type=Path, nargs="+", metavar="photograph")
-MAGNITUDE = argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
 AUTOENCODER = argument("--run", type=Path, required=True, help="a run of own_images, say")
 RUNS = argument(
     "runs",
@@ -230,8 +211,8 @@ FIGURES: dict[str, tuple[Callable[..., None], str, list]] = {
     ),
     "attention": (
         draw_attention,
-        "what tokens of a photograph attend to",
-        [models, blocks_and_heads, PHOTOGRAPH, queries],
+        "what the patch in the middle of a photograph attends to",
+        [models, blocks_and_heads, PHOTOGRAPH],
     ),
     "explore": (
         write_explorer,
@@ -252,7 +233,7 @@ FIGURES: dict[str, tuple[Callable[..., None], str, list]] = {
     "operations": (
         operations_figure,
         "a photograph under each of RandAugment's operations",
-        [PHOTOGRAPH, MAGNITUDE],
+        [PHOTOGRAPH],
     ),
     "batch": (draw_batch, "batches after the whole augmentation", [seeded_images]),
     "data": (draw_data, "what a folder of classes is like: examples, counts, copies", [data_set]),

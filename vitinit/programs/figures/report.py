@@ -252,6 +252,8 @@ def judge(
             "link": file and address(file, folder),
         }
     return found | {
+        "numbers": [[words, rounded(value)] for words, value in found["numbers"].items()],
+        "scores": rounded(found["scores"]),
         "classes": classes,
         "images": len(labels),
         "of": len(source),
@@ -286,15 +288,14 @@ def one_judged(
         for index in surest.tolist()
     ]
     bins = reliability(probabilities, labels)
-    numbers = {
-        "top-1, judged here": 100.0 * sum(hits) / len(labels),
-        "expected calibration error": calibration_error(bins),
-        "balanced accuracy": balanced_accuracy(hits, totals),
-    }
     found = {
-        "numbers": [[words, rounded(value)] for words, value in numbers.items()],
+        "numbers": {
+            "top-1, judged here": 100.0 * sum(hits) / len(labels),
+            "expected calibration error": calibration_error(bins),
+            "balanced accuracy": balanced_accuracy(hits, totals),
+        },
         "totals": totals,
-        "scores": rounded(class_scores(hits, totals, taken)),
+        "scores": class_scores(hits, totals, taken),
         "columns": ["precision", "recall", "F1"],
         "pairs": torch.column_stack([pairs, counts]).tolist(),
         "reliability": [
@@ -331,14 +332,13 @@ def several_judged(
                 "share": rounded(sureness[index, number]),
             }
         )
-    numbers = {f"{MEASURES[key]}, judged here": value for key, value in result.measures.items()}
     found = {
-        "numbers": [[words, rounded(value)] for words, value in numbers.items()],
+        "numbers": {
+            f"{MEASURES[key]}, judged here": value for key, value in result.measures.items()
+        },
         "totals": totals,
-        "scores": rounded(scores),
+        "scores": scores,
         "columns": ["precision", "recall", "F1", "average precision"],
-        "pairs": None,
-        "reliability": None,
     }
     return found, mistakes
 

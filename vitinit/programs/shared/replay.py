@@ -41,7 +41,6 @@ COMPARED = (
     *OF_SEVERAL,
     "skipped_steps",
 )
-OF_MACHINE = ("device", "torch", "python", "processes", "git_commit")  # of RECORDED
 
 
 def replay(
@@ -166,8 +165,8 @@ def table_of_both(
 def other_machine(record: RunRecord, starts: Sequence[dict[str, Any]]) -> str:
     """How the machine and the code differ from those of the record, in words."""
     others = dict.fromkeys(
-        f"{RECORDED[key]} {record.began.get(key, 'unknown')} then, {start[key]} now"
-        for key in OF_MACHINE
+        f"{words} {record.began.get(key, 'unknown')} then, {start[key]} now"
+        for key, words in RECORDED.items()
         for start in starts
         if record.began.get(key) != start[key]
     )

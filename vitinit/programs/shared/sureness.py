@@ -58,9 +58,9 @@ def require_one_label(saved: Saved) -> None:
         )
 
 
-def store_temperature(saved: Saved, weights: str, seen: Sureness, data: str, images: str) -> None:
+def store_temperature(saved: Saved, weights: str, seen: Sureness, data: str) -> None:
     """Fit the temperature of the weights "model" or "ema", print what it changes, and store it
-    beside the checkpoint. seen: all logits. data: the name of the set, whose digest is `images`.
+    beside the checkpoint. seen: all logits. data: the name of the set.
     """
     (rows,) = seen.rows
     logits, labels = rows[:, :-1].double(), rows[:, -1].long()
@@ -73,11 +73,9 @@ def store_temperature(saved: Saved, weights: str, seen: Sureness, data: str, ima
     row = {
         "temperature": temperature,
         "weights": weights,
-        "checkpoint": saved.path.name,
-        "step": saved.state.get("progress", {}).get("step"),
         "data": data,
         "images": len(labels),
-        "images digest": images,
+        "view": saved.view,
         "calibration error before": seen.error,
         "calibration error after": after,
     }
