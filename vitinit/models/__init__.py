@@ -30,14 +30,16 @@ __all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *FAMILY_OF_CLASS]
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
 VIT_BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
+VIT_LARGE = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
 SWIN_SMALL = dict(patch_size=4, embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24))
 
 # The models by name: family, and keyword arguments of its class.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    # arXiv 2010.11929, table 1 (B); DeiT, arXiv 2012.12877, table 1 (T, S) and §4 (distilled)
+    # arXiv 2010.11929, table 1 (B, L); DeiT, arXiv 2012.12877, table 1 (T, S) and §4 (distilled)
     "vit_tiny": ("vit", VIT_TINY),
     "vit_small": ("vit", VIT_SMALL),
     "vit_base": ("vit", VIT_BASE),
+    "vit_large": ("vit", VIT_LARGE),
     "vit_tiny_distilled": ("vit", VIT_TINY | dict(distilled=True)),
     "vit_small_distilled": ("vit", VIT_SMALL | dict(distilled=True)),
     "vit_base_distilled": ("vit", VIT_BASE | dict(distilled=True)),

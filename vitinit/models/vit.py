@@ -102,6 +102,8 @@ class VisionTransformer(Classifier):
     rope_frequencies, rope_base, rope_coordinates: of "rope"; see rotary.py. "axial" with base 100
         is RoPE-ViT's ("mixed": base 10), with 10,000 and "scaled" EVA-02's, with 100 and "centred"
         DINOv3's.
+    prefix_positions: whether the tokens before the patches have rows of a learned position embedding,
+        too. DeiT III has none for them (arXiv 2204.07118; timm's no_embed_class).
     qk_norm: normalise each head's queries and keys. layer_scale: see `VitBlock`.
     mlp: "gelu", or "swiglu", whose hidden layer has mlp_ratio · embed_dim channels, too.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
@@ -110,7 +112,7 @@ class VisionTransformer(Classifier):
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first,
-        which is all there is with depth 1.
+        which is all there is with depth 1. constant_drop_path: of all blocks, as in DeiT III.
     """
 
     family = "vit"
@@ -129,8 +131,10 @@ class VisionTransformer(Classifier):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         drop_path: float = 0.0,
+        constant_drop_path: bool = False,
         pool: Pool = "class",
         pos_embed: Positions = "learned",
+        prefix_positions: bool = True,
         rope_frequencies: Frequencies = "axial",
         rope_base: float = 100.0,
         rope_coordinates: Coordinates = "index",
@@ -155,11 +159,12 @@ class VisionTransformer(Classifier):
         )
         if fc_norm and pool != "mean":
             raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
-        self.drop_path_rates = drop_path_rates(drop_path, depth)
+        first = drop_path if constant_drop_path else 0.0
+        self.drop_path_rates = drop_path_rates(drop_path, depth, first)
         self.patch_embed = PatchEmbed(image_size, patch_size, embed_dim, in_channels=in_channels)
         self.grid = self.patch_embed.grid
         self.add_prefix_tokens(pool, distilled, num_registers, embed_dim)
-        self.add_positions(pos_embed, embed_dim)
+        self.add_positions(pos_embed, embed_dim, prefix_positions)
         blocks = []
         for _ in range(depth):
             rotary = None
@@ -215,11 +220,12 @@ class VisionTransformer(Classifier):
             self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
         self.num_prefix_tokens = sum(token.shape[1] for token in self.prefix_tokens())
 
-    def add_positions(self, pos_embed: Positions, embed_dim: int) -> None:
+    def add_positions(self, pos_embed: Positions, embed_dim: int, prefix_positions: bool) -> None:
         """Create the position embedding; note whether positions are learned, and rotary."""
         self.learns_positions = pos_embed.startswith("learned")
         self.rotary = "rope" in pos_embed
-        prefix = self.num_prefix_tokens
+        self.prefix_positions = prefix_positions
+        prefix = self.num_prefix_tokens if prefix_positions else 0
         positions = torch.zeros(1, prefix + prod(self.grid), embed_dim)
         if pos_embed == "sincos":
             positions[0, prefix:] = sincos_position_embedding(self.grid, embed_dim)
@@ -235,11 +241,14 @@ class VisionTransformer(Classifier):
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) → (B, N, C): prefix tokens and patches, plus the position embedding."""
         x = self.patch_embed(images)  # (B, patches, C)
+        positions = self.pos_embed  # None if they are rotary alone
+        if positions is not None and not self.prefix_positions:
+            x = x + positions
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = torch.cat([*prefix, x], dim=1)  # (B, N, C)
-        if self.pos_embed is None:  # positions are rotary alone
-            return x
-        return x + self.pos_embed
+        if positions is not None and self.prefix_positions:
+            x = x + positions
+        return x
 
     def features(
         self, images: Tensor, drop_path: Tensor | None = None, *, blocks: Sequence[int] = ()

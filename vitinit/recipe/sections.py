@@ -112,6 +112,8 @@ class InitSection:
     # match: its classifier's rows by class name; keep: all rows, if as many as classes; drop: none.
     checkpoint_head: Literal["match", "keep", "drop"]
     checkpoint_classes: str  # a file of its classes' names, one per line, if it has none; or ""
+    # How its positions are resized to another grid: bicubic, antialiased as in timm, or as in DeiT.
+    checkpoint_positions: Literal["antialiased", "plain"]
     options: Mapping[str, Any]  # keyword arguments of that init
 
 

@@ -230,7 +230,8 @@ def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:
     tensors = saved.tensors(kind)
     classes = task.classes or [str(number) for number in range(model.num_classes)]
     rows, words = _classifier_rows(saved, tensors, classes)
-    transfer = start_from(model, tensors, path, grid, rows)
+    antialias = recipe.init.checkpoint_positions == "antialiased"
+    transfer = start_from(model, tensors, path, grid, rows, antialias=antialias)
     notes = [f"start   {name}: {transfer}", task.head_note or f"head    {words}"]
     if not saved.brings_recipe:  # all is assumed from the run's
         notes.append(f"note    {saved.assumptions(kind, files=False)}")

@@ -52,14 +52,16 @@ def start_from(
     path: object,
     grid: Grid | None,
     rows: Sequence[int | None] | None = None,
+    *,
+    antialias: bool = True,
 ) -> Transfer:
     """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
     A patch embedding, a convolution, for another number of channels gets in each of these the sum of
     the checkpoint's kernels over its channels, divided by their new number: of an image with the
     same values in all channels it computes the same, so also of a grey one. Position embeddings for
-    another grid are resized with torch's antialiased bicubic interpolation,
-    as in timm (DeiT's code does not antialias). The checkpoint and the model may differ in the
+    another grid are resized with torch's bicubic interpolation; antialias: as in timm, or, if False,
+    as in DeiT's code. The checkpoint and the model may differ in the
     tensors below. Such a tensor is dropped if only the checkpoint has it, and stays as its init
     drew it if only the model has it:
 
@@ -79,7 +81,7 @@ def start_from(
     fits, or if any other tensor has another shape or is on one side only.
     """
     target = model.state_dict()
-    tensors, change = as_in(model, tensors, grid, path)
+    tensors, change = as_in(model, tensors, grid, path, antialias=antialias)
     heads = _classifiers(target, tensors, rows)
     new_head = not any(name.startswith("head.") for name in heads)
     tensors, changed = _with_channels(target, tensors)
@@ -200,7 +202,12 @@ def _copy(
 
 
 def as_in(
-    model: nn.Module, tensors: Tensors, grid: Grid | None, path: object
+    model: nn.Module,
+    tensors: Tensors,
+    grid: Grid | None,
+    path: object,
+    *,
+    antialias: bool = True,
 ) -> tuple[dict[str, Tensor], str]:
     """The checkpoint's tensors with the tokens and the positions of the model, and how these were
     resized, or "". Tokens that the model does not read become registers, if it has as many.
@@ -215,7 +222,7 @@ def as_in(
     if grid == model.grid and tensors["pos_embed"].shape == target["pos_embed"].shape:
         return tensors, ""
     tensors["pos_embed"], change = _fit_pos_embed(
-        target, tensors, cast(Grid, model.grid), grid, path
+        target, tensors, cast(Grid, model.grid), grid, path, antialias=antialias
     )
     return tensors, change
 
@@ -236,7 +243,13 @@ def _with_registers(target: Tensors, tensors: dict[str, Tensor]) -> dict[str, Te
 
 
 def _fit_pos_embed(
-    target: Tensors, tensors: Tensors, wanted: Grid, grid: Grid | None, path: object
+    target: Tensors,
+    tensors: Tensors,
+    wanted: Grid,
+    grid: Grid | None,
+    path: object,
+    *,
+    antialias: bool,
 ) -> tuple[Tensor, str]:
     """The checkpoint's position embeddings for the model's tokens, (1, N, D), and the words for
     `Transfer.resized`, or "" if they were not.
@@ -249,6 +262,13 @@ def _fit_pos_embed(
         return pos_embed, ""  # another width: the caller raises the error
     saved, needed = _tokens_in(tensors), _tokens_in(target)
     grid, entries = _grid_and_entries(pos_embed.shape[1], saved, wanted, grid, path)
+    if needed and initial.shape[1] == prod(wanted):  # none of these tokens has a position
+        if entries:
+            raise CheckpointError(
+                f"{path}: pos_embed has {entries} more than the patches, for {', '.join(saved)}; "
+                "expected model.options.prefix_positions = true"
+            )
+        needed = {}
     before, patches = pos_embed[:, :entries], pos_embed[:, entries:]
     before = F.pad(before, (0, 0, 0, sum(saved.values()) - entries))  # registers come last
     trained = dict(zip(saved, before.split([*saved.values()], dim=1)))  # name → (1, count, D)
@@ -260,7 +280,7 @@ def _fit_pos_embed(
     if grid == wanted:
         return torch.cat([*tokens, patches], dim=1), ""
     image = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=grid[0])
-    image = F.interpolate(image, wanted, mode="bicubic", antialias=True)
+    image = F.interpolate(image, wanted, mode="bicubic", antialias=antialias)
     patches = rearrange(image, "1 d h w -> 1 (h w) d").to(pos_embed)
     # Which tokens have no position follows from numbers alone, so the user is told.
     lacking = [name for name, end in zip(saved, accumulate(saved.values())) if end > entries]

@@ -111,6 +111,7 @@ def rotation(options: Options) -> Options | str:
 # For all: what training alone reads, and what is seen in a tensor that every library has.
 UNSTATED = {
     "drop_path": None,
+    "constant_drop_path": None,
     "train_filters": None,
     "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {},
 }
@@ -121,7 +122,9 @@ SIDES = {
     "image_size": partial(square, "image_size"),
     "patch_size": partial(square, "patch_size"),
 }
-PLAIN = only(distilled=False, num_registers=0)  # what most libraries' ViTs are
+PLAIN = only(
+    distilled=False, num_registers=0, prefix_positions=True
+)  # what most libraries' ViTs are
 SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")  # as all libraries do
 
 # timm: the models, by their modules.
@@ -132,6 +135,7 @@ TIMM_VIT = {
     "image_size": "img_size",
     "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},
     "layer_scale": lambda o: {"init_values": o["layer_scale"]} if o["layer_scale"] else {},
+    "prefix_positions": lambda o: {} if o["prefix_positions"] else {"no_embed_class": True},
 }
 TIMM_POOL = {
     "pool": lambda o: {
@@ -195,7 +199,10 @@ TIMM = {
         ),
         Counterpart(
             "deit.VisionTransformerDistilled",
-            {**TIMM_VIT, **only(distilled=True, num_registers=0, pool="class")},
+            {
+                **TIMM_VIT,
+                **only(distilled=True, num_registers=0, pool="class", prefix_positions=True),
+            },
         ),
     ],
     "swin": [

@@ -209,6 +209,8 @@ def _timm_options(arguments: Table) -> Table:
         if value is None or name == "mlp_ratio" and isinstance(value, list):  # two of a Mixer
             continue
         options[ours] = POOLS.get(value, value) if ours == "pool" else value
+    if "no_embed_class" in arguments:
+        options["prefix_positions"] = not flag(arguments, "no_embed_class")
     return options
 
 

@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...mixing import among_patches, block_grids, mean_kernel, mixing_matrices
@@ -87,7 +88,8 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     positions = model.pos_embed
     if positions is None:
         positions = norm.weight.new_zeros(1, prefix + math.prod(model.grid), len(norm.weight))
-    x = norm(positions)  # (1, prefix + N, D)
+    missing = prefix + math.prod(model.grid) - positions.shape[1]  # tokens without positions
+    x = norm(F.pad(positions, (0, 0, missing, 0)))  # (1, prefix + N, D)
     if model.rotary or isinstance(attention.q_norm, torch.nn.LayerNorm):
         (query,), (key,), _ = attention.queries_keys_values(x)
     else:
