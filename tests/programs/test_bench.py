@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +21,13 @@ from vitinit.data.images import decode_image
 from vitinit.programs.bench import (
     all as everything,
     loader,
+    plan as plan_module,
     program as bench,
     step,
     training,
     variants,
 )
+from vitinit.programs.bench.plan import Plan, Rates, plan_run
 from vitinit.programs.bench.step import saved_bytes
 from vitinit.programs.bench.training import bench_recipe, interleave, times_as_fast
 from vitinit.programs.bench.variants import MASKED, Variant
@@ -427,3 +430,44 @@ def test_rows_become_a_table():
         "1,234",
         "inf",
     ]
+
+
+def test_a_plan_is_the_slower_of_gpus_and_cores_and_a_validation_is_a_forward_pass():
+    recipe = bench_recipe("imagenet_vit_small_90")
+    rates = Rates(step=700.0, core=100.0, prepare=300.0)  # together 210 images/s
+
+    def planned(**changes: int) -> Plan:
+        sizes = dict(images=63_000, validation=2_100, gpus=1, cores=3) | changes
+        return plan_run(recipe, rates, **sizes)
+
+    plan = planned()
+    assert plan.of_gpus == plan.rate == pytest.approx(210) and plan.cores_needed == 3
+    assert plan.epoch_seconds == pytest.approx(63_000 / 210 + 2_100 / 3 / 700)
+    assert plan.hours == pytest.approx(90 * 301 / 3600) and plan.bound == "the GPU"
+    assert plan.jobs(2.0, 0.0) == 4 and plan.jobs(1.0, 1800.0) == 16
+    assert planned(cores=2).rate == 200 and planned(cores=2).bound == "loading"
+    assert planned(gpus=2, cores=6).hours == pytest.approx(plan.hours / 2)
+    changes = plan_module.changes_of(planned(cores=1))
+    assert [round(change.rate) for change in changes.values()] == [100, 210, 700, 200]
+    average = replace(recipe, ema=replace(recipe.ema, decay=0.9))
+    assert plan_run(average, rates, images=7, validation=7, gpus=1, cores=1).weights == 2
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_the_disk_of_a_plan_is_what_checkpoints_hold(optimiser):
+    sets = [*TINY[1::2], f"optim.name={optimiser}", "ema.decay=0.9", "model.options.depth=11"]
+    recipe = bench_recipe("deit_tiny", sets)
+    state, _ = training.set_up(recipe, torch.device("cpu"))
+    part = step.synthetic_batch(recipe, 2, torch.device("cpu"))
+    training.train_on(state, [training.given_step(0, [part])])
+    held = 0
+
+    def count(value: object) -> None:
+        nonlocal held
+        if isinstance(value, torch.Tensor):
+            held += value.nbytes
+        for part in value.values() if isinstance(value, dict) else ():
+            count(part)
+
+    count(state.state_dict())
+    assert plan_module.disk_gib(recipe) == pytest.approx(3 * held / 2**30, rel=0.06)

@@ -3,6 +3,7 @@
 vitinit bench all --minutes 8 --out report.md --data-dir /data/imagenet/val
 vitinit bench step --recipe deit_base swin_tiny --batch 64
 vitinit bench loader --recipe deit_base --data-dir /data/imagenet/val --workers 8 16
+vitinit bench plan --recipe deit_small --gpus 4 --cores 64 --limit-hours 4
 vitinit bench memory --recipe deit_base swin_tiny --card-gib 24
 """
 
@@ -34,26 +35,46 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         default=[cores()],
         help="numbers of loader processes; default: that of the cores",
     )
+    plan = commands.add_parser("plan", help="hours of a run, and what binds it")
+    plan.add_argument(
+        "--images",
+        nargs=2,
+        type=integer(1),
+        default=[1_281_167, 50_000],
+        help="to train and to validate on; default: ImageNet's",
+    )
+    plan.add_argument("--gpus", type=integer(1), default=1)
+    plan.add_argument("--cores", type=integer(1), default=cores(), help="that load images")
+    for part in ("step", "core", "prepare"):
+        plan.add_argument(
+            f"--{part}-rate", type=real(above=0.0), help="images/s; default: measured here"
+        )
+    plan.add_argument("--limit-hours", type=real(above=0.0), default=24.0, help="of a job")
+    plan.add_argument(
+        "--start-seconds", type=real(), default=60.0, help="of a job, until it trains"
+    )
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
-    memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
+    for command in (plan, memory):
+        command.add_argument("--card-gib", type=real(above=0.0), default=24.0)
     for command in (step, memory):
         command.add_argument(
             "--recipe", nargs="+", required=True, help="names in recipes/, or paths"
         )
     loader.add_argument("--recipe", default="deit_small", help="name in recipes/, or path")
-    for command in (step, loader):
+    plan.add_argument("--recipe", required=True, help="name in recipes/, or path")
+    for command in (step, loader, plan):
         command.add_argument(
             "--batch",
             type=integer(1),
             help="images per step (in `step` fewer if they do not fit); default: the recipe's",
         )
-    for command in (step, variants, loader, memory):
+    for command in (step, variants, loader, plan, memory):
         add_set(command, "override any key of the recipe; may be repeated")
-    for command in (everything, here, loader):
+    for command in (everything, here, loader, plan):
         command.add_argument(
             "--data-dir", type=Path, help="folder of photographs; default: drawn ones"
         )
-    for command in (everything, here, step, variants, loader):
+    for command in (everything, here, step, variants, loader, plan):
         command.add_argument(
             "--device",
             type=one_of(["cuda", "cpu"]),
@@ -66,6 +87,7 @@ def run_bench(args: Namespace) -> int:
     # What measures imports torchvision and the compiler: here, so that --help need not.
     from .all import bench_all, machine
     from .loader import print_loader
+    from .plan import print_plan
     from .step import memory_row, print_step
     from .training import bench_recipe, row_table
     from .variants import VARIANTS, variant_rows
@@ -85,6 +107,8 @@ def run_bench(args: Namespace) -> int:
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "variants":
         print("\n" + row_table(variant_rows(VARIANTS, device, args.set)))
+    elif args.bench == "plan":
+        print_plan(args, device)
     elif args.bench == "loader":
         print_loader(args, device)
     return 0
