@@ -227,3 +227,18 @@ def test_a_tensor_on_one_side_only_is_one_line_that_names_it(load):
         tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")
         del tensors[lost]
         assert f"missing: {lost}" in refusal(load, ours("DINOv2"), tensors)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["DeiT-III", "DeiT-III, timm"])
+def test_deit_iii_loads_unfolded_into_a_model_that_has_its_parts(name):
+    """γ and the positions of patches alone are parameters, as in training by its recipe."""
+    tensors, parts = theirs(name), dict(layer_scale=1e-4, prefix_positions=False)
+    exact = ours(name, **parts)
+    load_exactly(exact, native_tensors(tensors, parts), PATH)
+    state = exact.state_dict()
+    assert torch.equal(state["pos_embed"], tensors["pos_embed"])
+    gamma = LAYOUTS[name]["scale"].format(2)
+    assert torch.equal(state["blocks.1.ls2.gamma"], tensors[f"blocks.1.{gamma}"])
+    expected = written_out(tensors, images(), **LAYOUTS[name])
+    torch.testing.assert_close(exact(images()), expected, rtol=0, atol=1e-10)

@@ -121,3 +121,26 @@ def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_n
     assert all(p.grad.abs().max() > 1e-6 for p in model.parameters())
     model.reg_token.data.neg_()  # they are attended to
     assert not torch.allclose(model(images), logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("pool, registers", [("class", 0), ("class", 5), ("mean", 3)])
+def test_without_positions_of_prefix_tokens_they_have_zeros(pool, registers):
+    """DeiT III adds positions to patches alone, before the class token (arXiv 2204.07118)."""
+    sizes = SMALL | dict(pool=pool, num_registers=registers)
+    model = redraw(vitinit.build_model("vit_tiny", prefix_positions=False, **sizes))
+    state = model.state_dict()
+    assert state["pos_embed"].shape == (1, 15, 12)
+    zeros = torch.zeros(1, registers + (pool == "class"), 12, dtype=torch.float64)
+    full = vitinit.build_model("vit_tiny", **sizes).double()
+    full.load_state_dict(state | {"pos_embed": torch.cat([zeros, state["pos_embed"]], dim=1)})
+    images = drawn(2, 3, 12, 20)
+    torch.testing.assert_close(model(images), full(images), rtol=0, atol=1e-12)
+
+
+def test_drop_path_rises_from_block_to_block_or_is_the_same_in_all():
+    def rates(**options: object) -> tuple[float, ...]:
+        model = vitinit.build_model("vit_tiny", drop_path=0.3, **SMALL | dict(depth=3), **options)
+        return model.drop_path_rates
+
+    assert rates() == pytest.approx((0, 0, 0.15, 0.15, 0.3, 0.3))
+    assert rates(constant_drop_path=True) == (0.3,) * 6

@@ -447,3 +447,21 @@ def test_weights_of_a_simple_vit_for_another_number_of_channels_are_refused():
     assert "other shape: patch_embed.norm1.weight (48,) where the model has (16,), " in refusal(
         one, state_of(three)
     )
+
+
+def test_positions_of_patches_alone_are_resized_as_deits_code_does_and_lose_no_others():
+    """DeiT III fine-tunes at 224 px what was trained at 192, without antialiasing."""
+    model = vit(0, grid=(5, 7), prefix_positions=False)
+    source = state_of(vit(1, grid=(3, 4), prefix_positions=False))
+    start_from(model, source, PATH, (3, 4), antialias=False)
+    image = source["pos_embed"].reshape(1, 3, 4, -1).movedim(-1, 1)
+    plain = F.interpolate(image, (5, 7), mode="bicubic").flatten(2).mT
+    assert_equal(model, source, plain)
+    assert not torch.allclose(
+        plain, resized_by_hand(source["pos_embed"], (3, 4), (5, 7)), atol=0.01
+    )
+    with_token = state_of(vit(1, grid=(5, 7)))
+    assert refusal(model, with_token, (5, 7)).endswith(
+        "pos_embed has 1 more than the patches, for cls_token; "
+        "expected model.options.prefix_positions = true"
+    )
