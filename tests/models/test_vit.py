@@ -144,3 +144,53 @@ def test_drop_path_rises_from_block_to_block_or_is_the_same_in_all():
 
     assert rates() == pytest.approx((0, 0, 0.15, 0.15, 0.3, 0.3))
     assert rates(constant_drop_path=True) == (0.3,) * 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frequencies", ["linear", "axial", "mixed"])
+def test_shifts_are_rotary_attention_at_mass_one(frequencies):
+    """The impulse's constants alone, many times as large: also where the offset leads off the grid.
+    The last block keeps its attention, and continues with the offsets."""
+    sizes = SMALL | dict(depth=3, embed_dim=48, num_heads=3, pool="mean", pos_embed="rope")
+    sizes |= dict(rope_frequencies=frequencies)
+    model = vitinit.build_model("vit_tiny", **sizes)
+    generator = torch.Generator().manual_seed(0)
+    vitinit.init_weights(model, "impulse", generator=generator, kernel_size=3, target_mass=0.6)
+    model = model.double()
+    for block in model.blocks:
+        block.attn.qkv.weight[:96] = 0.0
+        block.attn.qkv.bias[:96] *= 1e3
+    shifts = vitinit.build_model("vit_tiny", shift_blocks=2, **sizes).double()
+    state = model.state_dict()
+    for name in list(state):
+        if ".qkv." in name and "blocks.2" not in name:
+            state[name.replace("qkv", "v")] = state.pop(name)[96:]
+        if name.endswith("frequencies") and "blocks.2" not in name:
+            del state[name]
+    shifts.load_state_dict(state)
+    images = drawn(2, 3, 12, 20)
+    torch.testing.assert_close(shifts(images), model(images), rtol=0, atol=1e-6)
+    apart = vitinit.build_model("vit_tiny", shift_blocks=2, **sizes)
+    generator.manual_seed(0)
+    vitinit.init_weights(apart, "impulse", generator=generator, kernel_size=3, target_mass=0.9)
+    weights = apart.blocks[2].attn.mixing_weights(torch.zeros(1, 15, 48))
+    expected = model.blocks[2].attn.mixing_weights(torch.zeros(1, 15, 48).double())
+    assert torch.equal(weights.argmax(-1), expected.argmax(-1))
+
+
+def test_shifts_refuse_other_tokens_than_those_of_a_whole_grid():
+    sizes = SMALL | dict(depth=3)
+    for options in (
+        dict(shift_blocks=1),
+        dict(shift_blocks=4, pool="mean"),
+        dict(shift_blocks=1, pool="mean", num_registers=2),
+    ):
+        with pytest.raises(
+            ValueError, match=f"shift_blocks is {options['shift_blocks']}, expected"
+        ):
+            vitinit.build_model("vit_tiny", **sizes, **options)
+    model = vitinit.build_model("vit_tiny", shift_blocks=1, pool="mean", **sizes)
+    index = model.blocks[0].attn.index[0]
+    assert torch.equal(index, torch.arange(15))  # the first offset is the token itself
+    with pytest.raises(ValueError, match="some are hidden here"):
+        model.blocks[0](torch.zeros(2, 7, 12), tokens=torch.zeros(2, 7, dtype=torch.int64))

@@ -169,12 +169,13 @@ class Layout(Attentions):
     learned: bool = True  # whether pos_embed is a parameter, and no frozen sines and cosines
     tokens: tuple[Tensor, ...] = ()  # the prefix tokens, (…, D)
     _: KW_ONLY
+    shifts: int = 0  # blocks before the first of `blocks`, which have no queries and keys
     entry: nn.Module = nn.Identity()  # between the sum with positions and the first block: CLIP
     family = "vit"
 
     @property
     def rotary(self) -> bool:
-        return self.blocks[0].rotation is not None
+        return bool(self.blocks) and self.blocks[0].rotation is not None
 
     @property
     def grids(self) -> list[Grid]:

@@ -180,7 +180,7 @@ def deep_impulse_rotary(
     if vit.tokens:
         mute_prefix(vit)
     masses = torch.linspace(*target_mass, len(vit.blocks), dtype=torch.float64).tolist()
-    for number, (block, mass) in enumerate(zip(vit.blocks, masses)):
+    for number, (block, mass) in enumerate(zip(vit.blocks, masses), vit.shifts):
         heads = len(block.q)
         targets = head_offsets(heads, offsets, "ordered", generator, first=number * heads)
         write_constants(block, targets, mass, vit.grid, muted=bool(vit.tokens))

@@ -7,7 +7,9 @@ interop/in_place/foreign_layouts.py.
 import torch
 from torch import nn
 
+from ..models.attention import Attention
 from ..models.rotary import Rotary
+from ..models.shift import Shift
 from ..models.swin import SwinBlock, SwinTransformer
 from ..models.vit import VisionTransformer, VitBlock
 from .attentions import Attentions, Block, Layout, Rotation, SwinLayout, WindowBlock
@@ -45,20 +47,23 @@ def vit_layout(model: nn.Module | Attentions) -> Layout:
     if model.pos_embed is not None:
         rows = model.pos_embed.detach().flatten(0, 1)  # (P + N, D)
     tokens = tuple(token.detach() for token in model.prefix_tokens())
+    attending = [block for block in model.blocks if isinstance(block.attn, Attention)]
     return Layout(
         model,
-        tuple(map(block_of, model.blocks)),
+        tuple(map(block_of, attending)),
         rows,
         model.grid,
         model.learns_positions,
         tokens,
         image_shape=(patches.in_channels, *model.patch_embed.image_size),
+        shifts=len(model.blocks) - len(attending),
     )
 
 
 def block_of(block: VitBlock | SwinBlock) -> Block:
     """The views of a block's attention. Raises ValueError for one with norms of Q and K."""
     attention = block.attn
+    assert not isinstance(attention, Shift)
     if isinstance(attention.q_norm, nn.LayerNorm):
         raise ValueError(
             f"{type(attention).__name__} normalises queries and keys, which would "

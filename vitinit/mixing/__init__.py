@@ -28,6 +28,7 @@ from ..models.attention import Attention
 from ..models.conv_mixer import DepthwiseConv
 from ..models.layers import Classifier, Mlp, block_numbers
 from ..models.mlp_mixer import MixerBlock
+from ..models.shift import Shift
 from ..models.simple_vit import SimpleAttention, SimpleBlock
 from ..models.swin import SwinBlock
 from ..models.vit import VitBlock
@@ -171,7 +172,7 @@ def block_grids(model: nn.Module) -> list[Grid]:
 
 
 def _read_attention(
-    attention: Attention | SimpleAttention, heads: Heads, x: Tensor, *pos_embed: Tensor
+    attention: Attention | Shift | SimpleAttention, heads: Heads, x: Tensor, *pos_embed: Tensor
 ) -> Tensor:
     weights = attention.mixing_weights(x, *pos_embed)[:, heads]
     return weights.expand(len(x), -1, -1, -1)  # some SimpleViTs have one for all images

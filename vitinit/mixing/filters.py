@@ -20,31 +20,10 @@ import torch
 from torch import Generator, Tensor
 
 from ..base.messages import times
+from ..models.shift import Offset, kernel_offsets, ordered_offsets
 
-Offset = tuple[int, int]  # rows down and columns right
 Grid = tuple[int, int]  # rows and columns of tokens
 Order = Literal["ordered", "random"]  # in which offsets are assigned to heads; see `head_offsets`
-
-# The order in which the released code assigns the cells of a 3×3 kernel to heads: centre, up,
-# right, left, down, then the corners (structured-initialization, vision_transformer.py).
-RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
-
-
-def kernel_offsets(kernel_size: int) -> list[Offset]:
-    """The offset of every cell of a kernel, row-major: [(-1, -1), (-1, 0), …] for 3×3."""
-    side = range(-((kernel_size - 1) // 2), kernel_size // 2 + 1)
-    return list(product(side, side))
-
-
-def ordered_offsets(kernel_size: int) -> list[Offset]:
-    """The offsets of a kernel in the order in which they are assigned to heads.
-
-    For 3×3 this is the released code's. Others go by distance from the centre, then row-major.
-    """
-    offsets = kernel_offsets(kernel_size)
-    if kernel_size == 3:
-        return [offsets[cell] for cell in RELEASED_ORDER_3X3]
-    return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)  # a stable sort
 
 
 def head_offsets(

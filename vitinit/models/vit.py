@@ -9,12 +9,12 @@ The shape legend is in attention.py.
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..base.values import Count, NonNegative
+from ..base.values import AtLeastOne, Count, NonNegative
 from .attention import Attention
 from .layers import (
     PREFIX_TOKENS,
@@ -24,9 +24,11 @@ from .layers import (
     Mlp,
     Pair,
     PatchEmbed,
+    Sides,
     SwiGlu,
     add_branch,
     drop_path_rates,
+    head_width,
     hidden_width,
     make_head,
     module_list,
@@ -34,7 +36,8 @@ from .layers import (
     scales_by_block,
     sincos_position_embedding,
 )
-from .rotary import Coordinates, Frequencies, Rotary
+from .rotary import Coordinates, Frequencies, Rotary, frequencies_of
+from .shift import Shift
 
 Pool = Literal["class", "mean"]
 Positions = Literal["learned", "sincos", "rope", "learned+rope", "none"]
@@ -50,7 +53,7 @@ class VitBlock(nn.Module):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Attention | Shift,
         dim: int,
         *,
         mlp: MlpKind = "gelu",
@@ -82,6 +85,59 @@ class VitBlock(nn.Module):
         return add_branch(x, self.ls2(hidden), drop_path[1])
 
 
+class Rope(NamedTuple):
+    """Rotary positions; see rotary.py."""
+
+    frequencies: Frequencies
+    base: float
+    coordinates: Coordinates
+
+
+def new_mixer(
+    grid: Sides,
+    dim: int,
+    num_heads: int,
+    *,
+    prefix_tokens: int,
+    qkv_bias: bool,
+    qk_norm_eps: float | None,
+    rope: Rope | None,
+    shift_kernel: int,
+    first: int,
+) -> Attention | Shift:
+    """What mixes the tokens of a block: attention, rotary if there is `rope`; or, with a shift_kernel
+    above 0, shifts of the offsets of this kernel, from number `first` on.
+    """
+    head_dim = head_width(dim, num_heads)
+    if shift_kernel:
+        omega = None
+        if rope is not None:
+            omega = frequencies_of(rope.frequencies, num_heads, head_dim, rope.base)
+        return Shift(
+            dim,
+            grid,
+            num_heads=num_heads,
+            kernel_size=shift_kernel,
+            first=first,
+            bias=qkv_bias,
+            frequencies=omega,
+        )
+    rotary = None
+    if rope is not None:
+        rotary = Rotary(
+            grid,
+            prefix_tokens=prefix_tokens,
+            heads=num_heads,
+            head_dim=head_dim,
+            kind=rope.frequencies,
+            base=rope.base,
+            coordinates=rope.coordinates,
+        )
+    return Attention(
+        dim, num_heads=num_heads, qkv_bias=qkv_bias, qk_norm_eps=qk_norm_eps, rotary=rotary
+    )
+
+
 class VisionTransformer(Classifier):
     """ViT for images (B, 3, H, W) → logits (B, num_classes).
 
@@ -111,6 +167,8 @@ class VisionTransformer(Classifier):
         them apart, for training with a teacher (tasks/distillation.py).
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
+    shift_blocks: how many blocks, from the first on, mix tokens by fixed shifts in place of attention
+        (shift.py); pool "mean", and no registers. shift_kernel: the side of their offsets' kernel.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first,
         which is all there is with depth 1. constant_drop_path: of all blocks, as in DeiT III.
     """
@@ -143,6 +201,8 @@ class VisionTransformer(Classifier):
         mlp: MlpKind = "gelu",
         distilled: bool = False,
         num_registers: Count = 0,
+        shift_blocks: Count = 0,
+        shift_kernel: AtLeastOne = 3,
         fc_norm: bool = False,
         norm_eps: float = 1e-6,
     ) -> None:
@@ -165,25 +225,20 @@ class VisionTransformer(Classifier):
         self.grid = self.patch_embed.grid
         self.add_prefix_tokens(pool, distilled, num_registers, embed_dim)
         self.add_positions(pos_embed, embed_dim, prefix_positions)
+        self.require_shifts_to_fit(shift_blocks, depth)
+        rope = Rope(rope_frequencies, rope_base, rope_coordinates) if self.rotary else None
         blocks = []
-        for _ in range(depth):
-            rotary = None
-            if self.rotary:
-                rotary = Rotary(
-                    self.grid,
-                    prefix_tokens=self.num_prefix_tokens,
-                    heads=num_heads,
-                    head_dim=embed_dim // num_heads,
-                    kind=rope_frequencies,
-                    base=rope_base,
-                    coordinates=rope_coordinates,
-                )
-            attention = Attention(
+        for number in range(depth):
+            attention = new_mixer(
+                self.grid,
                 embed_dim,
-                num_heads=num_heads,
+                num_heads,
+                prefix_tokens=self.num_prefix_tokens,
                 qkv_bias=qkv_bias,
                 qk_norm_eps=norm_eps if qk_norm else None,
-                rotary=rotary,
+                rope=rope,
+                shift_kernel=shift_kernel if number < shift_blocks else 0,
+                first=number * num_heads,
             )
             block = VitBlock(
                 attention,
@@ -219,6 +274,14 @@ class VisionTransformer(Classifier):
         if num_registers:
             self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
         self.num_prefix_tokens = sum(token.shape[1] for token in self.prefix_tokens())
+
+    def require_shifts_to_fit(self, shift_blocks: int, depth: int) -> None:
+        """Raise ValueError for more blocks with shifts than blocks, and beside prefix tokens."""
+        if shift_blocks > depth or shift_blocks and self.num_prefix_tokens:
+            raise ValueError(
+                f"shift_blocks is {shift_blocks}, expected at most {depth}, and no tokens but those of "
+                'patches: pool = "mean", num_registers = 0'
+            )
 
     def add_positions(self, pos_embed: Positions, embed_dim: int, prefix_positions: bool) -> None:
         """Create the position embedding; note whether positions are learned, and rotary."""

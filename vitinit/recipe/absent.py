@@ -46,6 +46,8 @@ MEANT = {
     "model.options.mlp": "gelu",
     "model.options.prefix_positions": True,
     "model.options.constant_drop_path": False,
+    "model.options.shift_blocks": 0,
+    "model.options.shift_kernel": 3,
     "data.apply_exif_orientation": True,
     "init.checkpoint_fit": "exact",
     "optim.name": "adamw",

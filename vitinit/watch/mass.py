@@ -20,6 +20,7 @@ from ..init.attentions import Attentions
 from ..mixing import block_grids, mean_shares, target_mass
 from ..mixing.filters import Grid, Offset, head_offsets, ordered_offsets
 from ..models.attention import Attention
+from ..models.shift import Shift
 from ..models.simple_vit import SimpleAttention
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ def mass_on_images(model: nn.Module, name: str, options: InitOptions, images: Te
     The target of `mimetic` is the token itself; of drawn offsets, that which has the most mass.
     """
     attentions = [
-        module for module in model.modules() if isinstance(module, (Attention, SimpleAttention))
+        module
+        for module in model.modules()
+        if isinstance(module, (Attention, Shift, SimpleAttention))
     ]
     grids = [
         getattr(attention, "window", grid)  # of a Swin

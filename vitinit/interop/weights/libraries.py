@@ -112,6 +112,7 @@ def rotation(options: Options) -> Options | str:
 UNSTATED = {
     "drop_path": None,
     "constant_drop_path": None,
+    "shift_kernel": None,
     "train_filters": None,
     "pos_embed": lambda o: "no rotary pos_embed" if "rope" in o.get("pos_embed", "") else {},
 }
@@ -123,14 +124,14 @@ SIDES = {
     "patch_size": partial(square, "patch_size"),
 }
 PLAIN = only(
-    distilled=False, num_registers=0, prefix_positions=True
+    distilled=False, num_registers=0, prefix_positions=True, shift_blocks=0
 )  # what most libraries' ViTs are
 SWIN_OPTIONS = same("embed_dim", "depths", "num_heads", "mlp_ratio")  # as all libraries do
 
 # timm: the models, by their modules.
 TIMM_VIT = {
     **same("embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "patch_size"),
-    **only(distilled=False, norm_eps=1e-6),
+    **only(distilled=False, norm_eps=1e-6, shift_blocks=0),
     **TIMM_CHANNELS,
     "image_size": "img_size",
     "qk_norm": lambda o: {"qk_norm": True} if o["qk_norm"] else {},

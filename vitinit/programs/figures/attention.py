@@ -22,6 +22,7 @@ from torch import Tensor
 from ...mixing import among_patches, block_grids, mean_kernel, mixing_matrices
 from ...mixing.filters import Grid
 from ...models.attention import attention_weights
+from ...models.shift import Shift
 from ...models.simple_vit import SimpleViT
 from ...models.swin import SwinTransformer
 from ...runs.data import as_input
@@ -82,6 +83,8 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
         query, key = simple.queries_keys(x, model.pos_embed)  # (1, h, N, d) each
         return (query @ key.mT)[0]
     attention = model.blocks[block].attn
+    if isinstance(attention, Shift):
+        raise FigureError(f"block {block} of this model shifts tokens, and has no queries and keys")
     if kind == "qk":
         return attention.q_weight.mT @ attention.k_weight  # (h, D, d) @ (h, d, D)
     prefix = model.num_prefix_tokens
