@@ -156,6 +156,7 @@ def test_nothing_is_compiled_again_after_the_first_epoch(
         graphs.append(counters["stats"]["unique_graphs"])
     record_property("graphs after each epoch", " ".join(map(str, graphs)))
     assert 0 < graphs[0] <= 4 and graphs[0] == graphs[1] == graphs[2]
+    assert not counters["graph_break"]
 
 
 # DistributedDataParallel ----------------------------------------------------------------------

@@ -296,7 +296,7 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
 
     def run(words: list[str], seconds: float, *more: object) -> tuple[int | None, str]:
         given.append(seconds)
-        now[0] += seconds if sleeps in words else 349.0 if "1/0" in words else 1.0
+        now[0] += seconds if sleeps in words else 309.0 if "1/0" in words else 1.0
         return within(words, 0.5 if sleeps in words else 60.0, *more)
 
     class Started(subprocess.Popen):
@@ -344,11 +344,11 @@ def test_what_hangs_crashes_or_fails_leaves_a_report(monkeypatch, tmp_path, caps
         "Looked for on an H100: 100 %",
         "ZeroDivisionError",
         "exit status 1",
-        "soon\n```\n\n**Ended** after 120 s, all that it has.",
+        "soon\n```\n\n**Ended** after 160 s, all that it has.",
     ):
         assert words in text, words
     # The machine, three times pytest, which the clock takes for a second each, and the commands.
-    assert given == [120, 240, 239, 238, 120, 120, 120, 6]
+    assert given == [160, 240, 239, 238, 160, 160, 160, 6]
     assert text.count("## ") == 9 and text.endswith("Not begun: the time is over.\n")
     assert bench.main(["all", "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
@@ -386,9 +386,9 @@ def test_variants_are_measured_in_turn_and_one_that_fails_says_why():
     """What a process does, in threads: it answers that it is ready, then each turn, then ends."""
     tiny = tuple(TINY[1::2])
     given = [
-        Variant("deit_tiny", 2, tiny),
-        Variant("deit_tiny", 2, (*tiny, *MASKED)),
-        Variant("?", 2),
+        Variant("deit_tiny", 2, 1.0, tiny),
+        Variant("deit_tiny", 2, 1.0, (*tiny, *MASKED)),
+        Variant("?", 2, 1.0),
     ]
     for variant in given:
         ours, theirs = multiprocessing.Pipe()
@@ -413,6 +413,15 @@ def test_variants_are_measured_in_turn_and_one_that_fails_says_why():
     assert variants.answer(left, 1.0) == {"failed": "its process ended"}
     recipes = [bench_recipe(one.recipe, one.sets) for one in variants.VARIANTS]
     assert len(recipes) == len(set(variants.VARIANTS))
+
+
+def test_as_many_variants_are_compiled_at_once_as_fit(monkeypatch):
+    card = SimpleNamespace(total_memory=50 * 2**30)  # of which 45 GiB are taken
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    given = [Variant("?", 2, gib) for gib in (11.0, 23.0, 11.0, 7.0, 47.0, 2.0)]
+    found = variants.waves(given, torch.device("cuda"))
+    assert [[one.gib for one in wave] for wave in found] == [[11, 23, 11], [7], [47], [2]]
+    assert variants.waves(given, torch.device("cpu")) == [given]
 
 
 def test_rows_become_a_table():

@@ -110,7 +110,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
     the terminal and, unless it is None, in the file `out`.
 
     device: "cuda" or "cpu". This process leaves it alone: what uses it is a process of its own. All
-    checks together have half of the minutes, and each command a quarter; what is not begun when all
+    checks together have half of the minutes, and each command a third; what is not begun when all
     are over is no failure. Returns 1 if a check or a command failed, else 0. Raises OneLineError if
     `out` exists.
     """
@@ -124,7 +124,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
             streams.append(stack.enter_context(open(out, "x", encoding="utf-8")))
         report = BenchReport(streams, device, 60 * minutes)
         report.tell("# What vitinit does on this machine\n")
-        report.part([*BENCH, "machine", "--device", device, *data], 60 * minutes / 4)
+        report.part([*BENCH, "machine", "--device", device, *data], 60 * minutes / 3)
         if (REPOSITORY / CHECKS[-1]).is_dir():
             report.check(60 * minutes / 2)
         else:
@@ -133,7 +133,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         for words, looked_for in speeds(device, data):
             if words is TRAINING:
                 words = words + place
-            report.part(words, 60 * minutes / 4, looked_for)
+            report.part(words, 60 * minutes / 3, looked_for)
     return int(report.failed)
 
 

@@ -90,7 +90,7 @@ def run_bench(args: Namespace) -> int:
     from .plan import print_plan
     from .step import memory_row, print_step
     from .training import bench_recipe, row_table
-    from .variants import VARIANTS, variant_rows
+    from .variants import VARIANTS, variant_rows, waves
 
     if args.bench == "all":
         return bench_all(
@@ -106,7 +106,8 @@ def run_bench(args: Namespace) -> int:
         for recipe in [bench_recipe(name, args.set, device) for name in args.recipe]:
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "variants":
-        print("\n" + row_table(variant_rows(VARIANTS, device, args.set)))
+        for wave in waves(VARIANTS, device):
+            print("\n" + row_table(variant_rows(wave, device, args.set)), flush=True)
     elif args.bench == "plan":
         print_plan(args, device)
     elif args.bench == "loader":

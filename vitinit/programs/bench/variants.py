@@ -1,9 +1,10 @@
 """Variants of a step: compiled at once, each in a process of its own, and measured in turn.
 
-To compile takes most of the time of a measurement, and a GPU is idle meanwhile. Ten variants are
+To compile takes most of the time of a measurement, and a GPU is idle meanwhile. Ten variants were
 ready in the time of two, and none runs while another one is measured.
 """
 
+import math
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from .step import STEPS, engine_of
 from .training import ResultRow, bench_recipe, clock_of
 
 ROUNDS = 2
-PATIENCE = 90.0  # seconds until all are ready, and those that are not are left out
+PATIENCE = 75.0  # seconds until all of a wave are ready, and those that are not are left out
+SHARE = 0.9  # of a GPU's memory
 MASKED = (
     "task.name=reconstruct",
     "mix.probability=0",
@@ -27,26 +29,44 @@ MASKED = (
     "checkpoint.best_by=val_loss",
 )
 
+LARGE = (  # ViT-L
+    "model.name=vit_large",
+    "model.options={patch_size = 16, drop_path = 0.1}",
+)
+
 
 class Variant(NamedTuple):
     recipe: str
     batch: int
+    gib: float  # of a GPU, at most, while it compiles
     sets: tuple[str, ...] = ()
-    looked_for: str = ""  # on an H100
+    goal: float | None = None  # images/s on an H100
 
 
 # In the order of what they may tell. Each is beside those before it.
 VARIANTS = (
-    Variant("deit_small", 256, looked_for="10,000 images/s"),
-    Variant("deit_base", 128),
-    Variant("deit_base", 256, looked_for="3,760 images/s, 40 %"),
-    Variant("deit_base", 512),
-    Variant("deit_base", 256, ("engine.recompute=true",)),
-    Variant("deit_small", 256, ("model.options.pos_embed=rope",)),
-    Variant("deit_small", 256, ("optim.name=muon",)),
-    Variant("deit_small", 256, ("engine.compile_mode=reduce-overhead",)),
-    Variant("deit_base", 256, MASKED),
+    Variant("deit_small", 256, 10.0, goal=10_000.0),
+    Variant("deit_base", 256, 19.0, goal=3_760.0),  # 40 % of its rate
+    Variant("deit_base", 512, 36.0),
+    Variant("deit_base", 256, 7.0, ("engine.recompute=true",)),
+    Variant("deit_base", 64, 22.0, LARGE),
+    Variant("deit_small", 256, 11.0, ("model.options.pos_embed=rope",)),
+    Variant("deit_small", 256, 10.0, ("optim.name=muon",)),
+    Variant("deit_base", 256, 15.0, MASKED),
 )
+
+
+def waves(variants: Sequence[Variant], device: torch.device) -> list[list[Variant]]:
+    """The variants in order, as many at once as fit on the device together."""
+    room = math.inf
+    if device.type == "cuda":
+        room = SHARE * torch.cuda.get_device_properties(device).total_memory / 2**30
+    parts: list[list[Variant]] = []
+    for variant in variants:
+        if not parts or sum(other.gib for other in parts[-1]) + variant.gib > room:
+            parts.append([])
+        parts[-1].append(variant)
+    return parts
 
 
 def variant_rows(
@@ -87,7 +107,6 @@ def row_of(variant: Variant, fact: dict[str, Any], seconds: list[float]) -> Resu
         "recipe": variant.recipe,
         "with": " ".join(variant.sets) or None,
         "batch": variant.batch,
-        "looked for on an H100": variant.looked_for or None,
         "failed": fact.get("failed"),
     }
     if seconds:
@@ -95,6 +114,7 @@ def row_of(variant: Variant, fact: dict[str, Any], seconds: list[float]) -> Resu
         card = fact["card"]
         row |= {
             "images/s": rate,
+            "÷ goal for an H100": rate / variant.goal if variant.goal else None,
             "ms": 1e3 * median(seconds),
             "% of the card's rate": 100 * rate * fact["flops"] / 1e12 / card if card else None,
             "peak GiB": fact["peak"],
