@@ -96,7 +96,7 @@ def decoded(batch: Encoded, device: torch.device, source: Source) -> list[Tensor
     contents = batch.content.split([count for _, count, _, _ in rows])
     files = [content for content, row in zip(contents, rows) if not row[2]]
     decoder = jpeg_decoder()
-    assert decoder is not None  # `require_decoder` has looked
+    assert decoder is not None  # torchvision has one, and is required
     try:
         with without_warnings():  # of deprecation
             of_files: Iterator[Tensor] = iter(decoder.decode(files, device=device) if files else [])
