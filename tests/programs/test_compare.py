@@ -1,8 +1,10 @@
 """What the program prints and writes, with numbers computed by hand; t quantiles are scipy's."""
 
 import json
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -12,7 +14,7 @@ import vitinit
 from vitinit.programs import compare
 from vitinit.programs.shared.records import read_run
 from vitinit.programs.shared.replay import against_record
-from vitinit.programs.shared.results import mean_and_std, t_quantile
+from vitinit.programs.shared.results import SHOWN, mean_and_std, t_quantile
 
 
 @pytest.fixture
@@ -68,10 +70,10 @@ on the images it is reported on. Seconds are those of training, without evaluati
 | impulse | model | 61.00 | 63.00 | 71.00 |
 | impulse | EMA | 60.00 | 61.00 | 66.00 |
 
-| minus default | of | seeds | mean, 95 % t interval | seed by seed |
-| --- | ---: | ---: | ---: | ---: |
-| impulse | model | 3 | +11.00 ± 4.97 | 1: +11.00, 2: +9.00, 5: +13.00 |
-| impulse | EMA | 3 | +11.00 ± 4.97 | 1: +11.00, 2: +9.00, 5: +13.00 |
+| minus default | of | seeds | mean, 95 % t interval | least that shows | seed by seed |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| impulse | model | 3 | +11.00 ± 4.97 | 6.46 | 1: +11.00, 2: +9.00, 5: +13.00 |
+| impulse | EMA | 3 | +11.00 ± 4.97 | 6.46 | 1: +11.00, 2: +9.00, 5: +13.00 |
 
 All runs: commit c0ffee; torch 2.7; Python 3.11; device CPU; processes 1.
 """
@@ -88,7 +90,7 @@ def test_only_seeds_that_both_have_are_paired_and_fewer_than_two_have_no_interva
         written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1),
     ]
     text, label = printed(*six_runs[:3], *runs), "mimetic, schedule.epochs = 1"
-    assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 2: -6.00, 5: +0.00 |") in text
+    assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 49.55 | 2: -6.00, 5: +0.00 |") in text
     assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in text
     assert f"| {label} | EMA" not in text  # this run has no EMA
     assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in text
@@ -132,7 +134,7 @@ def test_an_archive_prints_the_same_as_folders_and_unfinished_runs_are_named_and
 ):
     expected = printed(*six_runs)
     reversed_groups = printed(*six_runs[3:], *six_runs[:3])
-    assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00," in reversed_groups
+    assert "| default | model | 3 | -11.00 ± 4.97 | 6.46 | 1: -11.00, 2: -9.00," in reversed_groups
     out = tmp_path / "six.tar.xz"
     assert printed(*reversed(six_runs), "--pack", out) == (
         f"wrote {out}: 6 runs, {out.stat().st_size:,} bytes\n"
@@ -290,3 +292,14 @@ def test_t_quantiles_are_those_of_tables_and_scipy_and_one_value_has_no_deviatio
     assert mean_and_std([50.0, 54.0, 58.0]) == "54.00 ± 4.00"
     assert mean_and_std([50.0]) == "50.00"
     assert mean_and_std([11.0, 12.0], places=0) == "12 ± 1"  # 11.5, .71
+
+
+def test_the_least_difference_that_shows_does_so_in_four_of_five_comparisons():
+    """Of normal noise, by drawn ones; the factor is one for all numbers of seeds."""
+    rng = np.random.default_rng(0)
+    for seeds, share in ((2, 0.81), (3, 0.80), (5, 0.77), (10, 0.73)):
+        noise = rng.normal(size=(4_001, seeds))
+        quantile = t_quantile(seeds - 1)
+        expected = SHOWN * quantile / math.sqrt(seeds)  # half an interval, of a deviation of 1
+        halves = quantile * noise.std(axis=1, ddof=1) / math.sqrt(seeds)
+        assert abs(np.mean(noise.mean(axis=1) + expected > halves) - share) < 0.03

@@ -77,7 +77,7 @@ def experiment(run: RunRecord) -> Json:
     if run.keys["model.name"].startswith("convmixer_"):
         free.remove("optim.max_batch_per_process")  # BatchNorm sees the images of a micro-batch
     if not run.keys["init.checkpoint"]:
-        free.add("init.checkpoint_head")  # nothing to fit
+        free |= {"init.checkpoint_head", "init.checkpoint_positions"}  # nothing to fit
     if (MEANT | run.keys)["optim.name"] != "muon":
         free.add("optim.muon_dtype")  # which computes nothing
     return {key: value for key, value in (MEANT | run.keys).items() if key not in free}
