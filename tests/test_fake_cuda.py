@@ -160,6 +160,8 @@ def train(
         ("vit_tiny", "fp16", 1.0, "adamw"),
         ("vit_tiny", "fp16", 0.0, "muon"),
         ("swin_tiny", "bf16", 1.0, "muon"),
+        ("vit_tiny", "fp16", 0.0, "lamb"),
+        ("swin_tiny", "fp16", 1.0, "lamb"),
         ("mixer_s16", "bf16", 1.0, "adamw"),
         ("convmixer_256_8", "fp16", 0.0, "adamw"),
         ("simple_vit", "off", 0.0, "adamw"),

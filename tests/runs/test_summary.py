@@ -152,6 +152,11 @@ def test_the_summary_says_how_many_weights_each_optimiser_trains(
             dict(engine__channels_last="false", optim__name="adamw", optim__layer_decay="1.0"),
             "AdamW for 4,467 weights",
         ),
+        (
+            3,
+            dict(engine__channels_last="false", optim__name="lamb", optim__layer_decay="1.0"),
+            "LAMB for 4,467 weights",
+        ),
     ):
         assert (
             train_program.main(small_run(tmp_path / "run", "--dry-run", "--verbose", **changes))

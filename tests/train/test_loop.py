@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import counted_by_hand
-from optimisers import adamw, state_of
+from optimisers import OPTIMISERS, adamw, state_of
 from small_models import written
 
 import vitinit
@@ -170,6 +170,19 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
     for row, told in zip(rows, (expected[6], expected[16])):
         assert row[:4] == pytest.approx(told, rel=1e-4) and row.scale is None
         assert told[3] > 0.3  # so that clipping shows
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_a_step_is_the_same_however_it_is_divided_into_micro_batches(optimiser):
+    """With each optimiser, also in fp16 with a loss scale."""
+    found = []
+    for size, scaler in ((GLOBAL_BATCH, None), (4, None), (3, OverflowingScaler(-1))):
+        model = small_model()
+        state = state_of(model, OPTIMISERS[optimiser](model, eps=EPS), scaler=scaler)
+        train(state, batches(), size=size, learning_rate=lambda step: 1e-3)
+        found.append(model)
+    for other in found[1:]:
+        assert_close(other, found[0], atol=1e-5)
 
 
 def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on_with_its_own_scales():

@@ -1,4 +1,4 @@
-"""Muon: its iteration, its update, which weights it trains, what it launches, and skipped steps."""
+"""Muon: its iteration, its update, which weights it trains, what it launches; skipped steps."""
 
 import copy
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from launches import launches_of
-from optimisers import adamw, muon
+from optimisers import OPTIMISERS, SMALL, adamw, built, muon, put_gradients
 from same_run import assert_identical
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,45 +17,10 @@ from vitinit.train.optim import hidden_matrices, layer_numbers, set_learning_rat
 
 OF_ADAMW = dict(weight_decay=0.3, betas=(0.9, 0.97), eps=1e-6)
 OPTIONS = dict(factor=2.3, momentum=0.83, **OF_ADAMW)
-# fmt: off
-SMALL = {
-    "vit": ("vit_tiny_distilled", dict(image_size=8, patch_size=4, embed_dim=21, depth=2,
-                                       num_heads=3, num_registers=2)),
-    "vit, rotary": ("vit_tiny", dict(
-        image_size=8, patch_size=4, embed_dim=24, depth=2, num_heads=3, pos_embed="rope",
-        rope_frequencies="mixed", qk_norm=True, layer_scale=0.1, mlp="swiglu")),
-    "swin": ("swin_tiny", dict(image_size=8, patch_size=2, embed_dim=6, depths=(1, 2),
-                               num_heads=(2, 3), window_size=2)),
-    "mixer": ("mixer_s16", dict(image_size=8, patch_size=4, embed_dim=11, depth=2)),
-    "conv_mixer": ("convmixer_256_8", dict(image_size=8, patch_size=1, embed_dim=11, depth=2)),
-    "simple_vit": ("simple_vit", dict(image_size=8, patch_size=4, embed_dim=28, depth=2,
-                                      num_heads=2)),
-    "simple_vit, free": ("simple_vit", dict(image_size=8, patch_size=4, embed_dim=28, depth=2,
-                                            num_heads=2, reads="free", input_pos_embed=False)),
-}
-# fmt: on
 MATRICES = re.compile(
     r"(.*blocks\.\d\.(1|(attn|mlp\w*)\.(qkv|qk|value|proj|fc1|fc2))"
     r"|layers\.1\.downsample\.reduction)\.weight"
 )
-
-
-def built(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    name, sizes = SMALL[family]
-    family, defaults = models.MODELS[name]
-    model = models.model_class(family)(num_classes=5, **defaults | sizes).to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(generator=generator)
-    return model
-
-
-def put_gradients(model: nn.Module, seed: int) -> None:
-    """Random gradients, which do not depend on the weights."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
 def iterated_singular_values(matrix: Tensor) -> Tensor:
@@ -180,14 +145,15 @@ def test_an_update_of_vit_b_launches_few_operations():
     assert ours <= 150 and 8 * ours < theirs
 
 
+@pytest.mark.parametrize("optimiser", ["muon", "lamb"])
 @pytest.mark.parametrize(
     "bad, clipped",
     [("blocks.1.mlp.fc1.weight", True), ("head.bias", False), (None, False), (None, True)],
 )
-def test_an_overflow_in_either_kind_skips_both(bad, clipped):
-    """Through GradScaler: nothing changes, to the bit; without an overflow, as without it."""
+def test_an_overflow_in_any_weight_skips_all(optimiser, bad, clipped):
+    """Through GradScaler, by Muon with AdamW, and by LAMB: nothing changes, to the bit; without an overflow, as without it."""
     model, plain = built("vit", torch.float32), built("vit", torch.float32)
-    optimizer, other = muon(model, **OPTIONS), muon(plain, **OPTIONS)
+    optimizer, other = (OPTIMISERS[optimiser](one) for one in (model, plain))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(2):
         for target in (optimizer, other):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from launches import launches_of
-from optimisers import muon, state_of
+from optimisers import OPTIMISERS, state_of
 from refused import refused
 from same_run import assert_identical
 from torch import nn
@@ -21,7 +21,7 @@ ALONE = Processes(0, 0, 1, torch.device("cpu"))
 IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
-def fresh_state(seed: int, dim: int = 12) -> TrainState:
+def fresh_state(seed: int, dim: int = 12, optimiser: str = "muon") -> TrainState:
     model = vitinit.build_model(
         "convmixer_256_8",
         num_classes=7,
@@ -32,10 +32,9 @@ def fresh_state(seed: int, dim: int = 12) -> TrainState:
         kernel_size=3,
     )
     vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(seed))
-    optimizer = muon(model, factor=1.3, momentum=0.9, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
     return state_of(
         model,
-        optimizer,
+        OPTIMISERS[optimiser](model),
         ema=Ema(model, decay=0.9, warmup=True),
         scaler=torch.amp.GradScaler("cpu", init_scale=8.0 * (seed + 1)),
     )
@@ -55,10 +54,11 @@ def step(state: TrainState, factor: float = 1.0) -> None:
     state.progress.read_losses(ALONE)
 
 
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("factors", [[], [float("inf")], [1.0, float("inf"), 1.0]])
-def test_what_is_saved_comes_back_in_another_state_and_goes_on_alike(factors):
+def test_what_is_saved_comes_back_in_another_state_and_goes_on_alike(factors, optimiser):
     """Also before the first step, and where fp16 has skipped all of them: moments of 0."""
-    ours, theirs = fresh_state(0), fresh_state(1)
+    ours, theirs = (fresh_state(seed, optimiser=optimiser) for seed in (0, 1))
     for factor in factors:
         step(ours, factor)
     saved = copy.deepcopy(ours.state_dict())

@@ -111,8 +111,10 @@ def lines_on_data(recipe: Recipe, data: Data) -> list[str]:
         views = f"training: all images on the device; {views}"
     lines.append(f"views   {views}")
     randomly = f"{recipe.rand_augment.layers} × magnitude {recipe.rand_augment.magnitude:g}"
+    three = recipe.three_augment
     lines.append(
         f"augment {counted(augment.repeats, 'view')} per image, RandAugment {randomly}, "
+        f"3-Augment {three.probability:g} with jitter {three.color_jitter:g}, "
         f"erasing {augment.erase_probability:g}, mixup {mix.mixup_alpha:g}, "
         f"cutmix {mix.cutmix_alpha:g}, label smoothing {mix.label_smoothing:g}"
     )
@@ -133,19 +135,20 @@ def line_on_decoder() -> str:
 def lines_on_steps(recipe: Recipe, data: Data, training: Training) -> list[str]:
     """Batches, steps, optimiser and learning rate in words."""
     optim, plan, learning_rate = recipe.optim, data.plan, training.learning_rate
-    by_muon = by_adamw = 0  # weights
+    by_muon = others = 0  # weights
     for group in training.state.optimizer.param_groups:
         weights = sum(parameter.numel() for parameter in group["params"])
         if group["muon"]:
             by_muon += weights
         else:
-            by_adamw += weights
-    optimisers, trained_by = "AdamW", f"AdamW for {by_adamw:,} weights"
+            others += weights
+    optimisers = "LAMB" if optim.name == "lamb" else "AdamW"
+    trained_by = f"{optimisers} for {others:,} weights"
     if by_muon:
         optimisers = "Muon and AdamW"
         dtype = optim.muon_dtype.replace("_", " ")
         settings = f"factor {optim.muon_factor:g}, momentum {optim.muon_momentum:g}, in {dtype}"
-        trained_by = f"Muon ({settings}) for {by_muon:,} weights, AdamW for {by_adamw:,}"
+        trained_by = f"Muon ({settings}) for {by_muon:,} weights, AdamW for {others:,}"
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
     if optim.train == "head":

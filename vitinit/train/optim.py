@@ -23,6 +23,7 @@ from ..base.values import (
     PositiveNumber,
     Proportion,
 )
+from .lamb import Lamb
 
 LINEAR_SCALING_BATCH = 512  # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
@@ -48,7 +49,7 @@ BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw", "muon"]  # muon: AdamW for all but the blocks' matrices
+    name: Literal["adamw", "muon", "lamb"]  # muon: AdamW for all but the blocks' matrices
     train: Literal["all", "head"]  # head: the classifier alone, a linear probe
     global_batch: AtLeastOne  # images per step, over all processes
     max_batch_per_process: AtLeastOne  # most images per micro-batch
@@ -193,12 +194,15 @@ def freeze_below_head(model: nn.Module) -> None:
 
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Fused AdamW (arXiv 1711.05101), with Muon for `hidden_matrices`; the loop sets its rate."""
+    """Fused AdamW (arXiv 1711.05101), or with Muon for `hidden_matrices`, or LAMB; the loop sets
+    its rate.
+    """
     groups = parameter_groups(
         model, optim.weight_decay, layer_decay=optim.layer_decay, muon=optim.name == "muon"
     )
-    if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+    if optim.name != "muon":
+        kind = Lamb if optim.name == "lamb" else torch.optim.AdamW
+        return kind(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
     from .muon import MuonWithAdamW  # which not every run needs
 
     return MuonWithAdamW(

@@ -105,7 +105,7 @@ class TrainState:
     """The model, its optimiser, loss scaling and moving average, and the progress of the run."""
 
     model: nn.Module  # bare: neither compiled nor wrapped for several processes
-    optimizer: torch.optim.Optimizer  # AdamW, or Muon with AdamW
+    optimizer: torch.optim.Optimizer  # AdamW, Muon with AdamW, or LAMB
     scaler: torch.amp.GradScaler  # disabled unless engine.amp is "fp16"
     ema: Ema | None
     progress: Progress
