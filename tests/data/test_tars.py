@@ -25,6 +25,7 @@ from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, Loader
 from vitinit.data.sources import Source, file_sizes, fingerprint
 from vitinit.data.tars import BLOCK, DEVKIT, SOLUTION, TARS
+from vitinit.programs.figures.program import main
 from vitinit.watch.survey import survey
 
 WNIDS = ["n00000013", "n00000002", "n00000007"]  # as they come in the tar
@@ -318,3 +319,6 @@ def test_a_run_on_folders_goes_on_with_tars_as_the_same_run(
     shutil.copy(packed / TARS["val"], folders)
     assert train_program.main(resume) == 0
     assert_same_run(tmp_path / "uncut", tmp_path / "stopped")
+    page = tmp_path / "report.html"  # in which no mistake leads to a file that is not there
+    assert main(["report", str(tmp_path / "stopped"), "--out", str(page)]) == 0
+    assert '"link":null' in page.read_text() and '"link":"' not in page.read_text()
