@@ -451,14 +451,14 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
     train_program, eval_program, small_run, phone, tmp_path, monkeypatch
 ):
     decoded = {True: [], False: []}
-    real, turn = sources.decode_image, None
+    real, turn = sources.decode_bytes, None
 
-    def recorded(path: str, *view: object, **options: bool) -> torch.Tensor:
+    def recorded(content: bytes, path: str, **options: bool) -> torch.Tensor:
         assert options == {"apply_exif_orientation": turn, "channels": 3}
         decoded[turn].append(path)
-        return real(path, *view, **options)
+        return real(content, path, **options)
 
-    monkeypatch.setattr(sources, "decode_image", recorded)
+    monkeypatch.setattr(sources, "decode_bytes", recorded)
     both = tmp_path / "both"
     both.mkdir()
     for split in ("train", "val"):

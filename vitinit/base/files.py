@@ -14,7 +14,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
@@ -159,6 +159,22 @@ def _in_place_of(target: Path, keep: Path | None) -> Iterator[BinaryIO]:
         sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)  # what was renamed is not there any more
+
+
+@contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """A context that one process is in at a time, on any machine: others wait, and if it dies, the
+    next goes on. Nobody waits where the file `lock`, which is there meanwhile, cannot be written.
+    """
+    import fcntl  # which Windows has not
+
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file = stack.enter_context(open(lock, "a"))
+            # Two may enter once the first has left.
+            stack.callback(lock.unlink, missing_ok=True)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def _lock(file: BinaryIO) -> None:

@@ -12,7 +12,7 @@ Four test sets are for models that were trained on ImageNet-1K:
 import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..base.files import one_at_a_time
 from ..base.messages import OneLineError, counted, in_brief
 from . import shapes
 from .classes import class_indices
@@ -37,6 +38,7 @@ from .folders import (
 from .images import DataError
 from .lists import open_list
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, LooseImages, Source, folder_of
+from .tars import TARS, open_tar, wnids_in
 
 __all__ = ["DATA_SETS", "DataSet", "EVAL_SETS", "download", "open_split"]
 
@@ -64,7 +66,8 @@ def open_folder(root: Path, split: str) -> ImageFolder:
         refuse_split(root, split, name, splits, others)
     source = ImageFolder(root / name)
     if split != "train" and TRAIN in splits:
-        take_the_classes_of(root / splits[TRAIN], source, root / name)
+        train = root / splits[TRAIN]
+        take_the_classes(classes_in(train), source, root / name, train)
     if others:
         source.note(f"left out: {counted(len(others), 'folder')} in {root}: {listed(others)}")
     if split == "train" and held in splits:
@@ -95,11 +98,10 @@ def refuse_split(
         )
 
 
-def take_the_classes_of(train: Path, source: ImageFolder, held: Path) -> None:
-    """Number the images in `held` by the classes to train on, if there are any, of which some may
+def take_the_classes(trained_on: list[str], source: ImageFiles, held: Path, train: Path) -> None:
+    """Number the images in `held` by the classes in `train`, if there are any, of which some may
     have none of these images. DataError for images of another class.
     """
-    trained_on = classes_in(train)
     unknown = set(source.classes) - set(trained_on)
     if not trained_on:
         return
@@ -118,11 +120,18 @@ def open_images(root: Path, split: str) -> ImageFiles:
     return images if split == "train" else images.part(np.arange(0))
 
 
-def open_imagenet(root: Path, split: str) -> ImageFolder:
-    """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
-    source = open_wnids(root / split, split)
+def open_imagenet(root: Path, split: str) -> ImageFiles:
+    """Open a split of ImageNet-1K, train/ or val/, or else its tar; its test/ has no labels."""
+    tars = {
+        name: root / tar
+        for name, tar in TARS.items()
+        if not (root / name).is_dir() and (root / tar).is_file()
+    }
+    source = open_tar(tars[split], split) if split in tars else open_wnids(root / split, split)
     if split != "train":
-        take_the_classes_of(root / "train", source, root / split)
+        train = root / "train"
+        trained_on = wnids_in(tars["train"]) if "train" in tars else classes_in(train)
+        take_the_classes(trained_on, source, root / split, train)
         if not source.class_images.all():
             lost = source.classes[source.class_images.argmin()]
             raise DataError(
@@ -269,7 +278,9 @@ DATA_SETS = {
     "images": DataSet(open_images, "images in any folders, without classes", None),
     "image_list": DataSet(
         open_list, "train.csv and val.csv, or images.csv, with the columns path and label", None),
-    "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
+    "imagenet": DataSet(
+        open_imagenet,
+        "train/<wnid>/… and val/<wnid>/…, or the tars of both as downloaded", 1000),
     "cifar10": DataSet(
         partial(read_arrays, "CIFAR10"), "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)",
         10, "CIFAR10"),
@@ -316,18 +327,11 @@ def download(name: str, root: str) -> None:
     folder = folder_of(root)
     if not data_set.torchvision:
         return
-    import fcntl  # which Windows has not
-
+    with suppress(OSError):  # where no folder can be made
+        folder.mkdir(parents=True, exist_ok=True)
     try:
-        with ExitStack() as stack, suppress(ImportError):  # of scipy, see `open_split`
-            with suppress(OSError):  # for a folder that cannot be written
-                folder.mkdir(parents=True, exist_ok=True)
-                lock = folder / f".{name}.downloading"
-                file = stack.enter_context(open(lock, "a"))
-                # Two may enter once everything is there.
-                stack.callback(lock.unlink, missing_ok=True)
-                fcntl.lockf(file, fcntl.LOCK_EX)
-            fetch(data_set.torchvision, folder)
+        with one_at_a_time(folder / f".{name}.downloading"), suppress(ImportError):
+            fetch(data_set.torchvision, folder)  # without scipy, see `open_split`
     except (OSError, RuntimeError, ValueError) as error:  # urllib's errors are OSErrors
         raise DataError(
             f"{name}: not complete in {folder} and cannot be downloaded ({in_brief(error)}); "

@@ -17,10 +17,9 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from ..base.files import FileError, read_bytes
 from ..base.messages import without_warnings
 from .draw import Augment, draw_view
-from .images import LARGEST_FILE, HeightWidth, decode_bytes, jpeg_decoder, plain_jpeg_size
+from .images import DataError, HeightWidth, decode_bytes, jpeg_decoder, plain_jpeg_size
 from .sources import Source
 
 END_OF_IMAGE = b"\xff\xd9"  # how a whole JPEG ends
@@ -65,10 +64,9 @@ def read_jpeg(source: Source, index: int) -> tuple[Tensor, HeightWidth | None]:
     """The bytes of an image's file, and its height and width; no bytes, and None, unless it is a
     whole JPEG whose head says no more than them.
     """
-    path, content = source.path(index), b""
-    if path:
-        with suppress(FileError, ValueError):  # `Source.image` will say why
-            content = read_bytes(path, limit=LARGEST_FILE)
+    content = b""
+    with suppress(DataError):  # `Source.image` will say why
+        content = source.content(index)
     size = plain_jpeg_size(content)
     if size is None or not content.endswith(END_OF_IMAGE):
         return torch.empty(0, dtype=torch.uint8), None

@@ -159,17 +159,24 @@ def decode_image(
     DataError, which names the file, also where there is too little memory for either.
     """
     with room_for(path):
-        try:
-            content = read_bytes(path, limit=LARGEST_FILE)
-        except FileError as error:
-            way = "; fetch an image from its address first" if "://" in path else ""
-            raise DataError(f"{error}{way}") from None
-        except ValueError as error:  # of a zero byte in the name
-            raise DataError(f"{path}: cannot be read: {error}") from None
         image = decode_bytes(
-            content, path, channels=channels, apply_exif_orientation=apply_exif_orientation
+            read_image(path),
+            path,
+            channels=channels,
+            apply_exif_orientation=apply_exif_orientation,
         )
         return view(image)
+
+
+def read_image(path: str) -> bytes:
+    """The content of an image file; DataError, which names it, if it cannot be read."""
+    try:
+        return read_bytes(path, limit=LARGEST_FILE)
+    except FileError as error:
+        way = "; fetch an image from its address first" if "://" in path else ""
+        raise DataError(f"{error}{way}") from None
+    except ValueError as error:  # of a zero byte in the name
+        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def decode_bytes(

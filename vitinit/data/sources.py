@@ -27,7 +27,7 @@ from .folders import (
     in_words,
     suffix_of,
 )
-from .images import DataError, decode_image, jpeg_decoder, with_channels
+from .images import DataError, decode_bytes, jpeg_decoder, read_image, room_for, with_channels
 
 __all__ = ["ImageFiles", "ImageFolder", "ImagesInMemory", "LooseImages", "Source"]
 
@@ -84,6 +84,10 @@ class Source:
     def path(self, index: int) -> str:
         """The file of an image; "" of one in memory."""
         return ""
+
+    def content(self, index: int) -> bytes:
+        """The content of an image's file; b"" of one in memory. DataError if it cannot be read."""
+        return b""
 
     def note(self, line: str) -> None:
         """Put a line before what `left_out` says."""
@@ -148,7 +152,7 @@ class ImageFiles(Source):
     def each_path(self) -> Iterator[str]:
         """Each path, one at a time: a list of them takes 57 bytes more for each."""
         text = self.text.numpy().data
-        for start, end in zip(*self.stored.numpy().T):
+        for start, end in self.stored.numpy()[:, :2]:
             yield os.fsdecode(bytes(text[start:end]))
 
     @property
@@ -159,16 +163,27 @@ class ImageFiles(Source):
         return self.part(np.arange(0, len(self), len(self) // 64 + 1)).paths
 
     def path(self, index: int) -> str:
-        start, end = self.stored[index].tolist()
+        start, end = self.stored[index, :2].tolist()
         return os.fsdecode(self.text[start:end].numpy().tobytes())
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
-        return decode_image(
-            self.path(index),
-            view,
-            channels=self.channels,
-            apply_exif_orientation=self.apply_exif_orientation,
-        )
+        path = self.path(index)
+        with room_for(path):
+            image = decode_bytes(
+                self.content(index),
+                path,
+                channels=self.channels,
+                apply_exif_orientation=self.apply_exif_orientation,
+            )
+            return view(image)
+
+    def content(self, index: int) -> bytes:
+        return read_image(self.path(index))
+
+    def size(self, index: int) -> int:
+        """The bytes of an image's file; -1 if it is not there any more."""
+        path = self.path(index)
+        return os.path.getsize(path) if os.path.exists(path) else -1
 
 
 class ImageFolder(ImageFiles):
@@ -264,12 +279,11 @@ def file_sizes(sources: Sequence[Source], seed: int) -> dict[str, str]:
 
     {} if all images are in memory. A file that is not there any more counts as of another size.
     """
-    paths = []
+    sizes: list[int] = []
     for split, source in enumerate(sources):
         if isinstance(source, ImageFiles):
             order = keyed_generator(seed, Purpose.FILE_SIZES, split).permutation(len(source))
-            paths += source.part(order[:SIZED]).paths
-    sizes = [os.path.getsize(path) if os.path.exists(path) else -1 for path in paths]
+            sizes += map(source.size, order[:SIZED].tolist())
     if not sizes:
         return {}
     return {SIZES: hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}

@@ -21,6 +21,7 @@ from ..data.folders import ARRAYS, suffix_of
 from ..data.images import FORMATS, LARGEST_FILE, has_unknown_bands, heif_formats
 from ..data.pipeline import Data
 from ..data.sources import ImageFiles, Source
+from ..data.tars import TarImages
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
 
@@ -75,6 +76,7 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
     named: list[Named] = []
     if (
         isinstance(train_set, ImageFiles)
+        and not isinstance(train_set, TarImages)
         and isinstance(val_set, ImageFiles)
         and len(train_set) <= most
     ):

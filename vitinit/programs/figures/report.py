@@ -249,7 +249,7 @@ def judge(
         mistake |= {
             "source": as_png(batches.views[index][0], SIDE),
             "file": file or f"image {place}",
-            "link": file and address(file, folder),
+            "link": address(file, folder) if file and os.path.exists(file) else None,
         }
     return found | {
         "numbers": [[words, rounded(value)] for words, value in found["numbers"].items()],
