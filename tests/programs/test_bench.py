@@ -462,7 +462,7 @@ def test_a_plan_is_the_slower_of_gpus_and_cores_and_a_validation_is_a_forward_pa
     assert plan_run(average, rates, images=7, validation=7, gpus=1, cores=1).weights == 2
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("optimiser", ["adamw", "muon", "lamb"])
 def test_the_disk_of_a_plan_is_what_checkpoints_hold(optimiser):
     sets = [*TINY[1::2], f"optim.name={optimiser}", "ema.decay=0.9", "model.options.depth=11"]
     recipe = bench_recipe("deit_tiny", sets)

@@ -83,21 +83,23 @@ OF_FINE_TUNING = {
 def test_the_recipe_has_the_values_of_the_command(name):
     size, images, processes, rate, drop_path = (PRETRAINING | FINE_TUNING)[name]
     kind = OF_PRETRAINING if name in PRETRAINING else OF_FINE_TUNING
-    expected = COMMON | kind | {
-        "data.image_size": [size, size],
-        "mix.group": images,
-        "optim.global_batch": images * processes,
-        "optim.base_lr": rate,
-        "model.options.drop_path": drop_path,
-    }
+    expected = (
+        COMMON
+        | kind
+        | {
+            "data.image_size": [size, size],
+            "mix.group": images,
+            "optim.global_batch": images * processes,
+            "optim.base_lr": rate,
+            "model.options.drop_path": drop_path,
+        }
+    )
     recipe = load_recipe(name)
     assert {key: recipe.keys[key] for key in expected} == expected
     assert recipe.optim.peak_lr == rate
 
 
-@pytest.mark.parametrize(
-    "name, count", [("deit3_small", 22_059_496), ("deit3_base", 86_585_320)]
-)
+@pytest.mark.parametrize("name, count", [("deit3_small", 22_059_496), ("deit3_base", 86_585_320)])
 def test_weights_are_as_many_as_in_the_released_model(name, count):
     """timm's vit_…_patch16_… with init_values and no_embed_class, as its DeiT III has them; at 192
     px there are fewer positions."""

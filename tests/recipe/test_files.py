@@ -123,7 +123,16 @@ def test_orientation_is_left_as_stored_where_a_paper_s_loader_left_it():
         path.stem
         for path in SHIPPED
         if path.stem.startswith(
-            ("deit_", "imagenet_", "structured_", "swin_", "mixer_", "convmixer_", "tiny_imagenet_")
+            (
+                "deit_",
+                "deit3_",
+                "imagenet_",
+                "structured_",
+                "swin_",
+                "mixer_",
+                "convmixer_",
+                "tiny_imagenet_",
+            )
         )
     }
 
