@@ -49,7 +49,7 @@ class TarImages(ImageFiles):
 
     def __init__(self, tar: Path, split: str, index: ndarray) -> None:
         folder = tar.with_name(split)
-        names = zip(index["wnid"], index["name"])  # one at a time: a list of them takes 300 MB
+        names = zip(index["wnid"], index["name"])
         paths = (f"{folder}/{wnid.decode()}/{name.decode()}" for wnid, name in names)
         classes, labels = np.unique(index["wnid"], return_inverse=True)
         super().__init__(paths, labels, [wnid.decode() for wnid in classes])
