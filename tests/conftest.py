@@ -175,6 +175,8 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
         "augment.erase_probability": "0.5",
         "rand_augment.layers": "2",
         "rand_augment.interpolation": "random",
+        "three_augment.probability": "0.7",
+        "three_augment.color_jitter": "0.3",
         "mix.group": "4",
         "mix.mixup_alpha": "0.8",
         "mix.cutmix_alpha": "1.0",

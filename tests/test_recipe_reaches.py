@@ -27,6 +27,7 @@ WRITTEN = {
                          operations=["Invert", "Rotate"], rotate_degrees=0.53, shear_factor=0.59,
                          translate_share=0.61, enhance_factor=0.67, posterize_bits=5,
                          solarize_levels=109, solarize_add_levels=113),
+    "three_augment": dict(probability=0.31, color_jitter=0.33),
     "mix": dict(group=6, mixup_alpha=0.73, cutmix_alpha=0.79, probability=0.83,
                 switch_probability=0.89, label_smoothing=0.07),
     "optim": dict(train="all", global_batch=12, max_batch_per_process=2, base_lr=3e-3,
@@ -99,7 +100,13 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     for title, body in WRITTEN.items():  # every key is here
         fields = {field.name for field in dataclasses.fields(sections.SECTIONS[title])}
         assert fields == set(body), title
-    for part, title in zip(seen["Augmentation"][0][0][2:], ("augment", "rand_augment", "mix")):
+    _, _, augment, rand_augment, mix, *_, three_augment = seen["Augmentation"][0][0]
+    for part, title in (
+        (augment, "augment"),
+        (rand_augment, "rand_augment"),
+        (mix, "mix"),
+        (three_augment, "three_augment"),
+    ):
         assert plain(part) == WRITTEN[title]
     assert options("TrainSampler")["repeats"] == 3
     schedule, evaluation = WRITTEN["schedule"], WRITTEN["eval"]

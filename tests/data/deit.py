@@ -24,10 +24,12 @@ from vitinit.data.draw import (
 from vitinit.data.images import crop_and_flip
 from vitinit.data.rand_augment import RandAugment, draw_operations, for_device, rand_augment
 from vitinit.data.sources import Source
+from vitinit.data.three_augment import ThreeAugment
 from vitinit.recipe.files import RECIPES, load_recipe
 
 _DEIT = load_recipe(RECIPES / "deit_base.toml")
 AUGMENT, RAND_AUGMENT, MIX = _DEIT.augment, _DEIT.rand_augment, _DEIT.mix
+THREE_AUGMENT = ThreeAugment(probability=1.0, color_jitter=0.3)  # DeiT III's
 UNMIXED_ALWAYS = replace(MIX, probability=0.0)
 SHIFT = dict(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0))  # crops that only move pixels
 CPU = torch.device("cpu")

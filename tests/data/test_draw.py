@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 from bounds import bounds_in
-from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples, view_of
+from deit import (
+    AUGMENT,
+    MIX,
+    RAND_AUGMENT,
+    SHIFT,
+    THREE_AUGMENT,
+    box_and_key,
+    draws_of as drawn,
+    samples,
+    view_of,
+)
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
 from vitinit.base.keys import Purpose, keyed_generator, keyed_generators
@@ -193,6 +203,7 @@ def test_what_has_a_probability_takes_place_for_every_number_below_it(number, ra
         mix(probability=rate) != UNMIXED,
         mix(probability=1.0, switch_probability=rate).box != NOWHERE,
         *(operations != Operation.NONE).flatten().tolist(),
+        bool(replace(THREE_AUGMENT, probability=rate).draw([Uniform(number)], 1)[0, 0, 0]),
         rate == 1.0 or draw_drop_path([rate], 1, Uniform(number)).item() == 0.0,
     } == {number < rate}
 
@@ -222,8 +233,13 @@ def ends_of(kind: Any) -> list[Any]:
 
 
 def settings_at_ends() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(key, the three sections with one key at an end of what it takes)."""
-    sections = {"augment": AUGMENT, "rand_augment": RAND_AUGMENT, "mix": MIX}
+    """(key, the sections with one key at an end of what it takes)."""
+    sections = {
+        "augment": AUGMENT,
+        "rand_augment": RAND_AUGMENT,
+        "mix": MIX,
+        "three_augment": THREE_AUGMENT,
+    }
     for title, section in sections.items():
         for key, kind in get_type_hints(type(section), include_extras=True).items():
             for end in ends_of(kind):
@@ -409,3 +425,36 @@ def test_masks_show_each_patch_equally_often_by_the_key_alone():
     assert (alone[0] == visible[7]).all()
     again = masks.draw(keyed_generators(3, Purpose.MASK, [SampleKey(1, 7), SampleKey(0, 7, 1)]))
     assert not (again == visible[7]).all(1).any()
+
+
+def test_3_augment_draws_one_of_three_and_jitters_in_any_order_by_the_key_alone():
+    """Uniformly all of them, and RandAugment, erasing and mixing draw as without it."""
+    count = 4_001
+    keys = [SampleKey(1, index, index % 3) for index in range(count)]
+    draws = replace(draws_of(), three_augment=replace(THREE_AUGMENT, color_jitter=0.23))
+    operations, erased, mixed = drawn(draws, keys)
+    without = drawn(draws_of(), keys)
+    assert torch.equal(operations[:, :2], without.operations)
+    assert torch.equal(erased.view(torch.int64), without.erased.view(torch.int64))
+    assert torch.equal(mixed, without.mixed)
+    assert torch.equal(drawn(draws, keys[7:8]).operations[0], operations[7])
+    own = keyed_generator(3, Purpose.THREE_AUGMENT, *keys[7])
+    assert np.array_equal(operations[7, 2:, :3], draws.three_augment.draw([own], 1)[0])
+    for other in (SampleKey(2, 7, 1), SampleKey(1, 8, 1), SampleKey(1, 7, 2)):
+        assert not torch.equal(drawn(draws, [other]).operations[0, 2:], operations[7, 2:])
+
+    three = operations[:, 2:, :2].numpy()  # codes and arguments of four layers
+    for code, argument in ((Operation.Color, 0.0), (Operation.Solarize, 128.0)):
+        of_code = three[:, 0, 0] == code
+        assert_rate(of_code, 1 / 3)
+        assert (three[of_code, 0, 1] == argument).all()
+    radii = three[three[:, 0, 0] == Operation.GaussianBlur, 0, 1]
+    jitters = {Operation.Brightness, Operation.Contrast, Operation.Color}
+    orders, counts = np.unique(three[:, 1:, 0], axis=0, return_counts=True)
+    assert len(orders) == 6 and all(set(order) == jitters for order in orders)
+    assert_even(counts)
+    rng = np.random.default_rng(0)
+    for found, least, most in ((radii, 0.1, 2.0), (three[:, 1:, 1].flatten(), 0.77, 1.23)):
+        near = (most - least) / 100
+        assert least <= found.min() < least + near and most - near < found.max() <= most
+        assert distance_between(found, rng.uniform(least, most, len(found))) < KS_LIMIT

@@ -1,4 +1,4 @@
-"""RandAugment on batches equals Pillow, image by image and operation by operation."""
+"""Operations on batches equal Pillow's, image by image: RandAugment's, and all of 3-Augment."""
 
 import functools
 import hashlib
@@ -10,9 +10,10 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from deit import RAND_AUGMENT, augmented, noisy_batch, random_operations
-from PIL import Image, ImageEnhance, ImageOps
+from deit import RAND_AUGMENT, THREE_AUGMENT, augmented, noisy_batch, random_operations
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
+from torchvision.transforms import Grayscale, functional as of_torchvision
 
 from vitinit.data import rand_augment
 from vitinit.data.images import from_pillow
@@ -67,6 +68,8 @@ def with_pillow(
         )
     if name == "SolarizeAdd":
         return image.point([min(255, own + level) if own < 128 else own for own in range(256)] * 3)
+    if name == "GaussianBlur":
+        return image.filter(ImageFilter.GaussianBlur(argument))
     if name == "Rotate":
         return image.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
     matrix = {
@@ -111,7 +114,7 @@ def arguments_of(name: str, rng: np.random.Generator, count: int = 7) -> np.ndar
     return RAND_AUGMENT.arguments(np.full(len(signs), Operation[name]), magnitudes, signs)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, "GaussianBlur"])
 def test_plain_operations_equal_pillows_to_the_bit(name):
     rng = np.random.default_rng(Operation[name])
     extremes = {
@@ -119,6 +122,8 @@ def test_plain_operations_equal_pillows_to_the_bit(name):
         "Solarize": (0, 1, 127, 128, 255, 256),
         "SolarizeAdd": (0, 1, 127, 128),
         "Brightness": (0.0, 1.0, 2.0),
+        # From √2 on a box has more than a whole pixel, and from 2.44 on more than two.
+        "GaussianBlur": (0.1, 1.4142, 1.4143, 2.0, 2.4, *rng.uniform(0.1, 2.0, 11)),
     }.get(name, ())
     levels = Image.fromarray(np.arange(3 * 256, dtype=np.uint8).reshape(3, 256).T[None].copy())
     for image in (levels, *images_of_all_kinds(rng)):
@@ -175,6 +180,31 @@ def test_a_centre_moved_onto_the_very_edge_is_in_or_out_as_in_pillow(name, size,
         assert torch.equal(*outside) and outside[0].any() and not outside[0].all()
 
 
+def test_a_whole_3_augment_is_the_calls_that_deit_iii_makes():
+    """As its augment.py, by torchvision and Pillow, with what is drawn here."""
+    jitters = {
+        Operation.Brightness: of_torchvision.adjust_brightness,
+        Operation.Contrast: of_torchvision.adjust_contrast,
+        Operation.Color: of_torchvision.adjust_saturation,
+    }
+    rng = np.random.default_rng(5)
+    for image in images_of_all_kinds(rng):
+        drawn = THREE_AUGMENT.draw([rng] * 13, 13)
+        ours = augmented(from_pillow(image).expand(13, -1, -1, -1), drawn)
+        for found, operations in zip(ours, drawn[..., :2].tolist()):
+            code, argument = operations[0]
+            theirs = {
+                Operation.Color: Grayscale(3),
+                Operation.Solarize: ImageOps.solarize,
+                Operation.GaussianBlur: lambda image: image.filter(
+                    ImageFilter.GaussianBlur(argument)
+                ),
+            }[code](image)
+            for code, factor in operations[1:]:
+                theirs = jitters[code](theirs, factor)
+            assert torch.equal(found, from_pillow(theirs))
+
+
 EVERY = replace(RAND_AUGMENT, layers=3, probability=0.9, interpolation="random")
 
 
@@ -193,6 +223,8 @@ def test_an_image_has_the_same_bits_in_any_batch_or_parts(monkeypatch, height, w
         else EVERY
     )
     images, drawn = noisy_batch(61, height, width), random_operations(61, settings)
+    further = THREE_AUGMENT.draw([np.random.default_rng(0)] * 61, 61)
+    drawn = np.concatenate([drawn, further], 1)
     assert set(drawn[..., 0].flat) == set(Operation)  # all of them, and none
     together = augmented(images, drawn)
     assert torch.equal(augmented(images, drawn[:, :0]), images)  # no layers

@@ -62,6 +62,7 @@ WAYS = {
         ("augment.erase_fill=const", "mix.mixup_alpha=0.8", "mix.probability=0.5"),
         ("engine.channels_last=false",),
     ),
+    "3-Augment": (("three_augment.probability=0.8", "three_augment.color_jitter=0.3"), ()),
     "none mixed": (("augment.erase_fill=const", "rand_augment.magnitude=10"), ()),
 }
 

@@ -61,6 +61,7 @@ def test_a_complete_recipe_is_read_as_it_is_written(path):
     if isinstance(side := written["data"]["image_size"], int):
         written["data"]["image_size"] = [side, side]
     left_out = {
+        "three_augment": {"probability": 0.0, "color_jitter": 0.0},
         "loss": plain(CROSS_ENTROPY),
         "distill": NO_TEACHER,
         "task": {"name": "classify", "options": {}},

@@ -19,6 +19,7 @@ from vitinit.runs.teacher import learn_from_teacher
 
 CPU = torch.device("cpu")
 BANDS = ("data.mean=[0.1,0.2,0.3,0.4,0.5]", "data.std=[0.9,0.8,0.7,0.6,0.5]")
+NO_THREE = dict(three_augment__probability="0.0", three_augment__color_jitter="0.0")
 RUN = Path(__file__).parent / "data" / "version_12"
 
 
@@ -45,7 +46,17 @@ def test_channels_and_operations_that_contradict_each_other_are_one_line():
         assert words in refused(RecipeError, augmentation_of, recipe, 7, CPU)
     for sets in (("layers=0",), ("layers=1", 'operations=["Invert", "Rotate"]', "fill=[7]")):
         assert augmentation_of(changed(*BANDS, *(f"rand_augment.{one}" for one in sets)), 7, CPU)
-    grey = ("data.mean=[0.5]", "data.std=[0.5]", "rand_augment.layers=1", "rand_augment.fill=[7]")
+    for key in ("probability", "color_jitter"):
+        assert "expected 0 and 0, as they are defined for RGB and grey" in refused(
+            RecipeError, changed, *BANDS, f"three_augment.{key}=0.3"
+        )
+    grey = (
+        "data.mean=[0.5]",
+        "data.std=[0.5]",
+        "three_augment.probability=1.0",
+        "rand_augment.layers=1",
+        "rand_augment.fill=[7]",
+    )
     assert augmentation_of(changed(*grey), 7, CPU)
 
 
@@ -68,7 +79,7 @@ def test_a_run_of_five_bands_is_trained_used_exported_and_drawn(
     operations = '["Invert", "Rotate", "Sharpness"]'
     words = ("--set", BANDS[0], "--set", BANDS[1], "--set", "rand_augment.fill=[1,2,3,4,5]")
     run = tmp_path / "run"
-    arguments = small_run(run, *words, rand_augment__operations=operations)
+    arguments = small_run(run, *words, rand_augment__operations=operations, **NO_THREE)
     assert train_program.main([*arguments, "--dry-run", "--read-images"]) == 0
     assert train_program.main(arguments) == 0
     trained = vitinit.load(run)

@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     FILE_SIZES = 10  # (split): the files whose sizes are recorded
     MASK = 11  # (epoch, index, repeat): the visible patches of a sample
     EVAL_MASK = 12  # (index): those of a validation image, whose seed is fixed
+    THREE_AUGMENT = 13  # (epoch, index, repeat): the operations of a sample that 3-Augment draws
 
 
 def keyed_generator(seed: int, purpose: Purpose, *counters: int) -> np.random.Generator:

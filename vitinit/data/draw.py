@@ -6,6 +6,7 @@ were.
 
     crop and flip   applied in the worker that decodes the image                   → View
     RandAugment     applied to whole batches on the device                         ┐
+    3-Augment       likewise, after it                                             │
     erasing         applied to whole batches there, after normalisation            ├ → Draws
     mixing          likewise; drawn for a group of samples, by (seed, step, group) ┘
 
@@ -29,6 +30,7 @@ from .classes import members_of
 from .images import NOWHERE, Box, HeightWidth
 from .operations import COLUMNS
 from .rand_augment import RandAugment, draw_operations, for_device
+from .three_augment import NO_THREE_AUGMENT, ThreeAugment
 
 ATTEMPTS = 10  # boxes tried, then the centre or nothing; as torchvision and timm
 
@@ -251,7 +253,7 @@ Array = TypeVar("Array", Tensor, ndarray)
 class Draws(NamedTuple, Generic[Array]):
     """What happens to the B samples of a micro-batch on the device, as float64."""
 
-    operations: Array  # (B, L, COLUMNS): RandAugment's, of L layers, of `for_device`
+    operations: Array  # (B, L, COLUMNS): RandAugment's and 3-Augment's, L layers, of `for_device`
     # (B, 5): the `Box` that is erased (height 0: none), and the key of the noise in it, as the bits
     # of a float: `view(torch.int64)`.
     erased: Array
@@ -276,14 +278,18 @@ class Augmentation:
     mix: Mix
     masks: Masks | None = None  # None: all patches are seen
     border: Sequence[int] | None = None  # the colour beside a whole image; None: none is padded
+    three_augment: ThreeAugment = NO_THREE_AUGMENT
 
     def draws(self, samples: Samples) -> Tensor:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""
         step, keys, groups = samples
         count = len(keys)
         generators = keyed_generators(self.seed, Purpose.RAND_AUGMENT, keys)
-        operations = draw_operations(generators, count, self.rand_augment)
-        operations = for_device(operations, self.size).reshape(count, -1)
+        layers = draw_operations(generators, count, self.rand_augment)
+        generators = keyed_generators(self.seed, Purpose.THREE_AUGMENT, keys)
+        further = self.three_augment.draw(generators, count)
+        operations = for_device(np.concatenate([layers, further], 1), self.size)
+        operations = operations.reshape(count, -1)
         erased = np.zeros((count, 5))
         if self.augment.erase_probability > 0.0:
             generators = keyed_generators(self.seed, Purpose.ERASE, keys)

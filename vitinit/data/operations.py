@@ -1,4 +1,4 @@
-"""RandAugment's fifteen operations on batches (n, 3, H, W) uint8, in three functions.
+"""The operations of RandAugment and 3-Augment on batches (n, 3, H, W) uint8, in four functions.
 
 Each operation is the one of Pillow that AutoAugment (arXiv 1805.09501) and RandAugment (arXiv
 1909.13719) use, with the same formula and rounding. (Only geometric operations may differ by one
@@ -7,6 +7,7 @@ level, because they interpolate in float32 and Pillow in float64.)
     map_levels   AutoContrast, Equalize, Invert, Posterize, Solarize, SolarizeAdd: a look-up
     enhance      Color, Contrast, Brightness, Sharpness: a blend with a plainer version
     affine       ShearX, ShearY, TranslateX, TranslateY, Rotate: one affine map per image
+    blur         GaussianBlur: three boxes one after the other, along each axis
 
 Every kernel launch has a fixed cost on a GPU, so images with different operations go through such a
 function together: sorted by groups (rand_augment.py), of which `counts` states how many images each
@@ -23,6 +24,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor
 
 LEVELS = 256
@@ -30,12 +32,15 @@ BYTES = 4  # of the word that holds a pixel's channels where it is moved
 FRAME = 2  # pixels of border that interpolation may read on each side
 # What the columns hold: the drawn operation (code, argument, 1 if it is bicubic) and its group; for
 # a fixed map of levels, threshold, addend, flip and mask (`fixed_tables`); for an affine map, the
-# two rows of its matrix.
+# two rows of its matrix; for a blur, the five weights of a box.
 ARGUMENT = 1
 GROUP = 3
 MAP = slice(4, 8)
 MATRIX = slice(8, 14)
-COLUMNS = 14
+KERNEL = slice(14, 19)
+COLUMNS = 19
+BOXES = 3  # whose sequence is nearly a Gaussian
+WEIGHT_BITS = 24  # weights are multiples of 2⁻²⁴
 
 
 def map_levels(
@@ -321,3 +326,39 @@ def cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, t: Tensor) -> Tensor:
     quadratic = torch.add(c, step, alpha=2).sub_(d)
     values.add_(quadratic).mul_(t)
     return values.add_(c - a).mul_(t).add_(b)
+
+
+def blur(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
+    """Blur each image by three boxes along x, then along y, with levels rounded after each one.
+
+    Beyond the edge is the edge's pixel.
+    """
+    kernel = columns[:, KERNEL].int()[..., None, None, None].unbind(1)  # (n, 1, 1, 1)
+    for axis in (3,) * BOXES + (2,) * BOXES:
+        side = images.shape[axis]
+        places = torch.arange(-2, side + 2, device=images.device).clamp_(0, side - 1)
+        framed = images.index_select(axis, places).int()
+        sums = torch.full_like(images, 2**WEIGHT_BITS // 2, dtype=torch.int32)  # half a level
+        for start, weight in enumerate(kernel):
+            sums.addcmul_(framed.narrow(axis, start, side), weight)
+        # Sums of up to 2³² wrap around; the shift repeats their sign, which uint8 cuts off.
+        images = (sums >> WEIGHT_BITS).to(torch.uint8)
+    return images
+
+
+def blur_kernels(radii: ndarray) -> ndarray:
+    """The KERNEL of Gaussian blurs whose standard deviations are `radii`, at most 2.4: (…, 5).
+
+    Each of the three boxes has a third of the variance. Its ends weigh a share of what its other
+    pixels weigh (Gwosdek et al., SSVM 2011). In float32, as Pillow computes them.
+    """
+    variance = np.square(radii, dtype=np.float32) / BOXES
+    whole = np.floor((np.sqrt(12 * variance + 1) - 1) / 2)  # pixels on each side, without the end
+    share = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance)
+    share /= 6 * (variance - np.square(whole + 1))
+    radius = whole + share
+    inside = (2**WEIGHT_BITS / (2 * radius + 1)).astype(np.int64)
+    reach = radius.astype(np.int64)
+    ends = (2**WEIGHT_BITS - (2 * reach + 1) * inside) // 2
+    beyond = np.abs(np.arange(-2, 3)) - reach[..., None]  # how far each weight is: (…, 5)
+    return np.select([beyond <= 0, beyond == 1], [inside[..., None], ends[..., None]])

@@ -2,7 +2,7 @@
 
 `draw_operations` draws, and `for_device` adds to each drawn operation all that a device needs to
 apply it; both happen where the batch is loaded. `rand_augment` applies them on the device, by the
-three functions of operations.py.
+functions of operations.py.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..base.values import Bounds, Proportion
 from .images import HeightWidth
-from .operations import GROUP, affine, enhance, map_levels
+from .operations import GROUP, affine, blur, blur_kernels, enhance, map_levels
 
 MAX_MAGNITUDE = 10.0  # the magnitude at which operations are strongest
 # The most pixels that go through a function at once, but one image at least. CPUs: what fits into
@@ -31,7 +31,7 @@ GPU_CHUNK = 2**24
 
 
 class Operation(IntEnum):
-    """RandAugment's operations, whose values never change, and what their arguments mean."""
+    """All operations, whose values never change, and what their arguments mean."""
 
     NONE = 0
     AutoContrast = 1
@@ -49,9 +49,10 @@ class Operation(IntEnum):
     ShearY = 13  # shift in rows per column
     TranslateX = 14  # shift as a share of the width
     TranslateY = 15  # shift as a share of the height
+    GaussianBlur = 16  # standard deviation in pixels; not of RandAugment
 
 
-ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
+ALL_OPERATIONS = tuple(operation.name for operation in Operation)[1:-1]  # RandAugment's
 OF_COLOURS = ("Color", "Contrast")  # which read red, green and blue together
 OperationName = Annotated[str, Literal[ALL_OPERATIONS]]
 Level = Annotated[int, Bounds(minimum=0, maximum=255)]
@@ -143,7 +144,8 @@ def draw_operations(generators: Iterable[Generator], count: int, settings: RandA
 
 
 # The groups of operations that are treated alike, in the order in which images are sorted: three
-# of `map_levels`, four of `enhance`, three of `affine`, these again where they are bicubic, none.
+# of `map_levels`, four of `enhance`, three of `affine`, these again where they are bicubic, one of
+# `blur`, none.
 GROUPS = [
     ["AutoContrast"],
     ["Equalize"],
@@ -158,6 +160,7 @@ GROUPS = [
     [],
     [],
     [],
+    ["GaussianBlur"],
     ["NONE"],
 ]
 GROUP_OF = np.empty(len(Operation), np.int64)
@@ -178,8 +181,11 @@ def for_device(operations: ndarray, size: HeightWidth) -> ndarray:
     flip = np.where(add, 0, 255)
     mask = 256 - 2 ** (8 - np.where(posterize, arguments, 8))
     matrices = affine_matrices(codes, arguments, *size).reshape(*codes.shape, 6)
+    kernels = blur_kernels(np.where(codes == Operation.GaussianBlur, arguments, 0.0))
     added = np.stack([groups, threshold, addend, flip, mask], 2)
-    return np.concatenate([operations, added, matrices], 2)  # in the order of operations.py
+    return np.concatenate(
+        [operations, added, matrices, kernels], 2
+    )  # in the order of operations.py
 
 
 def affine_matrices(codes: ndarray, arguments: ndarray, height: int, width: int) -> ndarray:
@@ -253,6 +259,7 @@ def rand_augment(
         (look_up, 0, 3, len(images) if on_cpu else most),  # a CPU looks up channel by channel
         (enhance, 3, 7, most),
         (shift, 7, 13, most),
+        (blur, 13, 14, most),
     )
     places = orders.argsort(dim=0)  # (n, L), where each image is in the order of a layer
     moves = torch.cat([orders[:, :1], places[:, :-1].gather(0, orders[:, 1:])], 1)

@@ -4,11 +4,13 @@ One table. Records on disk stay as they are, and are compared by what they meant
 """
 
 from ..base.values import Table, flat, plain
+from ..data.three_augment import NO_THREE_AUGMENT
 from ..tasks import CROSS_ENTROPY
 from ..train.optim import NO_TEACHER
 
 # Recipes of version 12 may leave these out: sections as a whole, and keys that came later.
 SECTIONS_LEFT_OUT: Table = {
+    "three_augment": plain(NO_THREE_AUGMENT),
     "distill": NO_TEACHER,
     "task": {"name": "classify"},
     "loss": plain(CROSS_ENTROPY),

@@ -28,6 +28,7 @@ from ..base.values import (
 from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
+from ..data.three_augment import NO_THREE_AUGMENT, ThreeAugment
 from ..models import MODELS
 from ..tasks import TASKS, Contradiction, Loss, Task
 from ..train.optim import Distill, Optim, Schedule
@@ -159,6 +160,7 @@ class Recipe:
     data: DataSection
     augment: Augment
     rand_augment: RandAugment
+    three_augment: ThreeAugment  # may be left out: none
     mix: Mix
     loss: Loss  # may be left out: cross-entropy
     distill: Distill  # may be left out: no teacher
@@ -234,6 +236,7 @@ MACHINE_KEYS = (
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Yield the keys whose values contradict each other, that of most weight first."""
+    yield from _of_augmentation(recipe)
     yield from _of_images(recipe)
     yield from _of_decoding(recipe)
     if recipe.augment.fit != "crop":
@@ -245,13 +248,19 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     yield from recipe.task.kind.contradictions(recipe)
 
 
-def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
+def _of_augmentation(recipe: Recipe) -> Iterator[Contradiction]:
     for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
         low, high = getattr(recipe.augment, key)
         if low > high:
             yield [f"augment.{key}"], "the smaller value first"
     if recipe.rand_augment.layers and not recipe.rand_augment.operations:
         yield ("rand_augment.operations", "rand_augment.layers"), "some, or 0 layers"
+    if recipe.three_augment != NO_THREE_AUGMENT and recipe.data.channels not in (1, 3):
+        keys = "three_augment.probability", "three_augment.color_jitter", "data.mean"
+        yield keys, "0 and 0, as they are defined for RGB and grey"
+
+
+def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
     data = recipe.data
     if not data.channels or len(data.std) != data.channels:
         yield ("data.std", "data.mean"), "as many values of both as images have channels"

@@ -265,6 +265,7 @@ def augmentation_of(recipe: Recipe, classes: int, device: torch.device) -> Train
         recipe.mix,
         masks_of(recipe),
         border_of(recipe),
+        recipe.three_augment,
     )
     return TrainToDevice(
         device,

@@ -111,8 +111,10 @@ def lines_on_data(recipe: Recipe, data: Data) -> list[str]:
         views = f"training: all images on the device; {views}"
     lines.append(f"views   {views}")
     randomly = f"{recipe.rand_augment.layers} × magnitude {recipe.rand_augment.magnitude:g}"
+    three = recipe.three_augment
     lines.append(
         f"augment {counted(augment.repeats, 'view')} per image, RandAugment {randomly}, "
+        f"3-Augment {three.probability:g} with jitter {three.color_jitter:g}, "
         f"erasing {augment.erase_probability:g}, mixup {mix.mixup_alpha:g}, "
         f"cutmix {mix.cutmix_alpha:g}, label smoothing {mix.label_smoothing:g}"
     )

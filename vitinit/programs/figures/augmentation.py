@@ -22,7 +22,7 @@ def operations_figure(out: Path, photograph: Path) -> None:
     """Draw one photograph under each of RandAugment's operations, of positive sign and bicubic."""
     image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
     settings = load_recipe("deit_base").rand_augment
-    operations = np.array(Operation)  # the first, NONE, is the photograph
+    operations = np.array(Operation)[:-1]  # of RandAugment; the first, NONE, is the photograph
     ones = np.ones(operations.shape)
     arguments = settings.arguments(operations, MAGNITUDE * ones, ones)
     drawn = np.stack([operations, arguments, ones], 1)[:, None]
