@@ -49,6 +49,7 @@ def test_values_of_streams_are_those_of_runs_on_disk():
         "FILE_SIZES": 10,
         "MASK": 11,
         "EVAL_MASK": 12,
+        "THREE_AUGMENT": 13,
     }
 
 

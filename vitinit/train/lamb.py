@@ -1,4 +1,4 @@
-"""LAMB: Adam whose steps are as large for each weight matrix as the matrix itself.
+"""LAMB: Adam whose steps are in proportion to the norm of the weight matrix that they change.
 
 As Apex' FusedLAMB and timm's Lamb compute it (You et al., arXiv 1904.00962, without a bound on the
 trust ratio). With it DeiT III (arXiv 2204.07118) was trained, whose command gives eps 1e-8 to it
