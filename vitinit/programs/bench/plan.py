@@ -24,7 +24,11 @@ from .training import ResultRow, bench_recipe, clock_of, row_table
 
 FORWARD = 1 / 3  # of a step's time; the backward pass takes two
 COPIES = 3  # of the weights that a run keeps: last.pt, previous.pt, best.pt
-FLOATS = {"adamw": 3, "lamb": 3, "muon": 2}  # of a parameter in such a file: itself, and its moments
+FLOATS = {
+    "adamw": 3,
+    "lamb": 3,
+    "muon": 2,
+}  # of a parameter in such a file: itself, and its moments
 PARTS = (LOADER, WHOLE)  # of what is measured of an input
 
 
