@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...base.messages import OneLineError
+from ...base.messages import OneLineError, counted
 from ...recipe.sections import Recipe
 from ...runs.model import build, task_of, trained_model, without_data
 from .loader import image_folder, in_batches, steps_of
@@ -116,8 +116,8 @@ def changes_of(plan: Plan) -> dict[str, Plan]:
     """The plan with other hardware or another input, by what is changed."""
     free = replace(plan.rates, prepare=math.inf)
     return {
-        f"{plan.cores} cores": plan,
-        f"{plan.cores_needed} cores": replace(plan, cores=plan.cores_needed),
+        counted(plan.cores, "core"): plan,
+        counted(plan.cores_needed, "core"): replace(plan, cores=plan.cores_needed),
         "an input that costs nothing": replace(plan, rates=replace(free, core=math.inf)),
         f"{2 * plan.gpus} GPUs, {2 * plan.cores} cores": replace(
             plan, gpus=2 * plan.gpus, cores=2 * plan.cores
