@@ -254,6 +254,15 @@ def test_a_tar_that_is_not_what_is_downloaded_is_one_line(tmp_path, content):
     assert not tar.with_suffix(".indexing").exists()
 
 
+@pytest.mark.parametrize("split", TARS)
+def test_a_split_that_lies_there_in_neither_form_is_one_line_that_names_both(tmp_path, split):
+    (tmp_path / "trian").mkdir()
+    assert refusal(tmp_path, split) == (
+        f"{tmp_path}: neither {split}/ nor {TARS[split]} in it; expected train/<wnid>/… and "
+        "val/<wnid>/…, or the tars of both as downloaded"
+    )
+
+
 def test_an_image_that_cannot_be_decoded_is_called_by_its_place_in_folders(tmp_path):
     (tmp_path / TARS["train"]).write_bytes(OUTER)
     assert refused(DataError, opened(tmp_path, "train", 1).image, 1).startswith(

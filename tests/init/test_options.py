@@ -14,7 +14,7 @@ from refused import refused
 from small_models import QUICK, SIZES, built, inits_of, seeded
 
 from vitinit.init import INITS, init_, init_function, init_weights, stated_family
-from vitinit.models import MODELS, VisionTransformer
+from vitinit.models import MODELS, VisionTransformer, build_model
 
 BESIDE = {"sigma": dict(kind="gaussian"), "cells": dict(kind="box")}  # with which they matter
 EXTREMES = {
@@ -152,3 +152,19 @@ def test_models_on_a_device_or_in_half_precision_are_one_line(change, message):
     with pytest.raises(ValueError, match=message) as error:
         init_weights(model, "impulse", generator=generator)
     assert "\n" not in str(error.value) and torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize(
+    "init, shifts, expected",
+    [
+        ("impulse", 2, "no block has queries and keys"),
+        ("norm_matched", 2, "no block has queries and keys"),
+        ("impulse_gd", 2, "no block has queries and keys"),
+        ("deep_impulse", 1, "the first 1 mix by shifts; expected shift_blocks = 0"),
+    ],
+)
+def test_an_init_of_attention_says_that_shifts_have_none(init, shifts, expected):
+    sizes = dict(num_classes=3, image_size=(15, 25), patch_size=5, embed_dim=24, num_heads=2)
+    model = build_model("vit_tiny", **sizes, depth=2, pool="mean", shift_blocks=shifts)
+    with pytest.raises(ValueError, match=expected):
+        init_weights(model, init, generator=torch.Generator().manual_seed(0))

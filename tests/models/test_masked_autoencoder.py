@@ -109,6 +109,12 @@ def test_every_weight_is_trained(options):
     assert [name for name, value in model.named_parameters() if value.grad is None] == []
 
 
+def test_an_encoder_that_moves_tokens_of_a_whole_grid_is_refused():
+    options = dict(num_classes=0, image_size=SIZE, patch_size=PATCH, pool="mean", shift_blocks=1)
+    with pytest.raises(ValueError, match="expected shift_blocks = 0"):
+        MaskedAutoencoder(vitinit.build_model("vit_tiny", **options))
+
+
 def test_a_share_that_hides_all_or_nothing_is_refused():
     encoder = vitinit.build_model("vit_tiny", num_classes=0, image_size=SIZE, patch_size=PATCH)
     for ratio in (0.0, 1.0, 0.97):

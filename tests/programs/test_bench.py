@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -263,7 +264,9 @@ def test_photographs_are_drawn_unless_a_folder_is_given_an_empty_one_is_one_line
     sets = loader.image_folder(tmp_path / "data", None, 60)
     links = sorted((tmp_path / "data" / "train").rglob("*.jpg"))
     assert len(links) == 60 and len({link.resolve() for link in links}) == 50
-    assert decode_image(str(links[0])).shape == (3, 375, 500) and len(sets) == 3
+    assert decode_image(str(links[0])).shape == (3, 375, 500)
+    data = bench_recipe("cifar10_10k", sets).data  # which takes 1,000 images of each class
+    assert data.name == "image_folder" and data.images_per_class == 0
     (tmp_path / "empty").mkdir()
     assert bench.main(["loader", "--data-dir", str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err == f"vitinit bench: {tmp_path}/empty: no images in it\n"
@@ -458,8 +461,36 @@ def test_a_plan_is_the_slower_of_gpus_and_cores_and_a_validation_is_a_forward_pa
     assert planned(gpus=2, cores=6).hours == pytest.approx(plan.hours / 2)
     changes = plan_module.changes_of(planned(cores=1))
     assert [round(change.rate) for change in changes.values()] == [100, 210, 700, 200]
+    rarely = replace(recipe, eval=replace(recipe.eval, every_epochs=40))  # after 40, 80 and 90
+    assert plan_run(rarely, rates, images=7, validation=60, gpus=1, cores=1).validation == 2
     average = replace(recipe, ema=replace(recipe.ema, decay=0.9))
     assert plan_run(average, rates, images=7, validation=7, gpus=1, cores=1).weights == 2
+
+
+def test_loading_and_preparing_are_timed_each_by_itself(capsys, monkeypatch):
+    now = [0.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def steps(recipe: object, device: object) -> Iterator:
+        while True:
+            wait(0.25)
+            yield 0, [SimpleNamespace(prepare=lambda: wait(0.125))]
+
+    monkeypatch.setattr(plan_module, "steps_of", steps)
+    monkeypatch.setattr(plan_module, "clock_of", lambda device: lambda: now[0])
+    command = ["plan", "--recipe", "deit_tiny", *TINY, "--device", "cpu", "--step-rate", "7"]
+    command += ["--batch", "8"]
+    assert bench.main(command) == 0
+    assert "prepares 64/s, a core loads 32/s" in capsys.readouterr().out
+    for wrong, expected in {
+        ("--set", "data.decode=cuda"): "; expected --core-rate and --prepare-rate",
+        ("--start-seconds", "86400"): ": expected less than --limit-hours 24",
+    }.items():
+        assert bench.main([*command, *wrong]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon", "lamb"])

@@ -50,6 +50,14 @@ def test_accuracies_are_those_of_scikit_learn(tmp_path, capsys):
     assert second.startswith(f"linear      top-1 {of_linear:.2f} %  over 503 images (C = 0.01, at")
 
 
+def test_a_linear_classifier_of_one_class_is_refused_in_one_line(tmp_path, capsys):
+    one = drawn(tmp_path / "a.npz", 3, 0)._replace(labels=np.array(["a"] * 3))
+    np.savez(tmp_path / "a.npz", **one._asdict())
+    assert features.main([*[str(tmp_path / "a.npz")] * 2, "--linear"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("a.npz: all images are of class 'a'; expected two classes for --linear")
+
+
 def test_neighbours_are_the_same_however_many_images_are_compared_at_a_time(monkeypatch):
     rng = np.random.default_rng(0)
     signs = [rng.choice([-1.0, 1.0], (count, 16)) for count in (211, 53)]  # products are exact

@@ -4,6 +4,7 @@ import pytest
 
 from vitinit.recipe.files import load_recipe
 from vitinit.runs.model import build
+from vitinit.runs.resume import Request, asked_for
 
 # Recipe → image size, images and number of processes, learning rate, drop path.
 PRETRAINING = {
@@ -17,6 +18,13 @@ FINE_TUNING = {
     "deit3_small_384": (384, 64, 8, 1e-5, 0.0),
     "deit3_base_384": (384, 32, 16, 1e-5, 0.15),
     "deit3_large_384": (384, 16, 32, 1e-5, 0.4),
+}
+BEFORE = {
+    "deit3_base_224": "deit3_base",
+    "deit3_large_224": "deit3_large",
+    "deit3_small_384": "deit3_small",
+    "deit3_base_384": "deit3_base_224",
+    "deit3_large_384": "deit3_large_224",
 }
 # What all commands have, or leave at the defaults of the code.
 COMMON = {
@@ -97,6 +105,12 @@ def test_the_recipe_has_the_values_of_the_command(name):
     recipe = load_recipe(name)
     assert {key: recipe.keys[key] for key in expected} == expected
     assert recipe.optim.peak_lr == rate
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_starts_where_the_command_of_the_run_before_it_ends(name):
+    _, folder = asked_for(Request(BEFORE[name], [], None, None))
+    assert load_recipe(name).init.checkpoint == str(folder.path / "last.pt")
 
 
 @pytest.mark.parametrize("name, count", [("deit3_small", 22_059_496), ("deit3_base", 86_585_320)])

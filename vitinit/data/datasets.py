@@ -127,6 +127,10 @@ def open_imagenet(root: Path, split: str) -> ImageFiles:
         for name, tar in TARS.items()
         if not (root / name).is_dir() and (root / tar).is_file()
     }
+    if split not in tars and not (root / split).is_dir():
+        raise DataError(
+            f"{root}: neither {split}/ nor {TARS[split]} in it; expected {DATA_SETS['imagenet'].holds}"
+        )
     source = open_tar(tars[split], split) if split in tars else open_wnids(root / split, split)
     if split != "train":
         train = root / "train"

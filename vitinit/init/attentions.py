@@ -148,6 +148,16 @@ class Attentions(ABC):
     family: ClassVar[str]  # whose inits write to it
 
     @property
+    def first(self) -> Block:
+        """The first of the blocks; ValueError if there is none, as all mix by shifts."""
+        if not self.blocks:
+            raise ValueError(
+                "no block has queries and keys, which this init writes; expected shift_blocks below "
+                "the depth, or an init without them, such as default"
+            )
+        return self.blocks[0]
+
+    @property
     @abstractmethod
     def grids(self) -> list[Grid]:
         """The grid of the tokens that each block mixes; in a Swin, of its window."""

@@ -44,7 +44,12 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
 
     A head reads two channels per wave: K is 4, or less for a head_dim below 8. Raises ValueError.
     """
-    _, head_dim, dim = vit.blocks[0].q.shape
+    if vit.shifts:
+        raise ValueError(
+            "init 'deep_impulse' reserves channels in every block, and the first "
+            f"{vit.shifts} mix by shifts; expected shift_blocks = 0, or another init"
+        )
+    _, head_dim, dim = vit.first.q.shape
     count = min(len(WAVES), head_dim // 2)
     if not vit.learned or count < 2 or dim <= 2 * count + 2:
         raise ValueError(

@@ -83,12 +83,12 @@ def impulse(
 
     vit.pos_embed.mul_(pos_embed_scale)
     # What the first attention would read if the patches had no content, (N, D).
-    positions = F.layer_norm(vit.positions, vit.positions.shape[1:], eps=vit.blocks[0].norm.eps)
+    positions = F.layer_norm(vit.positions, vit.positions.shape[1:], eps=vit.first.norm.eps)
     directions = int(torch.linalg.matrix_rank(positions))
     tokens, dim = positions.shape
     if directions < min(tokens, dim - 1):  # LayerNorm removes one
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
-    head_dim = vit.blocks[0].q.shape[1]
+    head_dim = vit.first.q.shape[1]
     rank = min(rank or default_rank(tokens, dim), head_dim, directions)
     basis = position_basis(positions, rank)
 

@@ -78,9 +78,9 @@ def impulse_gd(
         model = vit.model
         positions = vit.positions
         grid = vit.grid
-        norm_eps = vit.blocks[0].norm.eps
+        norm_eps = vit.first.norm.eps
         free = False
-        scale = vit.blocks[0].q.shape[1] ** -0.5
+        scale = vit.first.q.shape[1] ** -0.5
         pairs = [(block.q.mT, block.k.mT) for block in vit.blocks]  # views, (h, D, d)
     cells = offsets_on_grid(kernel_size, grid)  # checks kernel_size, before any draw
     draw_base(model, base, generator)

@@ -55,7 +55,7 @@ def norms_of(modules: Iterable[nn.Module], dim: int) -> set[nn.LayerNorm]:
 
 def stream_of(vit: Layout) -> ResidualStream:
     """Find the stream of a ViT in its modules; raises ValueError if it is not all there."""
-    dim = vit.blocks[0].proj.shape[0]
+    dim = vit.first.proj.shape[0]
     inside = set[nn.Module]()  # the blocks
     for block in vit.blocks:
         inside.update(modules_of(block.around))
@@ -89,4 +89,4 @@ def noise_images(layout: Attentions, count: int, generator: Generator) -> Tensor
             "describe it by a Layout with image_shape"
         )
     noise = torch.randn(count, *layout.image_shape, generator=generator, dtype=torch.float32)
-    return noise.to(layout.blocks[0].q)
+    return noise.to(layout.first.q)

@@ -24,6 +24,7 @@ from .layers import (
     sincos_position_embedding,
     to_pair,
 )
+from .shift import Shift
 from .vit import VisionTransformer, VitBlock
 
 EPS = 1e-6  # added to a patch's variance; of the paper's code
@@ -124,6 +125,11 @@ class MaskedAutoencoder(nn.Module):
             raise ValueError(
                 f"decoder_dim is {decoder_dim}, expected a multiple of 4, and of "
                 f"decoder_heads = {decoder_heads}"
+            )
+        if any(isinstance(block.attn, Shift) for block in encoder.blocks):
+            raise ValueError(
+                "shifts move the tokens of a whole grid, and some are hidden here; expected "
+                "shift_blocks = 0"
             )
         self.encoder = encoder
         self.grid = encoder.grid

@@ -131,6 +131,11 @@ def run_features(args: Namespace) -> None:
             f"{args.held}: has {held.features.shape[1]} features per image, and {args.train} "
             f"{train.features.shape[1]}; expected both of one model"
         )
+    classes = np.unique(train.labels)
+    if args.linear and len(classes) == 1:
+        raise OneLineError(
+            f"{args.train}: all images are of class '{classes[0]}'; expected two classes for --linear"
+        )
     count = min(NEIGHBOURS, len(train.files))
     nearest, similarities = neighbours_of(train.features, held.features, count)
     right = voted(train.labels, nearest, similarities) == held.labels

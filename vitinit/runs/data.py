@@ -195,7 +195,8 @@ def open_data(
     data = recipe.data
     if data.decode == "cuda" and processes.device.type != "cuda":
         raise DataError(
-            f"data.decode = cuda, and this process computes on {processes.device.type}; expected cpu"
+            f"data.decode = cuda, and this process computes on {processes.device.type}; expected "
+            "data.decode = cpu"
         )
     prepare_workers(data.workers)
     with processes.together():

@@ -31,9 +31,8 @@ class Lamb(torch.optim.AdamW):
         Around this call GradScaler sets `grad_scale`, by which gradients are to be divided, and
         `found_inf`, not 0 if they overflowed: scalars on the device, or None.
         """
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float()
+        every = [weight.grad for group in self.param_groups for weight in group["params"]]
+        norm = torch.nn.utils.get_total_norm([each for each in every if each is not None]).float()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         least = torch.ones_like(norm) if scale is None else scale
         # Of scaled gradients the norm is scaled, too: one division undoes both.

@@ -60,7 +60,9 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
             label = "two" if index % 2 else "one"
             link = root / split / label / f"{index:06}{path.suffix.lower()}"
             link.symlink_to(path.resolve())
-    return ["data.name=image_folder", f"data.root={root}", "data.num_classes=2"]
+    whole = ("images_per_class=0", "subset=1.0", "held_out_per_class=0", "held_out=0.0")
+    parts = ("name=image_folder", f"root={root}", "num_classes=2", *whole)
+    return [f"data.{part}" for part in parts]
 
 
 def draw_photographs(folder: Path, count: int) -> list[Path]:

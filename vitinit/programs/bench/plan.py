@@ -12,20 +12,22 @@ import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...base.messages import OneLineError, counted
 from ...recipe.sections import Recipe
 from ...runs.model import build, task_of, trained_model, without_data
-from .loader import AUGMENTED_TOGETHER, LOADER, WHOLE, image_folder, loader_rows
+from .loader import image_folder, in_batches, steps_of
 from .step import STEPS, engine_of, memory_row
-from .training import ResultRow, bench_recipe, clock_of, row_table
+from .training import ROUNDS, ResultRow, bench_recipe, clock_of, row_table
 
 FORWARD = 1 / 3  # of a step's time; the backward pass takes two
 COPIES = 3  # of the weights that a run keeps: last.pt, previous.pt, best.pt
-FLOATS = {"adamw": 3, "lamb": 3, "muon": 2}  # of a parameter in such a file: itself, and its moments
-PARTS = (LOADER, WHOLE)  # of what is measured of an input
+# Numbers that such a file has of a parameter: itself, and its moments.
+FLOATS = {"adamw": 3, "lamb": 3, "muon": 2}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Plan:
     """A run on so many GPUs and cores: images/s of all GPUs, seconds, and what binds it."""
 
     images: int  # of an epoch
-    validation: int  # images of each validation, by the model and its average
+    validation: float  # images that are validated after an epoch, on average
     epochs: int
     gpus: int
     cores: int
@@ -81,18 +83,28 @@ class Plan:
         return math.ceil(self.of_gpus / self.rates.core)
 
     def jobs(self, limit_hours: float, start_seconds: float) -> int:
-        """Jobs of `limit_hours` that the run takes, each of which first compiles and starts."""
-        return math.ceil(self.hours / (limit_hours - start_seconds / 3600))
+        """Jobs of `limit_hours` that the run takes, each of which first compiles and starts. Raises
+        OneLineError if one ends before it has started.
+        """
+        trains = limit_hours - start_seconds / 3600
+        if trains <= 0:
+            raise OneLineError(
+                f"--start-seconds {start_seconds:g}: expected less than --limit-hours {limit_hours:g}, "
+                f"which are {3600 * limit_hours:g} seconds"
+            )
+        return math.ceil(self.hours / trains)
 
 
 def plan_run(
     recipe: Recipe, rates: Rates, *, images: int, validation: int, gpus: int, cores: int
 ) -> Plan:
     """The plan of a recipe's run. images, validation: of its sets."""
+    epochs, every = recipe.schedule.total_epochs, recipe.eval.every_epochs
+    validations = math.ceil(epochs / every) if every else 0  # the last epoch has one
     return Plan(
         images=round(images * recipe.data.subset),
-        validation=validation if recipe.eval.every_epochs else 0,
-        epochs=recipe.schedule.total_epochs,
+        validation=validation * validations / epochs,
+        epochs=epochs,
         gpus=gpus,
         cores=cores,
         rates=rates,
@@ -104,8 +116,8 @@ def changes_of(plan: Plan) -> dict[str, Plan]:
     """The plan with other hardware or another input, by what is changed."""
     free = replace(plan.rates, prepare=math.inf)
     return {
-        f"{plan.cores} cores": plan,
-        f"{plan.cores_needed} cores": replace(plan, cores=plan.cores_needed),
+        counted(plan.cores, "core"): plan,
+        counted(plan.cores_needed, "core"): replace(plan, cores=plan.cores_needed),
         "an input that costs nothing": replace(plan, rates=replace(free, core=math.inf)),
         f"{2 * plan.gpus} GPUs, {2 * plan.cores} cores": replace(
             plan, gpus=2 * plan.gpus, cores=2 * plan.cores
@@ -137,11 +149,43 @@ def disk_gib(recipe: Recipe) -> float:
     return 4 * count * floats * (COPIES + len(recipe.checkpoint.keep_epochs)) / 2**30
 
 
+def input_rates(
+    recipe: Recipe, args: argparse.Namespace, device: torch.device
+) -> tuple[float, float]:
+    """Images/s that this core loads, and that the device prepares, of micro-batches of photographs:
+    medians, each timed by itself, since on a GPU a difference of both would be noise.
+    """
+    if recipe.data.decode == "cuda":  # by a thread of its own, which is ahead
+        raise OneLineError(
+            'with data.decode = "cuda" loading and preparing are not told apart; expected '
+            "--core-rate and --prepare-rate"
+        )
+    batch = args.batch or recipe.optim.max_batch_per_process
+    clock = clock_of(device)
+    loads, prepares = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        sets = [*args.set, *image_folder(Path(folder), args.data_dir, batch), *in_batches(batch)]
+        sets += ["data.workers=0", "data.on_device_gib=0"]
+        steps = steps_of(bench_recipe(args.recipe, sets, device), device)
+        for _ in range(ROUNDS + 1):
+            began = clock()
+            _, (micro_batch,) = next(steps)
+            loaded = clock()
+            micro_batch.prepare()
+            loads.append(loaded - began)
+            prepares.append(clock() - loaded)
+    load, prepare = (batch / median(times[1:]) for times in (loads, prepares))
+    return load, prepare
+
+
 def measured_rates(recipe: Recipe, args: argparse.Namespace, device: torch.device) -> Rates:
     """The rates of this machine, but for those that are given. A core is measured while the others
     are idle; where two share one, each loads less when both are busy.
     """
     step, core, prepare = args.step_rate, args.core_rate, args.prepare_rate
+    if core is None or prepare is None:
+        loaded, prepared = input_rates(recipe, args, device)
+        core, prepare = core or loaded, prepare or prepared
     if step is None:
         batch = args.batch or recipe.optim.max_batch_per_process
         engine, clock = engine_of(without_data(recipe), device, batch), clock_of(device)
@@ -149,13 +193,6 @@ def measured_rates(recipe: Recipe, args: argparse.Namespace, device: torch.devic
         began = clock()
         engine.run()
         step = batch * STEPS[device.type] / (clock() - began)
-    if core is None or prepare is None:
-        with tempfile.TemporaryDirectory() as folder:
-            photographs = image_folder(Path(folder), args.data_dir, AUGMENTED_TOGETHER)
-            rows = loader_rows(args.recipe, [*args.set, *photographs], Path(folder), device)
-        loaded, whole = (next(row for row in rows if part in row.values()) for part in PARTS)
-        core = core or loaded["views/s"]
-        prepare = prepare or 1 / (1 / whole["views/s"] - 1 / loaded["views/s"])
     return Rates(step, core, prepare)
 
 

@@ -41,21 +41,35 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         nargs=2,
         type=integer(1),
         default=[1_281_167, 50_000],
+        metavar="N",
         help="to train and to validate on; default: ImageNet's",
     )
-    plan.add_argument("--gpus", type=integer(1), default=1)
-    plan.add_argument("--cores", type=integer(1), default=cores(), help="that load images")
-    for part in ("step", "core", "prepare"):
-        plan.add_argument(
-            f"--{part}-rate", type=real(above=0.0), help="images/s; default: measured here"
-        )
-    plan.add_argument("--limit-hours", type=real(above=0.0), default=24.0, help="of a job")
+    plan.add_argument("--gpus", type=integer(1), default=1, help="of all nodes (1)")
     plan.add_argument(
-        "--start-seconds", type=real(), default=60.0, help="of a job, until it trains"
+        "--cores", type=integer(1), default=cores(), help="that load images; default: those here"
+    )
+    for part, whose in (
+        ("step", "a GPU trains"),
+        ("core", "a core loads"),
+        ("prepare", "a GPU augments and mixes"),
+    ):
+        plan.add_argument(
+            f"--{part}-rate",
+            type=real(above=0.0),
+            help=f"images/s that {whose}; default: measured here",
+        )
+    plan.add_argument("--limit-hours", type=real(above=0.0), default=24.0, help="of a job (24)")
+    plan.add_argument(
+        "--start-seconds",
+        type=real(minimum=0.0),
+        default=60.0,
+        help="of a job, until it trains (60)",
     )
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     for command in (plan, memory):
-        command.add_argument("--card-gib", type=real(above=0.0), default=24.0)
+        command.add_argument(
+            "--card-gib", type=real(above=0.0), default=24.0, help="memory of a GPU (24)"
+        )
     for command in (step, memory):
         command.add_argument(
             "--recipe", nargs="+", required=True, help="names in recipes/, or paths"
