@@ -76,7 +76,7 @@ def test_a_device_that_refuses_a_batch_costs_no_image_that_a_cpu_reads(
     (tmp_path / "1.jpg").write_bytes(content[:-9])
     assert encoded.read_jpeg(LooseImages(tmp_path), 0)[1] is None  # it has no end
     (tmp_path / "1.jpg").write_bytes(content.replace(b"\xff\xda", b"\xff\xc9", 1))
-    monkeypatch.setattr(encoded, "plain_jpeg_size", lambda content: (41, 53))
+    monkeypatch.setattr(encoded, "plain_jpeg_size", lambda content, layers: (41, 53))
     with pytest.raises(DataError, match=r"1\.jpg: not a readable image"):
         views(LooseImages(tmp_path), encoded=True)
 

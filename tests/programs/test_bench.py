@@ -493,6 +493,20 @@ def test_loading_and_preparing_are_timed_each_by_itself(capsys, monkeypatch):
         assert expected in line
 
 
+def test_memory_with_recomputed_blocks_is_their_inputs_and_one_of_them():
+    """Beside what is saved outside of the blocks; they are alike, so that one is half of two."""
+
+    def of_image(depth: int, recompute: str) -> float:
+        sets = [*TINY[1::2], f"model.options.depth={depth}", f"engine.recompute={recompute}"]
+        return step.memory_row(bench_recipe("deit_tiny", sets), 24.0)["MiB per image"] * 2**20
+
+    one, two = (of_image(depth, "false") for depth in (1, 2))
+    tokens = 17 * 24 * 4  # the input of a block, in float32: 16 patches and a class token
+    beside = one - (two - one)  # what is saved without blocks
+    expected = beside + 2 * tokens + (two - beside - 2 * tokens) / 2
+    assert of_image(2, "true") == pytest.approx(expected, rel=0.03)
+
+
 @pytest.mark.parametrize("optimiser", ["adamw", "muon", "lamb"])
 def test_the_disk_of_a_plan_is_what_checkpoints_hold(optimiser):
     sets = [*TINY[1::2], f"optim.name={optimiser}", "ema.decay=0.9", "model.options.depth=11"]

@@ -8,6 +8,7 @@ and enlarges colours, in another way than libjpeg, and resizes without rounding 
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from ..base.messages import without_warnings
+from ..base.messages import warn, without_warnings
 from .draw import Augment, draw_view
 from .images import DataError, HeightWidth, decode_bytes, jpeg_decoder, plain_jpeg_size
 from .sources import Source
@@ -67,7 +68,7 @@ def read_jpeg(source: Source, index: int) -> tuple[Tensor, HeightWidth | None]:
     content = b""
     with suppress(DataError):  # `Source.image` will say why
         content = source.content(index)
-    size = plain_jpeg_size(content)
+    size = plain_jpeg_size(content, layers=(1, 3))
     if size is None or not content.endswith(END_OF_IMAGE):
         return torch.empty(0, dtype=torch.uint8), None
     return torch.frombuffer(bytearray(content), dtype=torch.uint8), size
@@ -88,6 +89,11 @@ def views_of(batch: Encoded, size: HeightWidth, device: torch.device, source: So
     return torch.where(flipped == 1, views.flip(-1), views)
 
 
+@cache
+def tell_once(line: str) -> None:
+    warn(line)
+
+
 def decoded(batch: Encoded, device: torch.device, source: Source) -> list[Tensor]:
     """The images of a batch, each (3, h, w) uint8 on the device."""
     rows = batch.images.tolist()
@@ -98,7 +104,8 @@ def decoded(batch: Encoded, device: torch.device, source: Source) -> list[Tensor
     try:
         with without_warnings():  # of deprecation
             of_files: Iterator[Tensor] = iter(decoder.decode(files, device=device) if files else [])
-    except RuntimeError:  # one of them is damaged: say which
+    except RuntimeError:  # one of them is damaged: say which; or the device decodes none
+        tell_once("data.decode = cuda: the GPU refuses images, which the CPU decodes in its place")
         names = [source.path(row[0]) for row in rows if not row[2]]
         each = [decode_bytes(file.numpy().tobytes(), name) for file, name in zip(files, names)]
         of_files = iter([image.to(device) for image in each])

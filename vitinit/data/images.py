@@ -95,10 +95,11 @@ def decoded_jpeg(content: bytes) -> Tensor | None:
     return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def plain_jpeg_size(content: bytes) -> HeightWidth | None:
+def plain_jpeg_size(content: bytes, layers: Sequence[int] = (1, 3, 4)) -> HeightWidth | None:
     """Height and width that the head of a JPEG states, as Pillow reads them, which takes as long as
     it takes to decode 32×32 pixels. None unless every segment before the first scan is one that
-    Pillow never refuses: not with EXIF data, a second picture, padding or another process.
+    Pillow never refuses: not with EXIF data, a second picture, padding or another process, nor with
+    other layers than so many: grey, colours, or four inks.
     """
     size = None
     place = 2
@@ -108,8 +109,8 @@ def plain_jpeg_size(content: bytes) -> HeightWidth | None:
         if marker == SCAN:
             return size
         if marker in FRAMES:
-            bits, height, width, layers = struct.unpack_from(">BHHB", content, start)
-            if bits != 8 or layers not in (1, 3, 4):
+            bits, height, width, count = struct.unpack_from(">BHHB", content, start)
+            if bits != 8 or count not in layers:
                 break
             size = height, width
         elif marker not in PLAIN or not content.startswith(PLAIN[marker], start):

@@ -135,10 +135,12 @@ def run_blocks(
     return x, [after[number] for number in wanted]
 
 
-def recompute_blocks(model: nn.Module) -> None:
+def recompute_blocks(model: nn.Module) -> int:
     """Let the backward pass compute each block of a model again, from its input alone, which is all
     that the forward pass keeps then (Chen et al., arXiv 1604.06174): less memory, the same bits.
+    Returns how many blocks there are.
     """
+    count = 0
     for name, module in model.named_modules():
         if name.endswith("blocks") and isinstance(module, nn.ModuleList):
             for block in module:
@@ -146,6 +148,8 @@ def recompute_blocks(model: nn.Module) -> None:
                 block.forward = partial(
                     checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
                 )
+                count += 1
+    return count
 
 
 def make_head(dim: int, num_classes: int) -> nn.Module:

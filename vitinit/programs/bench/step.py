@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...interop.weights.libraries import counterpart
 from ...models import MODELS
-from ...models.layers import Classifier, draw_drop_path
+from ...models.layers import Classifier, draw_drop_path, recompute_blocks
 from ...models.masked_autoencoder import MaskedAutoencoder
 from ...recipe.files import building
 from ...recipe.sections import Recipe
@@ -274,7 +274,13 @@ def memory_row(recipe: Recipe, card_gib: float) -> ResultRow:
         amp = recipe.engine.amp.replace("bf16", "fp16")
         shape = recipe.data.channels, *recipe.data.image_size
         two, four = (saved_bytes(model, torch.zeros(count, *shape), amp) for count in (2, 4))
-    image = (four - two) // 2  # a part that does not grow with B cancels
+        block = 0  # of an image, for the block that is computed again
+        if recipe.engine.recompute:
+            whole = four - two
+            blocks = recompute_blocks(model)
+            two, four = (saved_bytes(model, torch.zeros(count, *shape), amp) for count in (2, 4))
+            block = (whole - four + two) // (2 * blocks)
+    image = (four - two) // 2 + block  # a part that does not grow with B cancels
     matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
     state = 0
     for name, parameter in model.named_parameters():
