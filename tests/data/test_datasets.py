@@ -447,7 +447,7 @@ def test_folders_of_classes_may_have_what_does_not_make_them_splits(tmp_path):
             "imagenet",
             "val",
             ["train/n00000001/a.png", "test/n00000001/a.png"],
-            "/val: no such folder",
+            ": neither val/ nor ILSVRC2012_img_val.tar in it",
         ),
         (
             "imagenet",
