@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from vitinit.base.keys import Purpose, keyed_generator
 from vitinit.data import tars
 from vitinit.data.datasets import open_split
 from vitinit.data.encoded import read_jpeg
-from vitinit.data.images import DataError
+from vitinit.data.images import DataError, fit_whole
 from vitinit.data.loader import EvalViews, Loader
 from vitinit.data.sources import Source, file_sizes, fingerprint
 from vitinit.data.tars import BLOCK, DEVKIT, SOLUTION, TARS
@@ -151,20 +152,18 @@ def test_a_split_that_has_a_folder_is_read_from_it(both):
     assert refusal(packed, "val").startswith(f"{packed}: class '{WNIDS[0]}' is in val/ and not in")
 
 
-def whole(image: torch.Tensor) -> torch.Tensor:
-    return image
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_each_process_reads_by_a_descriptor_of_its_own_or_its_parents(both, method, monkeypatch):
     """Also at the same time, and where the number of the parent's is another file in a worker."""
     folders, packed = both
     source, expected = opened(packed, "train"), opened(folders, "train")
     assert torch.equal(source.image(3), expected.image(3))  # by this process
+    size = tuple(expected.image(3).shape[1:])
+    view = partial(fit_whole, size=size, interpolation="bicubic")  # the image itself
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method(method, force=True)
     try:
-        views = EvalViews(source, rank=0, world_size=1, size=(17, 20), view=whole)
+        views = EvalViews(source, rank=0, world_size=1, size=size, view=view)
         images = torch.cat([batch for batch, _ in Loader(views, workers=2, batch_size=5)])
     finally:
         multiprocessing.set_start_method(before, force=True)
