@@ -34,6 +34,16 @@ SMALL = {
 OPTIM = load_recipe(RECIPES / "quickstart.toml").optim
 
 
+def vit_b_with_gradients() -> nn.Module:
+    """ViT-B on fake CUDA tensors, with gradients of zeros; called in a FakeTensorMode."""
+    family, sizes = models.MODELS["vit_base"]
+    with torch.device("cuda"):
+        model = models.model_class(family)(num_classes=1000, image_size=224, **sizes)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
 def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     """AdamW for all parameters. settings: fields of `Optim`."""
     return optimizer_for(model, replace(OPTIM, name="adamw", **settings))

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from launches import launches_of
-from optimisers import OF_ADAMW, built, lamb, put_gradients
+from optimisers import OF_ADAMW, built, lamb, put_gradients, vit_b_with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitinit import models
 from vitinit.train.optim import decays, layer_numbers, set_learning_rate
 
 
@@ -74,12 +73,8 @@ def test_a_hundred_updates_are_timms_in_float64(family, dtype, scale):
 
 def test_an_update_of_vit_b_launches_few_operations():
     """On fake CUDA tensors, with the skipping of fp16, for which the host waits nowhere."""
-    family, sizes = models.MODELS["vit_base"]
     with FakeTensorMode():
-        with torch.device("cuda"):
-            model = models.model_class(family)(num_classes=1000, image_size=224, **sizes)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        model = vit_b_with_gradients()
         optimizer = lamb(model, **OF_ADAMW)
         set_learning_rate(optimizer, 1e-3)
         optimizer.grad_scale, optimizer.found_inf = torch.ones(2, device="cuda").unbind()

@@ -6,12 +6,11 @@ import re
 import pytest
 import torch
 from launches import launches_of
-from optimisers import OPTIMISERS, SMALL, adamw, built, muon, put_gradients
+from optimisers import OPTIMISERS, SMALL, adamw, built, muon, put_gradients, vit_b_with_gradients
 from same_run import assert_identical
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitinit import models
 from vitinit.train.muon import COEFFICIENTS, orthogonalised
 from vitinit.train.optim import hidden_matrices, layer_numbers, set_learning_rate
 
@@ -132,12 +131,8 @@ def operations(optimizer: torch.optim.Optimizer) -> int:
 
 def test_an_update_of_vit_b_launches_few_operations():
     """On fake CUDA tensors. torch.optim.Muon goes matrix by matrix."""
-    family, sizes = models.MODELS["vit_base"]
     with FakeTensorMode():
-        with torch.device("cuda"):
-            model = models.model_class(family)(num_classes=1000, image_size=224, **sizes)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        model = vit_b_with_gradients()
         matrices = [model.get_parameter(name) for name in hidden_matrices(model)]
         ours, theirs = operations(muon(model, **OPTIONS)), operations(torch.optim.Muon(matrices))
         # Of each of two groups: a kernel for all weights, another for their steps, and two marks.

@@ -353,9 +353,7 @@ def models_of(
             )
         if in_words(shifts, mirrored):
             model = Views(model, shifts, mirrored)
-        if saved.recipe.engine.compile:
-            model = compiled(model, saved.recipe.engine.compile_mode)
-        models[name] = Tempered(model, temperature)
+        models[name] = Tempered(compiled(model, saved.recipe.engine), temperature)
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
     return models

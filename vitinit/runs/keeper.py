@@ -271,6 +271,4 @@ def models_to_measure(state: TrainState, recipe: Recipe) -> list[nn.Module]:
     models = [state.model]
     if state.ema is not None:
         models.append(state.ema.model)
-    if not recipe.engine.compile:
-        return models
-    return [compiled(model, recipe.engine.compile_mode) for model in models]
+    return [compiled(model, recipe.engine) for model in models]

@@ -10,7 +10,7 @@ from ..data.datasets import DATA_SETS
 from ..models import build_model
 from ..models.layers import Classifier
 from ..recipe.files import building
-from ..recipe.sections import Recipe
+from ..recipe.sections import EngineSection, Recipe
 from ..tasks import Task
 
 
@@ -43,8 +43,10 @@ def trained_model(task: Task, classifier: Classifier, recipe: Recipe) -> nn.Modu
         return task.model(classifier)
 
 
-def compiled(model: nn.Module, mode: str = "default") -> nn.Module:
-    """What torch.compile makes of a model, which is a module, though its type does not say so.
-    mode: of recipe key engine.compile_mode.
+def compiled(model: nn.Module, engine: EngineSection) -> nn.Module:
+    """What torch.compile makes of a model, which is a module, though its type does not say so; or
+    the model itself, if engine.compile is false.
     """
-    return cast(nn.Module, torch.compile(model, mode=mode))
+    if not engine.compile:
+        return model
+    return cast(nn.Module, torch.compile(model, mode=engine.compile_mode))

@@ -188,7 +188,7 @@ def model_to_train(state: TrainState, recipe: Recipe, processes: Processes) -> n
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         # Only BatchNorm's statistics change; before evaluation `Processes.share` sends them.
         model.broadcast_buffers = False  # an argument that torch 2.14 deprecates
-    return compiled(model, engine.compile_mode) if engine.compile else model
+    return compiled(model, engine)
 
 
 def drop_path_of(model: Classifier, recipe: Recipe) -> Callable[[int], Tensor | None]:

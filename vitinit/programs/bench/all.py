@@ -124,7 +124,8 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
             streams.append(stack.enter_context(open(out, "x", encoding="utf-8")))
         report = BenchReport(streams, device, 60 * minutes)
         report.tell("# What vitinit does on this machine\n")
-        report.part([*BENCH, "machine", "--device", device, *data], 60 * minutes / 3)
+        most = 60 * minutes / 3  # seconds of a command
+        report.part([*BENCH, "machine", "--device", device, *data], most)
         if (REPOSITORY / CHECKS[-1]).is_dir():
             report.check(60 * minutes / 2)
         else:
@@ -133,7 +134,7 @@ def bench_all(out: Path | None, *, device: str, photographs: Path | None, minute
         for words, looked_for in speeds(device, data):
             if words is TRAINING:
                 words = words + place
-            report.part(words, 60 * minutes / 3, looked_for)
+            report.part(words, most, looked_for)
     return int(report.failed)
 
 

@@ -21,7 +21,7 @@ from ...base.messages import OneLineError, counted
 from ...recipe.sections import Recipe
 from ...runs.model import build, task_of, trained_model, without_data
 from .loader import image_folder, in_batches, steps_of
-from .step import STEPS, engine_of, memory_row
+from .step import engine_of, memory_row, step_seconds
 from .training import ROUNDS, ResultRow, bench_recipe, clock_of, row_table
 
 FORWARD = 1 / 3  # of a step's time; the backward pass takes two
@@ -189,10 +189,7 @@ def measured_rates(recipe: Recipe, args: argparse.Namespace, device: torch.devic
     if step is None:
         batch = args.batch or recipe.optim.max_batch_per_process
         engine, clock = engine_of(without_data(recipe), device, batch), clock_of(device)
-        engine.run()
-        began = clock()
-        engine.run()
-        step = batch * STEPS[device.type] / (clock() - began)
+        step = batch / step_seconds(engine, clock, device)
     return Rates(step, core, prepare)
 
 

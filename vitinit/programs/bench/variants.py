@@ -16,7 +16,7 @@ import torch
 
 from ...runs.model import without_data
 from ...train.device import forget_peak, matrix_rate, peak_gib
-from .step import STEPS, engine_of
+from .step import engine_of, step_seconds
 from .training import ResultRow, bench_recipe, clock_of
 
 ROUNDS = 2
@@ -155,10 +155,7 @@ def serve(pipe: Connection, variant: Variant, device: torch.device, sets: Sequen
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # all of them are on the device
             pipe.recv()
-            engine.run()
-            start = clock()
-            engine.run()
-            pipe.send({"seconds": [(clock() - start) / STEPS[device.type]]})
+            pipe.send({"seconds": [step_seconds(engine, clock, device)]})
     except EOFError:  # nobody asks any more
         return
     except Exception as error:

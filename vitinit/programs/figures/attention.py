@@ -90,7 +90,7 @@ def position_maps(model: Vit, block: int, kind: str) -> Tensor:
     prefix = model.num_prefix_tokens
     positions = model.pos_embed
     if positions is None:
-        positions = norm.weight.new_zeros(1, prefix + math.prod(model.grid), len(norm.weight))
+        positions = norm.weight.new_zeros(1, 0, len(norm.weight))
     missing = prefix + math.prod(model.grid) - positions.shape[1]  # tokens without positions
     x = norm(F.pad(positions, (0, 0, missing, 0)))  # (1, prefix + N, D)
     if model.rotary or isinstance(attention.q_norm, torch.nn.LayerNorm):
@@ -235,9 +235,9 @@ def draw_attention(
 ) -> None:
     """Draw one row per model and block: the photograph, then one heat map per head.
 
-    The query, the patch in the middle, is framed in each. All maps have one scale, which rises with the square root of
-    attention, since that may spread over all patches or lie on one. heads: None for the first
-    three, as far as there are.
+    The query, the patch in the middle, is framed in each. All maps have one scale, which rises with
+    the square root of attention, since that may spread over all patches or lie on one. heads: None
+    for the first three, as far as there are.
     """
     rows = []
     for subject in fitting(subjects, "attention", (*VITS, SwinTransformer)):
