@@ -32,7 +32,7 @@ from vitinit.data.pipeline import EvaluationBatches, TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
 from vitinit.data.sources import ImagesInMemory
 from vitinit.models.layers import draw_drop_path
-from vitinit.programs.bench.training import given_step
+from vitinit.programs.shared.steps import given_step
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.tasks.labels import cross_entropy, evaluate
 from vitinit.train import loop

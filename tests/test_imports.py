@@ -44,6 +44,7 @@ TABLES = {
     "vitinit.runs.checkpoint": "READERS",
     "vitinit.runs.watching": "WATCHERS",
     "vitinit.tasks": "TASKS",
+    "vitinit.programs.fit.findings": "PROGRAMS",
 }
 
 

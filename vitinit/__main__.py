@@ -14,6 +14,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
+    "fit": Program(".programs.fit.program:main", "from a folder of images to a model, in minutes"),
     "train": Program(".programs.train:main", "train a model as a recipe describes"),
     "eval": Program(".programs.evaluate:main", "evaluate checkpoints exactly, on any data set"),
     "predict": Program(".programs.predict:main", "say what images show, by a trained model"),

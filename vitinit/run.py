@@ -67,6 +67,7 @@ class Run:
         resume: str | os.PathLike | None = None,
         overrides: Mapping[str, Any] | Sequence[str] = (),
         verbose: bool = False,
+        quiet: bool = False,
         log: Sequence[str] = (),
         trust_teacher: bool = False,
         objective: Callable[..., Tensor] | None = None,
@@ -83,6 +84,7 @@ class Run:
             overrides: values for keys of the recipe, such as {"schedule.epochs": 3}, or a list of
                 texts such as "schedule.epochs=3".
             verbose: print all that start.txt in the folder will say, not only the main lines.
+            quiet: print nothing but the bar, and what goes wrong.
             log: "tensorboard", "wandb" or both, which get the rows as they are written.
             trust_teacher: read a teacher that is a program (.pt2), which can execute any code.
             objective: a loss in place of the task's; see `Task.loss` in tasks/.
@@ -101,7 +103,7 @@ class Run:
             )
         self.request = Request(recipe, changes, folder, resume, command, first_epochs)
         self.watchers = Watchers([*BY_DEFAULT, *loggers])
-        self.verbose = verbose
+        self.verbose, self.quiet = verbose, quiet
         self.trust_teacher = trust_teacher
         self.objective = objective
         self.result = Result()
@@ -171,7 +173,9 @@ class Run:
                 self.result = TrainedHere(folder, recipe, data, state)
 
                 # The loop.
-                keeper = RunKeeper(folder, lock, recipe, data, task, training, self.watchers)
+                keeper = RunKeeper(
+                    folder, lock, recipe, data, task, training, self.watchers, quiet=self.quiet
+                )
                 with keeper.ending():
                     train_epochs(training, keeper, keeper.meter())
                     keeper.say_done()
@@ -247,6 +251,8 @@ class Run:
 
     def _show(self, start: Sequence[str], processes: Processes, elsewhere: str) -> None:
         """Print what a terminal shows of the start. elsewhere: where all of it is."""
+        if self.quiet:
+            return
         for line in start if self.verbose else at_a_glance(start, elsewhere):
             processes.say(line)
 

@@ -14,7 +14,7 @@ from vitinit.data.loader import TrainViews
 from vitinit.data.pipeline import preparing_stream
 from vitinit.data.sources import LooseImages
 from vitinit.programs.bench.loader import draw_photographs
-from vitinit.programs.bench.training import alone, bench_recipe
+from vitinit.programs.shared.steps import alone, measured_recipe
 from vitinit.recipe.files import load_recipe
 
 SETS = (
@@ -87,7 +87,7 @@ def epochs_of(
     """Two epochs of training, each step's images and targets in order, and two of validation.
     work: what keeps the device busy before each micro-batch is made, and before it is copied. It
     has to be copied, since its memory is used again for a later one."""
-    recipe = bench_recipe("quickstart", sets)
+    recipe = measured_recipe("quickstart", sets)
     data = program.open_data(recipe, alone(device), dry_run=False)
     found, made = [], []
     for epoch in range(2):

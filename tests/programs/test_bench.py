@@ -28,10 +28,12 @@ from vitinit.programs.bench import (
     training,
     variants,
 )
-from vitinit.programs.bench.plan import Plan, Rates, plan_run
 from vitinit.programs.bench.step import saved_bytes
-from vitinit.programs.bench.training import bench_recipe, interleave, times_as_fast
+from vitinit.programs.bench.training import interleave, times_as_fast
 from vitinit.programs.bench.variants import MASKED, Variant
+from vitinit.programs.shared import steps as shared_steps
+from vitinit.programs.shared.plan import Plan, Rates, plan_run
+from vitinit.programs.shared.steps import measured_recipe
 from vitinit.runs.model import build
 from vitinit.train.metrics import training_flops
 
@@ -105,7 +107,7 @@ def test_saved_bytes_are_those_that_each_layer_needs_for_the_backward_pass(amp, 
 
 def test_memory_says_how_many_images_of_a_recipe_fit(capsys, monkeypatch):
     """Of 1 GiB all 50; .16 GiB leaves 73 MiB, less than 50 images need, and 10 divides 50 next."""
-    monkeypatch.setattr(training, "automatic_values", None)  # that of another machine
+    monkeypatch.setattr(shared_steps, "automatic_values", None)  # that of another machine
     off = "--set", "engine.amp=off"
     for gib, fit in ((1, "50"), (0.16, "10")):
         ((row,),) = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib, *off)
@@ -197,10 +199,10 @@ def test_a_step_is_measured(capsys, monkeypatch):
     assert row["way"] == "amp off, eager"
     assert row["beside a bare loop over"] == "torchvision's VisionTransformer"
     assert sizes[0]["num_layers"] == 2
-    flops = 16 * training_flops(build(bench_recipe("deit_tiny", TINY[1::2])), 16, (32, 32)) / 0.5
+    flops = 16 * training_flops(build(measured_recipe("deit_tiny", TINY[1::2])), 16, (32, 32)) / 0.5
     for rate, share in ((0.25, 100 * flops / 0.25e12), (None, None)):  # TFLOP/s of the card
         monkeypatch.setattr(step, "matrix_rate", lambda device: rate)
-        row = step.step_row(bench_recipe("deit_tiny", TINY[1::2]), torch.device("cpu"), 16)
+        row = step.step_row(measured_recipe("deit_tiny", TINY[1::2]), torch.device("cpu"), 16)
         assert row["% of the card's rate"] == (share and pytest.approx(share))
         assert row["TFLOP/s"] == pytest.approx(flops / 1e12)
         # Ten products of matrices of 1024 × 1024 in three seconds.
@@ -208,7 +210,7 @@ def test_a_step_is_measured(capsys, monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_is_halved_once_what_it_took_is_free(monkeypatch):
-    tried, recipe, left = [], bench_recipe("quickstart"), []
+    tried, recipe, left = [], measured_recipe("quickstart"), []
 
     def measure(recipe: object, device: torch.device, batch: int) -> dict:
         assert not any(reference() for reference in left)
@@ -265,7 +267,7 @@ def test_photographs_are_drawn_unless_a_folder_is_given_an_empty_one_is_one_line
     links = sorted((tmp_path / "data" / "train").rglob("*.jpg"))
     assert len(links) == 60 and len({link.resolve() for link in links}) == 50
     assert decode_image(str(links[0])).shape == (3, 375, 500)
-    data = bench_recipe("cifar10_10k", sets).data  # which takes 1,000 images of each class
+    data = measured_recipe("cifar10_10k", sets).data  # which takes 1,000 images of each class
     assert data.name == "image_folder" and data.images_per_class == 0
     (tmp_path / "empty").mkdir()
     assert bench.main(["loader", "--data-dir", str(tmp_path / "empty")]) == 2
@@ -366,7 +368,7 @@ def test_the_commands_of_the_report_are_commands(capsys):
                 args = bench.parse_arguments(words[3:])
                 names = getattr(args, "recipe", [])
                 for name in [names] if isinstance(names, str) else names:
-                    bench_recipe(name, getattr(args, "set", []))
+                    measured_recipe(name, getattr(args, "set", []))
 
 
 def test_the_machine_says_on_which_file_system_images_are(tmp_path, monkeypatch, capsys):
@@ -414,7 +416,7 @@ def test_variants_are_measured_in_turn_and_one_that_fails_says_why():
     left, right = multiprocessing.Pipe()
     right.close()
     assert variants.answer(left, 1.0) == {"failed": "its process ended"}
-    recipes = [bench_recipe(one.recipe, one.sets) for one in variants.VARIANTS]
+    recipes = [measured_recipe(one.recipe, one.sets) for one in variants.VARIANTS]
     assert len(recipes) == len(set(variants.VARIANTS))
 
 
@@ -445,7 +447,7 @@ def test_rows_become_a_table():
 
 
 def test_a_plan_is_the_slower_of_gpus_and_cores_and_a_validation_is_a_forward_pass():
-    recipe = bench_recipe("imagenet_vit_small_90")
+    recipe = measured_recipe("imagenet_vit_small_90")
     rates = Rates(step=700.0, core=100.0, prepare=300.0)  # together 210 images/s
 
     def planned(**changes: int) -> Plan:
@@ -498,7 +500,7 @@ def test_memory_with_recomputed_blocks_is_their_inputs_and_one_of_them():
 
     def of_image(depth: int, recompute: str) -> float:
         sets = [*TINY[1::2], f"model.options.depth={depth}", f"engine.recompute={recompute}"]
-        return step.memory_row(bench_recipe("deit_tiny", sets), 24.0)["MiB per image"] * 2**20
+        return step.memory_row(measured_recipe("deit_tiny", sets), 24.0)["MiB per image"] * 2**20
 
     one, two = (of_image(depth, "false") for depth in (1, 2))
     tokens = 17 * 24 * 4  # the input of a block, in float32: 16 patches and a class token
@@ -510,10 +512,10 @@ def test_memory_with_recomputed_blocks_is_their_inputs_and_one_of_them():
 @pytest.mark.parametrize("optimiser", ["adamw", "muon", "lamb"])
 def test_the_disk_of_a_plan_is_what_checkpoints_hold(optimiser):
     sets = [*TINY[1::2], f"optim.name={optimiser}", "ema.decay=0.9", "model.options.depth=11"]
-    recipe = bench_recipe("deit_tiny", sets)
-    state, _ = training.set_up(recipe, torch.device("cpu"))
+    recipe = measured_recipe("deit_tiny", sets)
+    state, _ = shared_steps.set_up(recipe, torch.device("cpu"))
     part = step.synthetic_batch(recipe, 2, torch.device("cpu"))
-    training.train_on(state, [training.given_step(0, [part])])
+    shared_steps.train_on(state, [shared_steps.given_step(0, [part])])
     held = 0
 
     def count(value: object) -> None:

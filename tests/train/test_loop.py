@@ -13,7 +13,7 @@ from small_models import written
 
 import vitinit
 from vitinit.data.augment import smooth_one_hot
-from vitinit.programs.bench.training import given_step
+from vitinit.programs.shared.steps import given_step
 from vitinit.tasks import labels as labels_module, reconstruction
 from vitinit.tasks.labels import cross_entropy, evaluate
 from vitinit.train import metrics

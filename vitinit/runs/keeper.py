@@ -94,10 +94,13 @@ class RunKeeper(Keeper):
         task: Task,
         training: Training,
         watchers: Watchers,
+        *,
+        quiet: bool = False,
     ) -> None:
+        """quiet: a row is told by the bar alone, and nothing at the end."""
         self.folder, self.lock = folder, lock
         self.recipe, self.data, self.task = recipe, data, task
-        self.training, self.watchers = training, watchers
+        self.training, self.watchers, self.quiet = training, watchers, quiet
         self.models = models_to_measure(training.state, recipe)
         self.flops = training_flops(
             training.state.model,
@@ -149,7 +152,8 @@ class RunKeeper(Keeper):
             processes=processes,
         )
         progress.finish_epoch()
-        processes.say(epoch_line(row, training.epochs))
+        if not self.quiet:
+            processes.say(epoch_line(row, training.epochs))
         best_by = recipe.checkpoint.best_by
         is_best = progress.improves(row.get(best_by), best_by)
         with processes.together():
@@ -251,6 +255,8 @@ class RunKeeper(Keeper):
 
     def say_done(self) -> None:
         """Print how good the run is, and what can be done with it."""
+        if self.quiet:
+            return
         training, progress = self.training, self.training.state.progress
         best = "no best.pt, as nothing was validated"
         if progress.best is not None:

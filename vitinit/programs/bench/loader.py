@@ -18,22 +18,11 @@ from ...data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ...data.images import FORMATS
 from ...data.sources import LooseImages
 from ...recipe.sections import Recipe
-from ...runs.data import open_data
 from ...train.metrics import Pace
 from ...watch.slowness import waits_for
+from ..shared.steps import given_step, measured_recipe, set_up, steps_of, train_on
 from .step import synthetic_batch
-from .training import (
-    ResultRow,
-    alone,
-    bench_recipe,
-    clock_of,
-    given_step,
-    interleave,
-    row_table,
-    set_up,
-    times_as_fast,
-    train_on,
-)
+from .training import ResultRow, clock_of, interleave, row_table, times_as_fast
 
 PHOTOGRAPHS = 200  # files that are read; an epoch has each of them many times
 AUGMENTED_TOGETHER = 50  # images that are augmented together
@@ -88,16 +77,9 @@ def in_batches(batch: int) -> list[str]:
     ]
 
 
-def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
-    """The recipe's training steps on one process, epoch after epoch."""
-    data = open_data(recipe, alone(device), dry_run=False)
-    for epoch in itertools.count():
-        yield from data.train_batches.steps(epoch)
-
-
 def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) -> list[ResultRow]:
     """Views/s of each part of a recipe's pipeline on one core and the device; and torchvision's."""
-    recipe = bench_recipe(
+    recipe = measured_recipe(
         name, [*sets, *in_batches(AUGMENTED_TOGETHER), "data.workers=0", "data.on_device_gib=0"]
     )
 
@@ -206,11 +188,11 @@ def fed_in_words(row: ResultRow, recipe: Recipe, device: torch.device) -> str:
 
 def print_loader(args: argparse.Namespace, device: torch.device) -> None:
     """Measure a recipe's loader, alone and feeding a step."""
-    batch = args.batch or bench_recipe(args.recipe, args.set).optim.max_batch_per_process
+    batch = args.batch or measured_recipe(args.recipe, args.set).optim.max_batch_per_process
     with tempfile.TemporaryDirectory() as folder:
         count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
         sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
         print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
-        recipe = bench_recipe(args.recipe, [*sets, *in_batches(batch)], device)
+        recipe = measured_recipe(args.recipe, [*sets, *in_batches(batch)], device)
         rows = fed_rows(recipe, device, args.workers)
         print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], recipe, device)}")

@@ -1,16 +1,9 @@
-"""How long a run will take, and what binds it, from rates that were measured or are given.
-
-    one step of all GPUs = the slower of   each GPU: its step, and the preparation of its images
-                                           all cores: loading these images
-
-A GPU adds what it prepares to what it trains, since both use its memory at full rate: two fed
-steps of an H200 took 2 % longer than this says. Workers load meanwhile.
-"""
+"""A recipe's run on so much hardware: its plan, and what would change it."""
 
 import argparse
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -20,96 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...base.messages import OneLineError, counted
 from ...recipe.sections import Recipe
 from ...runs.model import build, task_of, trained_model, without_data
-from .loader import image_folder, in_batches, steps_of
+from ..shared.plan import Plan, Rates, plan_run
+from ..shared.steps import measured_recipe, steps_of
+from .loader import image_folder, in_batches
 from .step import engine_of, memory_row, step_seconds
-from .training import ROUNDS, ResultRow, bench_recipe, clock_of, row_table
+from .training import ROUNDS, ResultRow, clock_of, row_table
 
-FORWARD = 1 / 3  # of a step's time; the backward pass takes two
 COPIES = 3  # of the weights that a run keeps: last.pt, previous.pt, best.pt
 # Numbers that such a file has of a parameter: itself, and its moments.
 FLOATS = {"adamw": 3, "lamb": 3, "muon": 2}
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Images/s of each part alone. Infinite is a part that costs nothing."""
-
-    step: float  # of one GPU's training step, on images that are there
-    core: float  # that one core loads beside the others
-    prepare: float = math.inf  # that one GPU augments, and decodes if it does, and mixes
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run on so many GPUs and cores: images/s of all GPUs, seconds, and what binds it."""
-
-    images: int  # of an epoch
-    validation: float  # images that are validated after an epoch, on average
-    epochs: int
-    gpus: int
-    cores: int
-    rates: Rates
-    weights: int = 1  # models that a validation measures
-
-    @property
-    def of_gpus(self) -> float:
-        return self.gpus / (1 / self.rates.step + 1 / self.rates.prepare)
-
-    @property
-    def of_cores(self) -> float:
-        return self.cores * self.rates.core
-
-    @property
-    def rate(self) -> float:
-        return min(self.of_gpus, self.of_cores)
-
-    @property
-    def bound(self) -> str:
-        return "loading" if self.of_cores < self.of_gpus else "the GPU"
-
-    @property
-    def epoch_seconds(self) -> float:
-        """Training, and a validation whose images have been decoded before."""
-        evaluated = self.weights * self.validation * FORWARD / (self.gpus * self.rates.step)
-        return self.images / self.rate + evaluated
-
-    @property
-    def hours(self) -> float:
-        return self.epochs * self.epoch_seconds / 3600
-
-    @property
-    def cores_needed(self) -> int:
-        """Cores with which loading does not bind."""
-        return math.ceil(self.of_gpus / self.rates.core)
-
-    def jobs(self, limit_hours: float, start_seconds: float) -> int:
-        """Jobs of `limit_hours` that the run takes, each of which first compiles and starts. Raises
-        OneLineError if one ends before it has started.
-        """
-        trains = limit_hours - start_seconds / 3600
-        if trains <= 0:
-            raise OneLineError(
-                f"--start-seconds {start_seconds:g}: expected less than --limit-hours {limit_hours:g}, "
-                f"which are {3600 * limit_hours:g} seconds"
-            )
-        return math.ceil(self.hours / trains)
-
-
-def plan_run(
-    recipe: Recipe, rates: Rates, *, images: int, validation: int, gpus: int, cores: int
-) -> Plan:
-    """The plan of a recipe's run. images, validation: of its sets."""
-    epochs, every = recipe.schedule.total_epochs, recipe.eval.every_epochs
-    validations = math.ceil(epochs / every) if every else 0  # the last epoch has one
-    return Plan(
-        images=round(images * recipe.data.subset),
-        validation=validation * validations / epochs,
-        epochs=epochs,
-        gpus=gpus,
-        cores=cores,
-        rates=rates,
-        weights=2 if recipe.ema.decay else 1,
-    )
 
 
 def changes_of(plan: Plan) -> dict[str, Plan]:
@@ -166,7 +78,7 @@ def input_rates(
     with tempfile.TemporaryDirectory() as folder:
         sets = [*args.set, *image_folder(Path(folder), args.data_dir, batch), *in_batches(batch)]
         sets += ["data.workers=0", "data.on_device_gib=0"]
-        steps = steps_of(bench_recipe(args.recipe, sets, device), device)
+        steps = steps_of(measured_recipe(args.recipe, sets, device), device)
         for _ in range(ROUNDS + 1):
             began = clock()
             _, (micro_batch,) = next(steps)
@@ -195,7 +107,7 @@ def measured_rates(recipe: Recipe, args: argparse.Namespace, device: torch.devic
 
 def print_plan(args: argparse.Namespace, device: torch.device) -> None:
     """Plan a recipe's run, and print it beside what would change it."""
-    recipe = bench_recipe(args.recipe, args.set, device)
+    recipe = measured_recipe(args.recipe, args.set, device)
     rates = measured_rates(recipe, args, device)
     images, validation = args.images
     plan = plan_run(

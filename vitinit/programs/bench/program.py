@@ -99,11 +99,12 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 
 def run_bench(args: Namespace) -> int:
     # What measures imports torchvision and the compiler: here, so that --help need not.
+    from ..shared.steps import measured_recipe
     from .all import bench_all, machine
     from .loader import print_loader
     from .plan import print_plan
     from .step import memory_row, print_step
-    from .training import bench_recipe, row_table
+    from .training import row_table
     from .variants import VARIANTS, variant_rows, waves
 
     if args.bench == "all":
@@ -114,10 +115,10 @@ def run_bench(args: Namespace) -> int:
     row = machine(device, getattr(args, "data_dir", None))
     print(", ".join(f"{name} {value}" for name, value in row.items()))
     if args.bench == "memory":  # in the precision of a card
-        recipes = [bench_recipe(name, args.set, device, automatic=BF16) for name in args.recipe]
+        recipes = [measured_recipe(name, args.set, device, automatic=BF16) for name in args.recipe]
         print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))
     elif args.bench == "step":
-        for recipe in [bench_recipe(name, args.set, device) for name in args.recipe]:
+        for recipe in [measured_recipe(name, args.set, device) for name in args.recipe]:
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
     elif args.bench == "variants":
         for wave in waves(VARIANTS, device):

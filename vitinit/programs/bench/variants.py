@@ -16,8 +16,9 @@ import torch
 
 from ...runs.model import without_data
 from ...train.device import forget_peak, matrix_rate, peak_gib
+from ..shared.steps import measured_recipe
 from .step import engine_of, step_seconds
-from .training import ResultRow, bench_recipe, clock_of
+from .training import ResultRow, clock_of
 
 ROUNDS = 2
 PATIENCE = 75.0  # seconds until all of a wave are ready, and those that are not are left out
@@ -138,7 +139,7 @@ def serve(pipe: Connection, variant: Variant, device: torch.device, sets: Sequen
     """Compile a step, say so, then make STEPS steps whenever the pipe asks, and say how long."""
     try:
         began, clock = time.monotonic(), clock_of(device)
-        recipe = without_data(bench_recipe(variant.recipe, [*variant.sets, *sets], device))
+        recipe = without_data(measured_recipe(variant.recipe, [*variant.sets, *sets], device))
         engine = engine_of(recipe, device, variant.batch)
         if device.type == "cuda":
             forget_peak(device)

@@ -1,0 +1,180 @@
+"""fit: what it chooses by the images and the time, what it finds, and one run from end to end."""
+
+from __future__ import annotations
+
+import csv
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit.base.messages import OneLineError
+from vitinit.programs.fit import choice, measure, program
+from vitinit.programs.fit.choice import Images, choose
+from vitinit.programs.fit.findings import Guessed, Learned, best_weights, confusions
+from vitinit.programs.shared.plan import Plan, Rates
+from vitinit.runs.folder import RunFolder
+
+PHOTOGRAPHS = Images(train=2_003, val=307, classes=5, side=167.0, opened_by=[], stated=[])
+TINY = """init.name=default model.options.embed_dim=12 model.options.depth=1 data.image_size=8
+    model.options.patch_size=4 model.options.num_heads=3 optim.global_batch=17
+    optim.max_batch_per_process=17 eval.batch_size=7""".split()
+
+
+def plan_for(seconds: float, epoch_images: int = 2_003) -> Plan:
+    """A plan whose epoch takes so many seconds, all of them training."""
+    rates = Rates(step=epoch_images / seconds, core=inf, prepare=inf)
+    return Plan(epoch_images, 0, epochs=1, gpus=1, cores=1, rates=rates)
+
+
+def chosen(minutes: float, seconds: float, images: Images = PHOTOGRAPHS, weights: str = ""):
+    """What is chosen where every choice's epoch takes so many seconds; and how many were planned."""
+    planned = []
+
+    def plan(one: choice.Choice) -> Plan:
+        planned.append(one)
+        return plan_for(seconds)
+
+    return choose(images, minutes, weights, plan)[0], len(planned)
+
+
+def test_as_many_epochs_are_chosen_as_fit_beside_what_a_run_does_besides():
+    for minutes, seconds in ((5, 7.0), (20, 37.0), (61, 29.0)):
+        found, _ = chosen(minutes, seconds)
+        epochs = found.changes["schedule.epochs"]
+        beside = choice.OTHER_SECONDS + choice.INIT_AND_FINDINGS / 3 / (2_003 / seconds)
+        assert epochs * seconds + beside <= 60 * minutes < (epochs + 1) * seconds + beside
+        assert 0 < found.changes["schedule.warmup_epochs"] <= epochs / 5
+
+
+def test_many_epochs_have_images_that_vary_and_their_time_is_measured_anew():
+    few, planned = chosen(30, 37.0)
+    assert (few.recipe, planned) == ("photos", 1) and not few.changes.keys() & choice.VARIED
+    many, planned = chosen(60, 37.0)
+    assert planned == 2 and choice.VARIED.items() <= many.changes.items()
+
+
+def test_small_images_have_the_recipe_of_32_pixels_and_photographs_are_not_enlarged():
+    small, _ = chosen(5, 7.0, PHOTOGRAPHS._replace(side=28.0))
+    assert small.recipe == "cifar10_10k_ahead"
+    sides = [
+        chosen(5, 7.0, PHOTOGRAPHS._replace(side=side))[0].changes["data.image_size"]
+        for side in (47.0, 101.0, 128.0, 1021.0)
+    ]
+    assert sides == [40, 96, 128, 128]
+
+
+def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone():
+    whole, _ = chosen(60, 100.0, weights="deit_small")
+    assert whole.recipe == "photos_finetune" and whole.changes["model.name"] == "vit_small"
+    assert "optim.train" not in whole.changes
+    head, planned = chosen(5, 100.0, weights="mine.pt")
+    assert head.changes["optim.train"] == "head" and planned == 2
+    assert "model.name" not in head.changes  # the file's own, which the user states
+
+
+def test_without_time_for_an_epoch_nothing_is_chosen():
+    with pytest.raises(
+        OneLineError, match=r"takes 10\.0 minutes here, .* of 5\.0 that are left; expected"
+    ):
+        chosen(5, 600.0)
+
+
+def test_what_the_user_sets_counts_most():
+    images = PHOTOGRAPHS._replace(opened_by=["data.workers=0"], stated=["schedule.epochs=3"])
+    found, _ = chosen(20, 37.0, images)
+    sets = found.sets()
+    assert sets[0] == "data.workers=0" and sets[-1] == "schedule.epochs=3"
+    assert sets.index(f"schedule.epochs={found.changes['schedule.epochs']}") < len(sets) - 1
+
+
+def test_more_images_mend_what_is_wrong_with_unseen_ones_and_more_minutes_what_with_seen_ones():
+    learned = Learned(on_trained=0.13, on_others=0.41)
+    assert learned.with_images(1) == learned.with_minutes(1) == 0.41
+    assert learned.with_images(4) == pytest.approx(0.13 + (0.41 - 0.13) / 2)
+    assert learned.with_minutes(16) == pytest.approx(0.41 - 0.13 / 2)
+    assert "more images would help most" in learned.advice()
+    assert "more minutes would help most" in Learned(0.40, 0.41).advice()
+    assert Learned(0.5, 0.41).with_images(7) == 0.41  # seen ones may vary more, and be worse
+
+
+def test_confusions_are_counted_of_the_true_class():
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+    guesses = torch.tensor([0, 1, 1, 1, 0, 2, 0, 0, 0])
+    found = Guessed(labels, guesses, torch.ones(9))
+    assert found.errors == pytest.approx(6 / 9)
+    words = confusions(found, ["oak", "elm", "ash"])
+    assert words == "3 of 4 ash taken for oak; 2 of 3 oak taken for elm; 1 of 2 elm taken for oak"
+    assert "no image" in confusions(Guessed(labels, labels, torch.ones(9)), ["oak", "elm", "ash"])
+
+
+def test_the_best_weights_are_those_of_the_record(tmp_path):
+    folder = RunFolder(tmp_path)
+
+    def best(*rows: tuple[float | None, float | None]) -> tuple[str, str, int]:
+        folder.metrics.path.unlink(missing_ok=True)
+        for epoch, (model, average) in enumerate(rows, start=1):
+            folder.metrics.append({"epoch": epoch, "val_top1": model, "ema_top1": average})
+        file, weights, epoch = best_weights(folder)
+        return file.name, weights, epoch
+
+    assert best((31.0, None), (29.0, None)) == ("best.pt", "model", 1)
+    assert best((31.0, 37.0), (29.0, 41.0), (None, None)) == ("last.pt", "ema", 2)
+    assert best((31.0, 43.0), (29.0, 41.0)) == ("best.pt", "ema", 1)
+    assert best((31.0, 30.0), (31.0, 30.0)) == ("best.pt", "model", 1)
+
+
+def test_fit_looks_chooses_trains_and_says_how_good_it_is(
+    image_tree, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(program, "plan_of", lambda one, device: plan_for(5.0, one.images.train))
+    out = tmp_path / "run"
+    words = [str(image_tree), "--minutes", "1", "--out-dir", str(out)]
+    for one in TINY:
+        words += ["--set", one]
+    assert program.main([*words, "--weights", "none", "--dry-run"]) == 0
+    assert "why     " in capsys.readouterr().out and not out.exists()
+    assert program.main([*words, "--weights", "none"]) == 0
+    printed = capsys.readouterr().out
+    recipe = RunFolder(out).keys()
+    assert recipe["model.options.depth"] == 1 and recipe["data.root"] == str(image_tree)
+    assert len(list(RunFolder(out).metrics.rows())) == recipe["schedule.epochs"] > 1
+    with open(out / "predictions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = sum(row["truth"] == row["label"] for row in rows)
+    assert len(rows) == 21 and f"good    {right / 21:.1%} of 21 images right" in printed
+    assert all(Path(row["path"]).parent.name == row["truth"] for row in rows)
+    assert (out / "report.html").exists()
+    shown = [line[:8].strip() for line in printed.splitlines()]
+    assert shown[-4:] == ["good", "mixed", "more", "took"]
+    assert program.main(words) == 0  # the run that is there, whatever is measured
+    assert "goes on with the run that is there" in capsys.readouterr().out
+
+
+def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp_path, capsys):
+    device = torch.device("cpu")
+
+    def opened(*words: str) -> Images:
+        args = program.parse_arguments([*words, "--minutes", "1"])
+        return program.look(args, device)
+
+    split = opened(str(image_tree))
+    assert (split.train, split.val, split.side) == (51, 21, 10)
+    whole = opened(str(image_tree / "train"))
+    assert (whole.train, whole.val) == (39, 12)  # a quarter of each 17
+    own = opened(str(image_tree / "train"), "--set", "data.held_out_per_class=5")
+    assert (own.train, own.val) == (36, 15)
+    assert "held out" in capsys.readouterr().out
+
+
+def test_an_epoch_is_planned_by_steps_on_the_images(image_tree, monkeypatch):
+    monkeypatch.setattr(measure, "LEAST_SECONDS", 0.0)
+    data = [f"data.root={image_tree}", "data.name=image_folder", "data.num_classes=0"]
+    images = Images(51, 21, 3, 10.0, data, [*TINY, "data.workers=0", "engine.amp=off"])
+    now = iter(range(10**6))
+    monkeypatch.setattr(measure, "clock_of", lambda device: (lambda: float(next(now)), ""))
+    plan = measure.plan_of(choice.Choice("photos", images, {}, ()), torch.device("cpu"))
+    # A clock that ticks once whenever it is read: a second to load 17 images, and one to train.
+    assert plan.rates == Rates(step=17.0, core=inf, prepare=17.0)
+    assert (plan.images, plan.validation) == (51, 21)

@@ -1,0 +1,137 @@
+"""Which recipe `fit` takes, with what changes, and why: by the images and the time there is.
+
+What was measured for it, with what it was chosen over, is in recipes/README.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ...base.messages import OneLineError, counted
+from ...base.values import to_toml
+from ...runs.load import published_weights
+from ..shared.plan import FORWARD, Plan
+
+SMALL = 40  # px of a shorter side, the median over images, up to which they are taken for icons
+GRID = 8  # patches along a side, whatever the size
+LARGEST = 128  # px to train on
+MANY_EPOCHS = 60  # from so many on, images are augmented more
+FEW_IMAGES = 1_000  # fewer than that are fine-tuned on, where there are weights
+LEAST_EPOCHS = 3  # of fine-tuning all of a model
+WARM_UP = 0.1  # of the epochs
+TO_VALIDATE = 0.1  # share of the time
+OTHER_SECONDS = 15.0  # of opening, drawing weights and writing the report
+INIT_AND_FINDINGS = 1_500  # images that are looked at once, beside those to validate on
+VARIED = {"rand_augment.layers": 2, "augment.crop_scale": [0.35, 1.0]}
+
+
+class Images(NamedTuple):
+    """What counts of the images for a choice."""
+
+    train: int  # how many are trained on
+    val: int
+    classes: int
+    side: float  # px, median of their shorter sides
+    opened_by: list[str]  # changes of a recipe, as --set has them
+    stated: list[str]  # further ones, by the user, which count most
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe by its name, the changes to it, and why each was made."""
+
+    recipe: str
+    images: Images
+    changes: dict[str, Any]
+    reasons: tuple[str, ...]
+
+    def sets(self) -> list[str]:
+        """The changes as --set has them, those of the user last."""
+        return [*self.images.opened_by, *self.in_words(), *self.images.stated]
+
+    def in_words(self) -> list[str]:
+        """The changes that are not the user's."""
+        return [f"{key}={to_toml(value)}" for key, value in self.changes.items()]
+
+    def but(self, changes: dict[str, Any], reason: str) -> "Choice":
+        """This choice with more changes, and why."""
+        return replace(self, changes=self.changes | changes, reasons=(*self.reasons, reason))
+
+
+Planner = Callable[[Choice], Plan]  # measures a choice on this machine, and plans its run
+
+
+def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tuple[Choice, Plan]:
+    """The choice for these images that ends in so many minutes, and the plan of its epochs.
+    weights: a checkpoint to fine-tune; "": none. Raises OneLineError if an epoch takes longer.
+    """
+    if weights:
+        return fine_tuned(images, minutes, weights, planned)
+    if images.side <= SMALL:
+        choice = Choice("cifar10_10k_ahead", images, evaluated(images), ()).but(
+            {"data.images_per_class": 0, "checkpoint.keep_epochs": []},
+            f"half of the images have {images.side:g} px or less: patches of 4 of 32 px",
+        )
+        return for_minutes(choice, minutes, planned)
+    side = min(LARGEST, int(images.side) // GRID * GRID)
+    choice = Choice("photos", images, evaluated(images), ()).but(
+        {"data.image_size": side, "model.options.patch_size": side // GRID},
+        f"{images.train:,} images: a small ViT from scratch, at {side} px",
+    )
+    return for_minutes(choice, minutes, planned)
+
+
+def fine_tuned(
+    images: Images, minutes: float, weights: str, planned: Planner
+) -> tuple[Choice, Plan]:
+    """Fine-tune a checkpoint: all of it, or its classifier alone if there is no time for more."""
+    known = published_weights(weights)
+    of_model = {"model.name": known.model} if known else {}
+    choice = Choice("photos_finetune", images, evaluated(images), ()).but(
+        {"init.checkpoint": weights} | of_model,
+        f"{images.train:,} images: from the weights {weights}, which have seen many more",
+    )
+    epochs = epochs_in(minutes, planned(choice))
+    if epochs < LEAST_EPOCHS:
+        choice = choice.but(
+            {"optim.train": "head", "optim.base_lr": 1e-3},
+            f"{counted(epochs, 'epoch')} of all layers are few: the classifier alone",
+        )
+    return for_minutes(choice, minutes, planned)
+
+
+def evaluated(images: Images) -> dict[str, Any]:
+    """After how many epochs the model and its average are validated, as a change of the recipe."""
+    share = 2 * images.val * FORWARD / images.train  # of an epoch's time
+    return {"eval.every_epochs": max(1, round(share / TO_VALIDATE))}
+
+
+def seconds_beside(plan: Plan) -> float:
+    """What a run takes beside its epochs: to start, and to look at images once more at its end."""
+    rates = plan.rates
+    looked_at = min(INIT_AND_FINDINGS, 2 * plan.images) + 3 * plan.validation
+    return OTHER_SECONDS + looked_at * (1 / rates.prepare + FORWARD / rates.step)
+
+
+def epochs_in(minutes: float, plan: Plan) -> int:
+    """How many of the plan's epochs a run of so many minutes has."""
+    return max(0, int((60 * minutes - seconds_beside(plan)) / plan.epoch_seconds))
+
+
+def for_minutes(choice: Choice, minutes: float, planned: Planner) -> tuple[Choice, Plan]:
+    """The choice with as many epochs as fit, and what depends on their number; and their plan."""
+    plan = planned(choice)
+    if choice.recipe == "photos" and epochs_in(minutes, plan) >= MANY_EPOCHS:
+        choice = choice.but(VARIED, "so many epochs want images that vary more")
+        plan = planned(choice)  # as such images take longer
+    epochs = epochs_in(minutes, plan)
+    if epochs < 1:
+        raise OneLineError(
+            f"one epoch of {choice.images.train:,} images takes {plan.epoch_seconds / 60:.1f} "
+            f"minutes here, and what is beside it {seconds_beside(plan) / 60:.1f}, of "
+            f"{minutes:.1f} that are left; expected more --minutes, or fewer images by --set "
+            "data.subset=0.5"
+        )
+    warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
+    changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}
+    return choice.but(changes, f"{counted(epochs, 'epoch')} fit into the time"), plan

@@ -1,0 +1,153 @@
+"""What a finished run has to say: how good, what it confuses, and what would help most."""
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...base.files import written_atomically
+from ...base.messages import say
+from ...base.table import find
+from ...data.lists import as_csv
+from ...data.sources import Source
+from ...recipe.sections import Recipe
+from ...runs.data import evaluation_batches, open_sets
+from ...runs.folder import RunFolder
+from ...runs.load import open_saved
+from ...runs.trained import Weights
+from ...train.device import this_device
+from ...train.loop import autocast
+
+PROGRAMS = {"figures": ".programs.figures.program:main"}  # it draws the report
+TRAINED_ON = 1_000  # images that are looked at again, to see what was learned by heart
+PAIRS = 3  # of classes that are confused, at most
+# How errors shrink with r times the images or minutes, as r ** -exponent; see `Learned`.
+BY_IMAGES, BY_MINUTES = 0.5, 0.25
+
+
+class Learned(NamedTuple):
+    """How often a model errs, as shares, and how that would change."""
+
+    on_trained: float  # of images that it was trained on, as they are, without augmentation
+    on_others: float
+
+    def with_images(self, times: float) -> float:
+        """The share of errors with so many times the images, and as many epochs: what is wrong with
+        images that were not seen alone shrinks by the root, as a mean's error does.
+        """
+        unseen = max(self.on_others - self.on_trained, 0.0)
+        return self.on_others - unseen * (1 - times**-BY_IMAGES)
+
+    def with_minutes(self, times: float) -> float:
+        """The share of errors with so many times the epochs, which teach what is not yet learned of
+        images that were seen."""
+        return self.on_others - self.on_trained * (1 - times**-BY_MINUTES)
+
+    def advice(self) -> str:
+        """What would help most, in words."""
+        images, minutes = (100 * (1 - by(2)) for by in (self.with_images, self.with_minutes))
+        kind = "images" if images > minutes else "minutes"
+        seen, unseen = 100 * (1 - self.on_trained), 100 * (1 - self.on_others)
+        return (
+            f"more {kind} would help most: {seen:.0f} % of the images trained on are right, and "
+            f"{unseen:.0f} % of others; estimated with twice the images and minutes {images:.0f} %, "
+            f"with twice the minutes alone {minutes:.0f} %"
+        )
+
+
+def finish(out: Path) -> None:
+    """Write the report and the predictions of the run in `out`, and print what there is to know."""
+    folder = RunFolder(out)
+    file, weights, epoch = best_weights(folder)
+    saved = open_saved(file)
+    recipe, device = saved.recipe, this_device()
+    model = saved.model(weights).eval().to(device)
+    _, train_set, val_set = open_sets(recipe, saved.classes)
+    others = guessed(model, recipe, val_set, device)
+    seen = guessed(model, recipe, spread(train_set, TRAINED_ON), device)
+    predictions, report = out / "predictions.csv", out / "report.html"
+    with written_atomically(predictions) as table:
+        table.write(as_csv(rows_of(others, val_set)))
+    find(PROGRAMS["figures"])(["report", str(out), "--weights", weights, "--out", str(report)])
+    say(f"wrote   {predictions}")
+    say(f"next    vitinit predict {shlex.quote(str(file))} --weights {weights} new/")
+    chance = val_set.class_images.max() / len(val_set)
+    say(
+        f"good    {1 - others.errors:.1%} of {len(val_set):,} images right, by the weights after "
+        f"epoch {epoch}; guessing the largest class {chance:.1%}"
+    )
+    say(f"mixed   {confusions(others, val_set.classes)}")
+    say(f"more    {Learned(seen.errors, others.errors).advice()}")
+
+
+class Guessed(NamedTuple):
+    """What a model takes images for."""
+
+    labels: Tensor  # (n,) int64
+    guesses: Tensor  # (n,) int64, the likeliest class of each
+    shares: Tensor  # (n,), its probability
+
+    @property
+    def errors(self) -> float:
+        """The share that is wrong."""
+        return (self.labels != self.guesses).float().mean().item()
+
+
+@torch.no_grad()
+def guessed(model: nn.Module, recipe: Recipe, source: Source, device: torch.device) -> Guessed:
+    """What the model takes each image of the source for, as the recipe evaluates it."""
+    shares, guesses, labels = [], [], []
+    for images, of_images in evaluation_batches(recipe, source, recipe.data.image_size, device):
+        with autocast(device, recipe.engine.amp):
+            logits = model(images)
+        likeliest = recipe.loss.probabilities(logits.float()).max(1)
+        shares.append(likeliest.values.cpu())
+        guesses.append(likeliest.indices.cpu())
+        labels.append(of_images.cpu())
+    return Guessed(*map(torch.cat, (labels, guesses, shares)))
+
+
+def rows_of(guessed: Guessed, source: Any) -> list[list[str]]:
+    """The rows of a list of images with their classes, what they are taken for, and how surely."""
+    names, rows = source.classes, [["path", "truth", "label", "probability"]]
+    for path, label, guess, share in zip(source.paths, *map(Tensor.tolist, guessed)):
+        rows.append([path, names[label], names[guess], f"{share:.6f}"])
+    return rows
+
+
+def best_weights(folder: RunFolder) -> tuple[Path, Weights, int]:
+    """The file, the weights in it, and their epoch, that had most of the images to validate on
+    right, by the run's own record; the first of equal ones.
+    """
+    rows = [row for row in folder.metrics.rows() if row["val_top1"] is not None]
+    best, last = max(rows, key=lambda row: row["val_top1"]), rows[-1]
+    kept: list[tuple[float, Path, Weights, int]] = []
+    for row, file in ((best, folder.best), (last, folder.last)):
+        kept.append((row["val_top1"], file, "model", row["epoch"]))
+        kept.append((row["ema_top1"] or 0.0, file, "ema", row["epoch"]))
+    _, file, weights, epoch = max(kept, key=lambda one: one[0])
+    return file, weights, epoch
+
+
+def spread(source: Source, count: int) -> Source:
+    """`count` images of the source, spread evenly over it, or all."""
+    return source.part(np.arange(len(source))[:: math.ceil(len(source) / count)])
+
+
+def confusions(guessed: Guessed, classes: Sequence[str]) -> str:
+    """Which classes are most often taken for which others, in words."""
+    images = Counter(guessed.labels.tolist())
+    pairs = Counter(zip(guessed.labels.tolist(), guessed.guesses.tolist()))
+    wrong = [(pair, count) for pair, count in pairs.most_common() if pair[0] != pair[1]]
+    if not wrong:
+        return "nothing: no image is taken for one of another class"
+    return "; ".join(
+        f"{count} of {images[label]} {classes[label]} taken for {classes[guess]}"
+        for (label, guess), count in wrong[:PAIRS]
+    )

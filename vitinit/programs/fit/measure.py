@@ -1,0 +1,58 @@
+"""How long an epoch of a choice takes on this machine, by some of its steps on the real images."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from ...train.device import keep_freed_memory
+from ..shared.plan import Plan, Rates, plan_run
+from ..shared.steps import given_step, measured_recipe, set_up, steps_of, train_on
+from .choice import Choice
+
+STEPS, LEAST_SECONDS = 5, 3.0  # that are measured, after one that does not count
+BY_CLOCK = "by the clock"
+
+
+def clock_of(device: torch.device) -> tuple[Callable[[], float], str]:
+    """The clock by which a run is to end, and whose time it shows: on one CPU thread that of the
+    processor, on which other programs do not count; else that on the wall.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.process_time, "of one CPU thread"
+
+    def read() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read, BY_CLOCK
+
+
+def plan_of(choice: Choice, device: torch.device) -> Plan:
+    """The plan of a choice's run, by some steps on its images, of which nothing stays. Loader
+    processes work beside the steps, so that what counts of loading is how long a step waits.
+    """
+    keep_freed_memory()
+    clock, _ = clock_of(device)
+    images = choice.images
+    recipe = measured_recipe(choice.recipe, choice.sets(), device)
+    recipe = recipe.with_data(num_classes=images.classes)
+    state, forward = set_up(recipe, device)
+    steps = steps_of(recipe, device)
+    prepares: list[float] = []  # seconds of an image, as the following
+    trains: list[float] = []
+    began = clock()
+    while len(trains) <= STEPS or clock() - began < LEAST_SECONDS:
+        asked = clock()
+        number, (micro_batch, *_) = next(steps)
+        part = micro_batch.prepare()
+        ready = clock()
+        train_on(state, [given_step(number, [part])], forward=forward, amp=recipe.engine.amp)
+        batch = len(micro_batch.positions)
+        prepares.append((ready - asked) / batch)
+        trains.append((clock() - ready) / batch)
+    rates = Rates(step=1 / median(trains[1:]), core=float("inf"), prepare=1 / median(prepares[1:]))
+    recipe = recipe.with_data(subset=1.0)  # of which `images` are already
+    return plan_run(recipe, rates, images=images.train, validation=images.val, gpus=1, cores=1)

@@ -1,0 +1,176 @@
+"""From a folder of images to a trained model, within so many minutes.
+
+    vitinit fit photos/ --minutes 20
+    vitinit fit photos/ --minutes 20 --dry-run
+
+photos/ holds a folder per class, perhaps below train/ and val/, or lists of images (train.csv).
+Without images to validate on, some of each class are held out. fit looks at the images, measures
+this machine, and chooses the recipe, image size and number of epochs; it says why, trains, and
+writes into --out-dir, beside what every run writes:
+
+    report.html       curves, classes, mistakes
+    predictions.csv   what the model says of each image to validate on
+
+Its last three lines say how good the model is, what it confuses, and whether more images or more
+minutes would help most. The choice is a recipe like any other, recipe.toml in that folder. The same
+command goes on with a run that was interrupted. On one CPU thread (OMP_NUM_THREADS=1) minutes are of the processor's
+time; otherwise of the clock.
+"""
+
+import time
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ...base.files import CheckpointError
+from ...base.messages import OneLineError, counted, say
+from ...data.images import FORMATS, DataError, heif_formats
+from ...data.lists import LISTS
+from ...recipe.files import load_recipe, overrides
+from ...recipe.sections import Recipe
+from ...run import Run
+from ...runs.data import open_sets, open_training_set
+from ...runs.folder import RunFolder
+from ...runs.load import PUBLISHED, fetch_published, kept_file
+from ...train.device import cores, this_device
+from ...watch.survey import Headers, survey
+from ..shared.command_line import Parser, add_set, integer, main_of, real
+from .choice import FEW_IMAGES, Images, choose
+from .findings import finish
+from .measure import BY_CLOCK, clock_of, plan_of
+
+HELD_OUT = 400  # images to hold out, within shares of
+LEAST_SHARE, LARGEST_SHARE = 0.1, 0.25
+LOOKED_AT = 500  # files whose size is read
+AT_ONCE = 4  # loader processes beside a GPU
+SMALL_WEIGHTS = "deit_tiny"  # published ones, to fine-tune for few images
+
+
+def parse_arguments(arguments: list[str]) -> Namespace:
+    parser = Parser(prog="vitinit fit", description=__doc__)
+    parser.add_argument("data", metavar="PHOTOS", help="folder of images or lists, by class")
+    parser.add_argument("--minutes", type=real(above=0), required=True, help="that it may take")
+    parser.add_argument("--out-dir", type=Path, help="folder of the run; default runs/fit-<folder>")
+    parser.add_argument(
+        "--weights",
+        help="a checkpoint to fine-tune, or the name of published ones; none: from scratch; "
+        f"default: {SMALL_WEIGHTS} for fewer than {FEW_IMAGES:,} images, if they can be fetched",
+    )
+    parser.add_argument("--seed", type=integer(0, 2**63), default=0, help="run.seed")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="look, measure, choose, and say why; train nothing"
+    )
+    add_set(parser, "override any key of the recipe that is chosen; may be repeated")
+    args = parser.parse_args(arguments)
+    args.words = arguments  # for the run's record
+    return args
+
+
+def fit(args: Namespace) -> None:
+    device = this_device()
+    clock, kind = clock_of(device)
+    began, on_the_wall = clock(), time.perf_counter()
+    out = args.out_dir or Path("runs", f"fit-{Path(args.data).resolve().name}")
+    if RunFolder(out).holds_checkpoint() and not args.dry_run:
+        say(f"{out}: goes on with the run that is there, as it was chosen")
+        Run(resume=out, quiet=True).train()
+        finish(out)
+        return
+    images = look(args, device)
+    weights = weights_for(images, args.weights, dry_run=args.dry_run)
+    left = args.minutes - (clock() - began) / 60
+    choice, plan = choose(images, left, weights, partial(plan_of, device=device))
+    epochs = choice.changes["schedule.epochs"]
+    say(f"choice  the recipe {choice.recipe} with {', '.join(choice.in_words())}")
+    for reason in choice.reasons:
+        say(f"why     {reason}")
+    say(
+        f"plan    {epochs * plan.epoch_seconds / 60:.1f} minutes {kind} to train: an epoch takes "
+        f"{plan.epoch_seconds:.3g} s, {plan.rate:,.0f} images/s"
+    )
+    if args.dry_run:
+        say("dry run: nothing was written")
+        return
+    run = Run(
+        choice.recipe,
+        seed=args.seed,
+        out_dir=out,
+        overrides=choice.sets(),
+        quiet=True,
+        command=["vitinit", "fit", *args.words],
+    )
+    run.train()
+    finish(out)
+    spent, passed = (clock() - began) / 60, (time.perf_counter() - on_the_wall) / 60
+    words = f"{spent:.1f} minutes {kind}" + (
+        "" if kind == BY_CLOCK else f", {passed:.1f} by the clock"
+    )
+    say(f"took    {words}, of {args.minutes:g}")
+
+
+def look(args: Namespace, device: torch.device) -> Images:
+    """Open the images, and say what they are like. Raises DataError."""
+    root = Path(args.data)
+    listed = any((root / name).is_file() for name in LISTS)
+    sets = [
+        f"data.root={args.data}",
+        f"data.name={'image_list' if listed else 'image_folder'}",
+        "data.num_classes=0",
+        # The cores of a machine without a GPU are the model's.
+        f"data.workers={0 if device.type == 'cpu' else min(AT_ONCE, cores())}",
+    ]
+
+    def recipe() -> Recipe:
+        return load_recipe("photos", overrides(sets=[*sets, *args.set]))
+
+    whole, _ = open_training_set(recipe().data, args.seed)
+    if whole.several_labels:
+        raise OneLineError(
+            f"{args.data}: its images have several labels each, and fit takes one; expected train.py "
+            "with --set task.name=multi_label"
+        )
+    if not whole.to_validate_on and not recipe().data.holds_out:
+        share = min(LARGEST_SHARE, max(LEAST_SHARE, HELD_OUT / len(whole)))
+        sets.append(f"data.held_out={share:.2f}")
+    _, train_set, val_set = open_sets(recipe())
+    use = "held out" if recipe().data.holds_out else "to validate on"
+    say(
+        f"images  {len(train_set):,} to train on, {len(val_set):,} {use}, "
+        f"{counted(len(whole.classes), 'class')}"
+    )
+    seen = survey(train_set, val_set, side=0)
+    for line in (*seen.lines, *(f"warning {caution}" for caution in seen.cautions)):
+        say(line)
+    sizes = Headers(val_set.some_paths()[:LOOKED_AT], FORMATS + heif_formats()).sizes
+    if not sizes:
+        raise DataError(f"{args.data}: none of the images looked at can be read")
+    side = median(map(min, sizes))
+    return Images(len(train_set), len(val_set), len(whole.classes), side, sets, args.set)
+
+
+def weights_for(images: Images, stated: str | None, *, dry_run: bool) -> str:
+    """The weights to fine-tune: those that the user states, or published ones for few images, if
+    they are here or can be fetched; or "".
+    """
+    if stated is not None:
+        return "" if stated == "none" else stated
+    if images.train >= FEW_IMAGES:
+        return ""
+    published = PUBLISHED[SMALL_WEIGHTS]
+    if dry_run and not kept_file(published).exists():
+        say(
+            f"weights of {SMALL_WEIGHTS} are not here; without --dry-run they are fetched, if they can"
+        )
+        return ""
+    try:
+        fetch_published(published)
+    except CheckpointError as error:
+        say(f"weights {error}")
+        return ""
+    return SMALL_WEIGHTS
+
+
+main = main_of("vitinit fit", parse_arguments, fit)
