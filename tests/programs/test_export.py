@@ -3,6 +3,7 @@
 import inspect
 import json
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -394,19 +395,32 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
     assert "run on 7 images: largest difference " in said and "uint8" in said
 
 
-@pytest.mark.parametrize("checkpoint", ["vit", "rotary"], indirect=True)
-def test_the_page_makes_onnx_of_a_program(checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("checkpoint", ["rotary"], indirect=True)
+def test_an_onnx_file_takes_images_as_they_are_and_says_what_it_is(checkpoint, tmp_path, capsys):
+    """By another evaluator than the one that the export is checked with."""
     onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
 
-    monkeypatch.chdir(tmp_path)
-    assert exported(checkpoint, "--to", "torch", "--out", "model.pt2", "--normalise") == 0
-    (lines,) = [code for code in PAGE.blocks("python") if "torch.onnx" in code]
-    exec(lines, {"torch": torch})
-    (views, expected), graph = views_and_logits(vitinit.load(checkpoint)), onnx.load("model.onnx")
-    (logits,) = ReferenceEvaluator(graph).run(None, {graph.graph.input[0].name: views.numpy()})
-    torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
+    out = tmp_path / "model.onnx"
+    assert exported(checkpoint, "--to", "onnx", "--out", out) == 0
+    assert "checked by onnxruntime" in capsys.readouterr().out
+    graph, trained = onnx.load(out), vitinit.load(checkpoint)
+    views, expected = views_and_logits(trained)
+    evaluator = ReferenceEvaluator(graph)
+    for batch in (1, 3, 7):
+        (logits,) = evaluator.run(["logits"], {"images": views[:batch].numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), expected[:batch], rtol=0, atol=1e-5)
+    notes = {one.key: one.value for one in graph.metadata_props}
+    assert json.loads(notes["classes"]) == list(trained.classes)
+    assert json.loads(notes["mean"]) == list(trained.recipe.data.mean)
+
+
+def test_onnx_without_its_packages_names_the_extra(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert exported(checkpoint, "--to", "onnx", "--out", tmp_path / "model.onnx") == 2
+    assert "pip install 'vitinit[onnx]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "run"])

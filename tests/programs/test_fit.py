@@ -12,7 +12,8 @@ import torch
 from vitinit.base.messages import OneLineError
 from vitinit.programs.fit import choice, measure, program
 from vitinit.programs.fit.choice import Images, choose
-from vitinit.programs.fit.findings import Guessed, Learned, best_weights, confusions
+from vitinit.programs.fit.findings import Learned, best_weights
+from vitinit.programs.shared.guesses import Guessed
 from vitinit.programs.shared.plan import Plan, Rates
 from vitinit.runs.folder import RunFolder
 
@@ -104,9 +105,9 @@ def test_confusions_are_counted_of_the_true_class():
     guesses = torch.tensor([0, 1, 1, 1, 0, 2, 0, 0, 0])
     found = Guessed(labels, guesses, torch.ones(9))
     assert found.errors == pytest.approx(6 / 9)
-    words = confusions(found, ["oak", "elm", "ash"])
+    words = found.confusions(["oak", "elm", "ash"])
     assert words == "3 of 4 ash taken for oak; 2 of 3 oak taken for elm; 1 of 2 elm taken for oak"
-    assert "no image" in confusions(Guessed(labels, labels, torch.ones(9)), ["oak", "elm", "ash"])
+    assert "no image" in Guessed(labels, labels, torch.ones(9)).confusions(["oak", "elm", "ash"])
 
 
 def test_the_best_weights_are_those_of_the_record(tmp_path):

@@ -5,6 +5,7 @@
     vitinit export runs/base --to safetensors --names torchvision --out base.safetensors
     vitinit export runs/base --to safetensors --names transformers --out folder
     vitinit export runs/base --to torch --out base.pt2 --normalise
+    vitinit export runs/base --to onnx --out base.onnx
     vitinit export runs/base --to run --out small
 
 safetensors: the weights under timm's names, or those of --names (needs the extra `safetensors`).
@@ -15,6 +16,7 @@ of a file state the class names, how an image becomes the model's input, the rec
 of the library takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
+onnx: such a program as ONNX, uint8 images → logits, with the metadata (needs the extra `onnx`).
 Of a model without a classifier, as a masked autoencoder's encoder is, both give the features: to
 timm with num_classes=0, to transformers as its class without a head.
 run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
@@ -29,7 +31,7 @@ import io
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,9 +61,11 @@ from .shared.command_line import Output, Parser, add_run, main_of, run_arguments
 from .shared.records import Json, without_folders, without_paths
 
 NEAR = 1e-4  # largest difference of outputs, relative to the largest
+NEAR_IN_ONNX = 1e-5
 NEAR_IN_HALF = 0.02  # the same, with weights in half precision
 LARGEST_HALF = torch.finfo(torch.float16).max
-OF_FILES = (".safetensors", ".pt2", ".pt")  # ends of names that no folder gets
+SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}  # of files
+OF_FILES = (*SUFFIXES.values(), ".pt")  # ends of names that no folder gets
 
 
 def metadata(trained: Trained) -> Json:
@@ -246,19 +250,8 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     inside: whether the program normalises its input itself. Raises CheckpointError, and leaves no
     file, if its outputs differ from the model's by more than `NEAR`.
     """
-    data = trained.recipe.data
-    model, images = trained.model, noise(trained)
-    if inside:
-        model = Normalised(model, data.mean, data.std)
-    else:
-        images = as_input(images, trained.recipe)
-    example = images[:2].clone()  # which the program keeps
-    shapes = {"images": {0: torch.export.Dim("batch")}}
-    program = torch.export.export(model, (example,), strict=False, dynamic_shapes=shapes)
-    for node in [*program.graph.nodes]:
-        node.meta.pop("stack_trace", None)  # it has the path of the code
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            program.graph.erase_node(node)  # it would refuse the dtypes of autocast
+    model, images = given(trained, inside=inside)
+    program = program_of(model, images)
     archive = io.BytesIO()
     notes = json.dumps(metadata(trained), indent=2)
     torch.export.save(program, archive, extra_files={"vitinit.json": notes})
@@ -268,6 +261,66 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     with written_atomically(out) as file:
         file.write(archive.getvalue())
     return checked
+
+
+def given(trained: Trained, *, inside: bool) -> tuple[nn.Module, Tensor]:
+    """The model of a program, and images of noise for it. inside: it normalises them itself."""
+    data, images = trained.recipe.data, noise(trained)
+    if inside:
+        return Normalised(trained.model, data.mean, data.std), images
+    return trained.model, as_input(images, trained.recipe)
+
+
+def program_of(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """The program of a model, images → logits, which keeps two of these as an example."""
+    example = images[:2].clone()
+    shapes = {"images": {0: torch.export.Dim("batch")}}
+    program = torch.export.export(model, (example,), strict=False, dynamic_shapes=shapes)
+    for node in [*program.graph.nodes]:
+        node.meta.pop("stack_trace", None)  # it has the path of the code
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            program.graph.erase_node(node)  # it would refuse the dtypes of autocast
+    return program
+
+
+@torch.no_grad()
+def export_onnx(trained: Trained, out: Path) -> str:
+    """Write a program as ONNX, images (B, 3, H, W) uint8 → logits, with `metadata`; return what was
+    checked. Raises CheckpointError, and leaves no file, if onnxruntime's outputs
+    differ from the model's by more than NEAR_IN_ONNX.
+    """
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401 - torch needs it
+    except ImportError:
+        raise CheckpointError(
+            f"{out}: writing it needs the extra 'onnx': pip install 'vitinit[onnx]'"
+        ) from None
+    model, images = given(trained, inside=True)
+    outputs = "logits" if trained.classes else "features"
+    written = torch.onnx.export(
+        program_of(model, images),
+        input_names=["images"],
+        output_names=[outputs],
+        dynamo=True,
+        verbose=False,
+    )
+    assert written is not None
+    graph = written.model_proto
+    for key, value in metadata(trained).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        graph.metadata_props.add(key=key, value=text)
+    content = graph.SerializeToString(deterministic=True)
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+    def run(images: Tensor) -> Tensor:
+        (found,) = session.run([outputs], {"images": images.numpy()})
+        return torch.from_numpy(found)
+
+    checked = require_same_outputs(run, model, images, NEAR_IN_ONNX, f"{out}: onnxruntime's")
+    with written_atomically(out) as file:
+        file.write(content)
+    return f"by onnxruntime: {checked}"
 
 
 @torch.no_grad()
@@ -321,7 +374,7 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def require_same_outputs(
-    export: nn.Module, model: nn.Module, images: Tensor, near: float, whose: str
+    export: Callable[[Tensor], Tensor], model: nn.Module, images: Tensor, near: float, whose: str
 ) -> str:
     """How far two models' outputs are apart, in words; an error if over `near` of the largest."""
     outputs = model(images)
@@ -348,7 +401,9 @@ def noise(trained: Trained) -> Tensor:
 def parse_arguments(arguments: list[str]) -> Namespace:
     parser = Parser(prog="vitinit export", description=__doc__)
     add_run(parser, VIEW_KEYS)
-    parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
+    parser.add_argument(
+        "--to", required=True, choices=("folder", "safetensors", "torch", "onnx", "run")
+    )
     parser.add_argument(
         "--names",
         choices=("timm", "torchvision", "transformers"),
@@ -378,7 +433,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         file = args.names == "torchvision" or args.out.suffix == ".safetensors"
         args.folder = args.names == "transformers" or not file
     if not args.folder:
-        require_replaceable(args.out, ".pt2" if args.to == "torch" else ".safetensors")
+        require_replaceable(args.out, SUFFIXES[args.to])
     elif args.out.suffix in OF_FILES:
         what = "transformers opens" if args.names else "a run is"
         parser.error(f"--out {args.out}: {what} a folder; expected no {args.out.suffix} at the end")
@@ -395,12 +450,14 @@ def export(args: Namespace) -> None:
         checked = export_run(trained, out)
     elif args.to == "torch":
         checked = export_program(trained, out, inside=args.normalise)
+    elif args.to == "onnx":
+        checked = export_onnx(trained, out)
     elif args.folder:
         checked = export_folder(trained, out, args.names or "timm")
     else:
         checked = export_weights(trained, out, args.names)
     height, width = trained.image_size
-    kind = "uint8" if args.normalise else "normalised"
+    kind = "uint8" if args.normalise or args.to == "onnx" else "normalised"
     written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
     outputs = f"logits (B, {len(trained.classes)})" if trained.classes else "pooled features"
     print(

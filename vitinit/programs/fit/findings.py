@@ -2,31 +2,24 @@
 
 import math
 import shlex
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from ...base.files import written_atomically
 from ...base.messages import say
 from ...base.table import find
-from ...data.lists import as_csv
 from ...data.sources import Source
-from ...recipe.sections import Recipe
-from ...runs.data import evaluation_batches, open_sets
+from ...runs.data import open_sets
 from ...runs.folder import RunFolder
 from ...runs.load import open_saved
 from ...runs.trained import Weights
 from ...train.device import this_device
-from ...train.loop import autocast
+from ..shared.guesses import guessed
 
 PROGRAMS = {"figures": ".programs.figures.program:main"}  # it draws the report
 TRAINED_ON = 1_000  # images that are looked at again, to see what was learned by heart
-PAIRS = 3  # of classes that are confused, at most
 # How errors shrink with r times the images or minutes, as r ** -exponent; see `Learned`.
 BY_IMAGES, BY_MINUTES = 0.5, 0.25
 
@@ -73,7 +66,7 @@ def finish(out: Path) -> None:
     seen = guessed(model, recipe, spread(train_set, TRAINED_ON), device)
     predictions, report = out / "predictions.csv", out / "report.html"
     with written_atomically(predictions) as table:
-        table.write(as_csv(rows_of(others, val_set)))
+        table.write(others.as_csv(val_set))
     find(PROGRAMS["figures"])(["report", str(out), "--weights", weights, "--out", str(report)])
     say(f"wrote   {predictions}")
     say(f"next    vitinit predict {shlex.quote(str(file))} --weights {weights} new/")
@@ -82,43 +75,8 @@ def finish(out: Path) -> None:
         f"good    {1 - others.errors:.1%} of {len(val_set):,} images right, by the weights after "
         f"epoch {epoch}; guessing the largest class {chance:.1%}"
     )
-    say(f"mixed   {confusions(others, val_set.classes)}")
+    say(f"mixed   {others.confusions(val_set.classes)}")
     say(f"more    {Learned(seen.errors, others.errors).advice()}")
-
-
-class Guessed(NamedTuple):
-    """What a model takes images for."""
-
-    labels: Tensor  # (n,) int64
-    guesses: Tensor  # (n,) int64, the likeliest class of each
-    shares: Tensor  # (n,), its probability
-
-    @property
-    def errors(self) -> float:
-        """The share that is wrong."""
-        return (self.labels != self.guesses).float().mean().item()
-
-
-@torch.no_grad()
-def guessed(model: nn.Module, recipe: Recipe, source: Source, device: torch.device) -> Guessed:
-    """What the model takes each image of the source for, as the recipe evaluates it."""
-    shares, guesses, labels = [], [], []
-    for images, of_images in evaluation_batches(recipe, source, recipe.data.image_size, device):
-        with autocast(device, recipe.engine.amp):
-            logits = model(images)
-        likeliest = recipe.loss.probabilities(logits.float()).max(1)
-        shares.append(likeliest.values.cpu())
-        guesses.append(likeliest.indices.cpu())
-        labels.append(of_images.cpu())
-    return Guessed(*map(torch.cat, (labels, guesses, shares)))
-
-
-def rows_of(guessed: Guessed, source: Any) -> list[list[str]]:
-    """The rows of a list of images with their classes, what they are taken for, and how surely."""
-    names, rows = source.classes, [["path", "truth", "label", "probability"]]
-    for path, label, guess, share in zip(source.paths, *map(Tensor.tolist, guessed)):
-        rows.append([path, names[label], names[guess], f"{share:.6f}"])
-    return rows
 
 
 def best_weights(folder: RunFolder) -> tuple[Path, Weights, int]:
@@ -138,16 +96,3 @@ def best_weights(folder: RunFolder) -> tuple[Path, Weights, int]:
 def spread(source: Source, count: int) -> Source:
     """`count` images of the source, spread evenly over it, or all."""
     return source.part(np.arange(len(source))[:: math.ceil(len(source) / count)])
-
-
-def confusions(guessed: Guessed, classes: Sequence[str]) -> str:
-    """Which classes are most often taken for which others, in words."""
-    images = Counter(guessed.labels.tolist())
-    pairs = Counter(zip(guessed.labels.tolist(), guessed.guesses.tolist()))
-    wrong = [(pair, count) for pair, count in pairs.most_common() if pair[0] != pair[1]]
-    if not wrong:
-        return "nothing: no image is taken for one of another class"
-    return "; ".join(
-        f"{count} of {images[label]} {classes[label]} taken for {classes[guess]}"
-        for (label, guess), count in wrong[:PAIRS]
-    )

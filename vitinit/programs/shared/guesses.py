@@ -1,0 +1,62 @@
+"""What a model takes the images of a set for: how many are right, and which classes it confuses."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...data.lists import as_csv
+from ...data.sources import Source
+from ...recipe.sections import Recipe
+from ...runs.data import evaluation_batches
+from ...train.loop import autocast
+
+PAIRS = 3  # of classes that are confused, at most
+
+
+class Guessed(NamedTuple):
+    """What a model takes images for."""
+
+    labels: Tensor  # (n,) int64
+    guesses: Tensor  # (n,) int64, the likeliest class of each
+    shares: Tensor  # (n,), its probability
+
+    @property
+    def errors(self) -> float:
+        """The share that is wrong."""
+        return (self.labels != self.guesses).float().mean().item()
+
+    def confusions(self, classes: Sequence[str]) -> str:
+        """Which classes are most often taken for which others, in words."""
+        images = Counter(self.labels.tolist())
+        pairs = Counter(zip(self.labels.tolist(), self.guesses.tolist()))
+        wrong = [(pair, count) for pair, count in pairs.most_common() if pair[0] != pair[1]]
+        if not wrong:
+            return "nothing: no image is taken for one of another class"
+        return "; ".join(
+            f"{count} of {images[label]} {classes[label]} taken for {classes[guess]}"
+            for (label, guess), count in wrong[:PAIRS]
+        )
+
+    def as_csv(self, source: Any) -> bytes:
+        """A list of images with their classes, what they are taken for, and how surely."""
+        names, rows = source.classes, [["path", "truth", "label", "probability"]]
+        for path, label, guess, share in zip(source.paths, *map(Tensor.tolist, self)):
+            rows.append([path, names[label], names[guess], f"{share:.6f}"])
+        return as_csv(rows)
+
+
+@torch.no_grad()
+def guessed(model: nn.Module, recipe: Recipe, source: Source, device: torch.device) -> Guessed:
+    """What a model on the device takes each image of the source for, as its recipe evaluates it."""
+    shares, guesses, labels = [], [], []
+    for images, of_images in evaluation_batches(recipe, source, recipe.data.image_size, device):
+        with autocast(device, recipe.engine.amp):
+            logits = model(images)
+        likeliest = recipe.loss.probabilities(logits.float()).max(1)
+        shares.append(likeliest.values.cpu())
+        guesses.append(likeliest.indices.cpu())
+        labels.append(of_images.cpu())
+    return Guessed(*map(torch.cat, (labels, guesses, shares)))
