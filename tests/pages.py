@@ -44,6 +44,7 @@ COMPARED = {
         "data/test_sources.py", "test_the_lines_that_the_page_quotes_are_said")}
 # fmt: on
 WRITTEN = {"recipe.toml", "report.md", "comparison.md"}  # files that programs write
+READERS = {"mine.py"}  # a file of the reader's own
 OTHERS = {
     "--standalone",
     "--nproc_per_node",
@@ -140,7 +141,7 @@ def bad_files(page: Page) -> Iterator[str]:
         if (
             ours
             and re.fullmatch(r"[\w./-]+", code)
-            and code not in WRITTEN
+            and code not in WRITTEN | READERS
             and not any(
                 (folder / code).exists() for folder in (page.path.parent, PACKAGE, REPOSITORY)
             )

@@ -1,21 +1,26 @@
 """The README's first run is made in full; what pages show of code and output is so."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import types
 from ast import literal_eval
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import Fork
 from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
-from vitinit.data.datasets import DATA_SETS
+from vitinit.data.datasets import DATA_SETS, open_split
 from vitinit.models import MODELS
-from vitinit.programs import export, features, predict, recipe
+from vitinit.programs import export, features, predict, recipe, train
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.model import build
 from vitinit.tasks import TASKS
@@ -171,37 +176,78 @@ def test_a_recipe_is_added_as_the_page_shows(tmp_path, monkeypatch, train_progra
     assert "recipe  quickstart_deep" in printed and "depth = 8" in printed
 
 
+HOW_TO_ADD = {
+    page: next(each for each in PAGES if each.name == f"vitinit/{page}/README.md").section(title)
+    for page, title in (
+        ("init", "How to add an init"),
+        ("models", "How to add a model"),
+        ("data", "How to add a data set"),
+        ("tasks", "How to add a task"),
+        ("train", "How to add a loss"),
+    )
+}
+
+
+def put_photographs(folder: Path) -> None:
+    """The photographs, of five by seven pixels, of the page on data."""
+    for split in ("train", "val"):
+        (folder / split).mkdir(parents=True)
+        for name in ("cat_1", "cat_02", "dog_001"):
+            Image.new("RGB", (5, 7)).save(folder / split / f"{name}.jpg")
+
+
+def do_command(words: list[str], folder: Path) -> int:
+    os.chdir(folder)
+    return train.main(words)
+
+
+@pytest.mark.parametrize(
+    "page, printed",
+    [
+        ("init", 'init    zero_branches: {base = "lecun"}'),
+        ("models", "model   vit_tiny_rotary: "),
+        ("data", "data    prefixed: 3 images, 2 classes"),
+        ("tasks", "recipe  quickstart, seed 0"),
+    ],
+)
+def test_a_part_is_added_by_import_as_its_page_shows(page, printed, tmp_path):
+    """In a process of its own, in which nothing of the page is imported yet."""
+    section = HOW_TO_ADD[page]
+    (tmp_path / "mine.py").write_text(section.blocks("python")[0])
+    put_photographs(tmp_path / "photos")
+    (command,) = section.blocks("sh")
+    python, script, *words = shlex.split(command.replace("\\\n", ""))
+    assert (python, script) == ("python", "train.py")
+    few = "--dry-run --set optim.global_batch=2 --set mix.group=2".split()
+    call = partial(do_command, [*words, *few], tmp_path)
+    ended = Fork(call, tmp_path / "fork", "forkserver").ended()
+    assert ended.result == 0 and printed in ended.out
+
+
 def test_a_model_a_data_set_a_loss_and_a_task_are_added_as_the_pages_show(tmp_path, monkeypatch):
     """Each page's code is run; what it adds is then used by its name, or trains."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vitinit.models.MODELS", dict(MODELS))
     monkeypatch.setattr("vitinit.data.datasets.DATA_SETS", dict(DATA_SETS))
     monkeypatch.setitem(TASKS, "binary", None)  # until the page's row, which then goes away
-    for name in ("cat_1", "cat_02", "dog_001"):
-        (tmp_path / "photos" / "train").mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (5, 7)).save(tmp_path / "photos" / "train" / f"{name}.jpg")
+    put_photographs(tmp_path / "photos")
     names: dict = {}
     small = {'{"schedule.epochs": 3': '{"data.images_per_class": 6, "schedule.epochs": 1'}
+    # The rows are made here, and not in a module of the reader's.
+    rows = {"import mine, ": "import ", 'imports=["mine.py"], ': ""}
     losses = []
-    for page, title, changes in (
-        ("models", "How to add a model", {}),
-        ("data", "How to add a data set", {}),
-        ("train", "How to add a loss", small),
-        ("tasks", "How to add a task", small),
-    ):
-        (code,) = (
-            next(each for each in PAGES if each.name == f"vitinit/{page}/README.md")
-            .section(title)
-            .blocks("python")
-        )
+    for page, changes in (("models", {}), ("data", {}), ("train", small), ("tasks", small)):
+        code = "\n".join(HOW_TO_ADD[page].blocks("python"))
         for old, new in changes.items():
             assert old in code
+            code = code.replace(old, new)
+        for old, new in rows.items():
             code = code.replace(old, new)
         exec(code, names)
         if changes:
             losses.append(names["run"].rows[0]["train_loss"])
     assert names["model"].rotary and names["model"].blocks[0].mlp.fc1.out_features == 2 * 512
-    source = names["source"]
+    source = open_split("prefixed", "photos", "train", 0)
     assert source.classes == ["cat", "dog"] and source.labels.tolist() == [0, 0, 1]
     assert source.image(2).shape == (3, 7, 5)
     assert 0.2 < losses[0] < 1.0  # ten decisions at a probability of about 1/2

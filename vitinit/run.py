@@ -25,6 +25,7 @@ from .recipe.files import RecipeError, overrides as recipe_changes
 from .recipe.sections import Recipe
 from .runs.data import facts_of, open_data, read_images
 from .runs.folder import RunFolder
+from .runs.imports import import_parts
 from .runs.keeper import RunKeeper, begin_folder
 from .runs.model import build, trained_model
 from .runs.resume import Request, RunLock, choose_run, require_same_data
@@ -50,7 +51,7 @@ from .train.state import TrainState
 
 
 class Run:
-    """One run: a new one, or one that goes on. Nothing is read or written before `train`.
+    """One run: a new one, or one that goes on. Before `train` nothing but `imports` is read.
 
     Under torchrun every process makes the same one. Outside of the main thread, signals are left
     to the program that has the main thread. It has the attributes of its `result`, too.
@@ -70,6 +71,7 @@ class Run:
         quiet: bool = False,
         log: Sequence[str] = (),
         trust_teacher: bool = False,
+        imports: Sequence[str | os.PathLike] = (),
         objective: Callable[..., Tensor] | None = None,
         first_epochs: int | None = None,
         command: list[str] | None = None,
@@ -87,12 +89,16 @@ class Run:
             quiet: print nothing but the bar, and what goes wrong.
             log: "tensorboard", "wandb" or both, which get the rows as they are written.
             trust_teacher: read a teacher that is a program (.pt2), which can execute any code.
+            imports: files (.py) or modules of one's own, imported before anything else, which
+                register inits, models, data sets or tasks; see `import_parts`.
             objective: a loss in place of the task's; see `Task.loss` in tasks/.
             first_epochs: stop after so many epochs; the learning rate goes by all of the recipe's.
             command: the words of the command line that asks for the run, for its record.
 
-        Raises RecipeError for what cannot be a key, and loggers that are not installed.
+        Raises RecipeError for what cannot be a key, and loggers that are not installed; OneLineError
+        for what cannot be imported.
         """
+        parts = import_parts([imports] if isinstance(imports, str) else imports)
         root = None if data_dir is None else os.fspath(data_dir)
         changes = recipe_changes(init=init, seed=seed, data_dir=root, sets=overrides)
         folder = None if out_dir is None else Path(out_dir)
@@ -101,7 +107,7 @@ class Run:
             raise RecipeError(
                 f"first_epochs is {first_epochs}; expected at least 1, or None for all"
             )
-        self.request = Request(recipe, changes, folder, resume, command, first_epochs)
+        self.request = Request(recipe, changes, folder, resume, command, first_epochs, parts)
         self.watchers = Watchers([*BY_DEFAULT, *loggers])
         self.verbose, self.quiet = verbose, quiet
         self.trust_teacher = trust_teacher

@@ -62,10 +62,16 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
     ("vit", FIXED, "impulse_gd", {}, 'set pool = "mean"'),  # its class token has no position
     ("vit", {}, "deep_impulse", dict(value_alpha=-0.4), "alpha is -0.4, expected a number ≥ 0"),
     ("rotary", {}, "impulse", dict(kernel_size=10), "is 10, but beyond 9 its .* on the 5×7 grid"),
-    ("rotary", {}, "mimetic", {}, "for a rotary ViT; it has: default, torch, lecun, impulse, deep"),
+    (
+        "rotary",
+        {},
+        "mimetic",
+        {},
+        "for the family rotary_vit; it has: default, torch, lecun, impulse, deep",
+    ),
     ("swin", {}, "impulse", dict(target_mass=0.0), "is 0.0, expected a number > 0 and < 1"),
     ("swin", {}, "impulse", dict(kernel_size=11), "is 11, but beyond 9 its .* on the 5×7 grid"),
-    ("mixer", {}, "mimetic", {}, "for a MlpMixer; it has: default, torch, lecun, impulse"),
+    ("mixer", {}, "mimetic", {}, "the family mlp_mixer; it has: default, torch, lecun, impulse"),
     ("mixer", {}, "impulse", dict(linear_bias=0), "linear_bias is 0, expected a number > 0"),
     ("mixer", dict(embed_dim=68), "impulse", {}, "as tokens, 35, and it has 34; raise token"),
     ("conv_mixer", {}, "impulse", dict(kernel_size=4), "is 4, expected at most the model's 3"),
@@ -84,8 +90,14 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
         {},
         r"with 0 pair\(s\) of sine and cosine; raise head_dim",
     ),
-    ("simple_vit, position", {}, "filters", {}, "for a SimpleViT; it has: .*mimetic, impulse, imp"),
-    ("vit", {}, "xyz", {}, f"there is no init 'xyz'; valid: {', '.join(sorted(INITS))}$"),
+    (
+        "simple_vit, position",
+        {},
+        "filters",
+        {},
+        "the family simple_vit; it has: .*mimetic, impulse, imp",
+    ),
+    ("vit", {}, "xyz", {}, f"there is no init 'xyz'; valid: {', '.join(sorted(INITS))} "),
 ]
 AFTER_THE_DRAW: list[tuple[str, dict, str, dict, str]] = [  # seen in the weights alone
     (

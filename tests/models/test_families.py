@@ -384,7 +384,7 @@ def test_numbers_and_arrays_of_numpy_are_those_of_python():
 
 
 def test_an_unknown_name_lists_the_near_ones():
-    assert "no model 'vit_tinny'; near: vit_tiny" in refused(
+    assert "no model 'vit_tinny'; did you mean 'vit_tiny'?" in refused(
         ValueError, vitinit.build_model, "vit_tinny", num_classes=10, image_size=32
     )
 

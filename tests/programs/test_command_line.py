@@ -26,7 +26,7 @@ def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
         train_program.main(["--help"])
     flags = re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE)
     assert " ".join(flags) == (
-        "--help --recipe --init --data-dir --out-dir --seed --resume "
+        "--help --import --recipe --init --data-dir --out-dir --seed --resume "
         "--dry-run --read-images --set --verbose --log --trust-teacher"
     )
 
@@ -47,7 +47,7 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, m
         ),
         (
             ["--recipe", "cifar10_mixer", "--init", "mimetic", "--data-dir", "a"],
-            "--init mimetic: init 'mimetic' is not defined for a MlpMixer; it has: default, ",
+            "--init mimetic: init 'mimetic' is for vit, swin, simple_vit, the keys of its row in INITS, ",
         ),
         (
             ["--recipe", "quickstart", "--set", "run.seed=x", "--set", "run.seed=-1"],

@@ -714,7 +714,7 @@ def test_what_set_gets_wrong_is_named_with_what_was_written():
         "scedule.epochs=3": "there is no table 'scedule'; did you mean 'schedule'?",
         "run.seed.x=3": "there is no table 'seed'",
         "model.option.depth=3": "there is no table 'option'; did you mean 'options'?",
-        "model.name=vit_tinny": "model.name is 'vit_tinny'; did you mean 'vit_tiny'?",
+        "model.name=vit_tinny": "there is no model 'vit_tinny'; did you mean 'vit_tiny'?",
         "init.name=impuls": "there is no init 'impuls'; did you mean 'impulse'?",
         "model.options.depth=2.5": "model.options.depth is 2.5, expected an integer",
         "init.options={rnk = 3}": "[init.options] of impulse has no key 'rnk'; did you mean 'rank'?",

@@ -74,6 +74,13 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return "; it takes none"
 
 
+def unknown(kind: str, name: str, rows: Iterable[str]) -> str:
+    """What is wrong with a name that is in no row of a table of parts, such as the models."""
+    return (
+        f"there is no {kind} '{name}'{nearest(name, rows)} (or --import FILE.py, if that adds it)"
+    )
+
+
 def environment_rank() -> int:
     """The rank of this process by its environment, known before the processes are connected; 0 if
     that is no number, which `distributed.start` refuses.

@@ -3,8 +3,9 @@
     INITS["mine"] = {"vit": my_init}                     the thing
     INITS["mine"] = {"vit": "my_package.inits:my_init"}  imported when it is first used
 
-A place that begins with a dot is in this package. No other module imports by a call, so whatever
-the package can reach stands in an import statement or in a table.
+A place that begins with a dot is in this package. No other module but runs/imports.py imports by a
+call, so whatever the package can reach stands in an import statement or in a table, or is named by
+the user.
 """
 
 import importlib

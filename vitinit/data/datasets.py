@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..base.files import one_at_a_time
-from ..base.messages import OneLineError, counted, in_brief
+from ..base.messages import OneLineError, counted, in_brief, unknown
 from . import shapes
 from .classes import class_indices
 from .folders import (
@@ -40,7 +40,7 @@ from .lists import open_list
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, LooseImages, Source, folder_of
 from .tars import TARS, open_tar, wnids_in
 
-__all__ = ["DATA_SETS", "DataSet", "EVAL_SETS", "download", "open_split"]
+__all__ = ["DATA_SETS", "DataSet", "EVAL_SETS", "data_set_of", "download", "open_split"]
 
 
 def open_folder(root: Path, split: str) -> ImageFolder:
@@ -320,14 +320,22 @@ EVAL_SETS = {
 }
 
 
+def data_set_of(name: str) -> DataSet:
+    """The row of a data set, by its name; DataError for one that is in neither table."""
+    rows = DATA_SETS | EVAL_SETS
+    if name not in rows:
+        raise DataError(unknown("data set", name, rows))
+    return rows[name]
+
+
 def download(name: str, root: str) -> None:
     """Download a data set that torchvision offers to `root`, unless its files are there already.
 
     name: a key of DATA_SETS; others than torchvision's are left alone. Of processes that share the
     folder, on any machine, one downloads and the others wait; if it dies, the next goes on. Raises
-    DataError if the download fails.
+    DataError if the download fails, and for an unknown name.
     """
-    data_set = DATA_SETS[name]
+    data_set = data_set_of(name)
     folder = folder_of(root)
     if not data_set.torchvision:
         return
@@ -348,9 +356,9 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
 
     name: a key of DATA_SETS or EVAL_SETS. root: the folder, in which ~ is the home. num_classes: how
     many are expected; 0: any number. Raises DataError for another number, a file that is missing or
-    damaged, and a class without images.
+    damaged, a class without images, and an unknown name.
     """
-    data_set = (DATA_SETS | EVAL_SETS)[name]
+    data_set = data_set_of(name)
     folder = folder_of(root)
     if not os.path.isdir(folder):
         raise DataError(f"{folder}: no such folder; {name} is {data_set.holds}")

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from ..base.messages import in_brief, nearest
+from ..base.messages import in_brief, unknown
 from ..base.table import attribute, find
 from ..base.values import convert_options
-from ..models import FAMILIES, FAMILY_OF_CLASS, MODELS
+from ..models import FAMILIES, MODELS
 
 # Parameters of inits that a caller gives; they are no options.
 GIVEN = ("generator", "images")
@@ -84,16 +84,14 @@ def __getattr__(name: str) -> Any:
 
 def family_of(model: Any) -> str:
     """The family of a model of ours or a layout, a key of INITS' rows; of any other its class."""
-    if getattr(model, "rotary", False):
-        return ROTARY
-    return getattr(model, "family", type(model).__name__)
+    family = getattr(model, "family", type(model).__name__)
+    return ROTARY if family == "vit" and model.rotary else family
 
 
 def stated_family(model: str, options: Mapping[str, Any]) -> str:
     """The same of the model of this name in `MODELS`, built with these options."""
-    if "rope" in options.get("pos_embed", ""):
-        return ROTARY
-    return MODELS[model][0]
+    family, _ = MODELS[model]
+    return ROTARY if family == "vit" and "rope" in options.get("pos_embed", "") else family
 
 
 def init_function(name: str, family: str) -> Callable[..., None]:
@@ -102,15 +100,16 @@ def init_function(name: str, family: str) -> Callable[..., None]:
     Raises ValueError for an unknown name, or if the init is not defined for the family.
     """
     if name not in INITS:
-        raise ValueError(f"there is no init '{name}'{nearest(name, INITS)}")
+        raise ValueError(unknown("init", name, INITS))
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
         advice = "models of other libraries are initialised by vitinit.init.init_"
         if others:
             advice = f"it has: {', '.join(others)}"
-        classes = {other: name for name, other in FAMILY_OF_CLASS.items()}
-        words = {**classes, ROTARY: "rotary ViT"}.get(family, family)
-        raise ValueError(f"init '{name}' is not defined for a {words}; {advice}")
+        raise ValueError(
+            f"init '{name}' is for {', '.join(INITS[name])}, the keys of its row in INITS, and not "
+            f"defined for the family {family}; {advice}"
+        )
     return find(INITS[name][family])
 
 

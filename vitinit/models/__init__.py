@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from ..base.messages import in_brief
+from ..base.messages import in_brief, unknown
 from ..base.table import attribute, find
 from ..base.values import convert_options
 
@@ -74,8 +73,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_class(family: str) -> type[Classifier]:
-    """The class of a family, a key of FAMILIES; raises KeyError for any other."""
-    return find(FAMILIES[family])
+    """The class of a family, a key of FAMILIES; raises KeyError for any other, and ValueError for a
+    class that calls itself otherwise, whose inits would be another family's.
+    """
+    model = find(FAMILIES[family])
+    if model.family != family:
+        raise ValueError(
+            f"FAMILIES['{family}'] is {model.__name__}, whose family is '{model.family}'; expected "
+            "the same name"
+        )
+    return model
 
 
 def __getattr__(name: str) -> Any:  # from vitinit.models import VisionTransformer
@@ -99,8 +106,7 @@ def build_model(
     or for whose weights no memory can be had; TypeError for an unknown option.
     """
     if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
-        raise ValueError(f"there is no model '{name}'; near: {', '.join(near)}")
+        raise ValueError(unknown("model", name, MODELS))
     family, defaults = MODELS[name]
     model = model_class(family)
     arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)

@@ -48,6 +48,7 @@ def compare(args: Namespace) -> int:
             epochs=args.epochs,
             folder=out or Path("runs", f"replay-{args.replay}"),
             trust_teacher=args.trust_teacher,
+            imports=args.imports,
         )
         print(f"\n{text}", end="")
         return int(not holds)

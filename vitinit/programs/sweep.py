@@ -175,6 +175,8 @@ def plan_run(
         arguments += ["--log", name]
     if args.trust_teacher:
         arguments.append("--trust-teacher")
+    for name in args.imports:
+        arguments += ["--import", name]
     epochs = recipe.schedule.total_epochs
     run = RunFolder(folder)
     state = "new"

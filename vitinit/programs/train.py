@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None, name: str = "train.py") -> int:
             verbose=args.verbose,
             log=args.log,
             trust_teacher=args.trust_teacher,
+            imports=args.imports,
             command=[*name.split(), *words],
         )
         if args.dry_run:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..base.files import parse_toml, read_bytes
-from ..base.messages import OneLineError, in_brief, nearest, ran_out_of_memory
+from ..base.messages import OneLineError, in_brief, nearest, ran_out_of_memory, unknown
 from ..base.table import find
 from ..base.values import ReadOnly, Table, accepted_values, convert, flat, plain, show, to_toml
+from ..data.datasets import DATA_SETS
 from ..init import GIVEN, init_function, stated_family
 from ..models import MODELS, model_class
 from ..tasks import TASKS
@@ -30,6 +31,8 @@ from .sections import SECTIONS, VERSION, VERSION_WITH_BASE, Recipe, contradictio
 PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
+# What a section chooses by its key `name`, which section, and from which table.
+TABLES = (("data set", "data", DATA_SETS), ("model", "model", MODELS), ("task", "task", TASKS))
 NO_OPTIONS = (
     "num_classes",
     "image_size",
@@ -190,17 +193,20 @@ def _over(base: Table, own: Table) -> Table:
 def from_dict(table: Table, source: str, changes: Sequence[Override] = ()) -> Recipe:
     """The recipe of which `Recipe.as_dict` made `table`, for instance in a checkpoint.
 
-    Its init has been applied: name and options are a record, perhaps of an init that is no longer
-    here, and are not checked. source: how error messages call the table. Raises RecipeError.
+    Its init has been applied, and its data set read: what it says of them is a record, perhaps of
+    some that are not here, and is not checked. source: how error messages call the table. Raises
+    RecipeError.
     """
     sections = plain(table)
     name = str(sections.pop("name", ""))
     origin = Origin({source: {}}, changes)
-    return _recipe(_sections(sections, source), name, origin, checks_init=False)
+    return _recipe(_sections(sections, source), name, origin, of_record=True)
 
 
-def _recipe(tables: Table, name: str, origin: Origin, *, checks_init: bool = True) -> Recipe:
-    """The recipe of the tables of all sections, with the origin's changes; see `load_recipe`."""
+def _recipe(tables: Table, name: str, origin: Origin, *, of_record: bool = False) -> Recipe:
+    """The recipe of the tables of all sections, with the origin's changes; see `load_recipe`, and
+    `from_dict` of a record.
+    """
     init_of_file = tables["init"].get("name")
     for change in origin.changes:
         _apply(change, tables, origin)
@@ -209,15 +215,16 @@ def _recipe(tables: Table, name: str, origin: Origin, *, checks_init: bool = Tru
         kinds = typing.get_type_hints(section, include_extras=True)
         sections[title] = _checked(tables[title], title, origin, kinds)
 
+    for kind, title, rows in TABLES:
+        part = sections[title]["name"]
+        if part not in rows and not (of_record and title == "data"):
+            origin.refuse(unknown(kind, part, rows), f"{title}.name")
     model, task, init = sections["model"], sections["task"], sections["init"]
     family, sizes = MODELS[model["name"]]
     model["options"] = sizes | model["options"]
     _resolve_options("model", model, model_class(family).__init__, origin)
-    if task["name"] not in TASKS:
-        hint = nearest(task["name"], TASKS)
-        origin.refuse(f"there is no task '{task['name']}'{hint}", "task.name")
     _resolve_options("task", task, find(TASKS[task["name"]]).takes, origin)
-    if checks_init:
+    if not of_record:
         try:
             function = init_function(init["name"], stated_family(model["name"], model["options"]))
         except ValueError as error:

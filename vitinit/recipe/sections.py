@@ -25,11 +25,9 @@ from ..base.values import (
     plain,
     to_toml,
 )
-from ..data.datasets import DATA_SETS
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..data.three_augment import NO_THREE_AUGMENT, ThreeAugment
-from ..models import MODELS
 from ..tasks import TASKS, Contradiction, Loss, Task
 from ..train.optim import Distill, Optim, Schedule
 
@@ -53,7 +51,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    name: Annotated[str, Literal[tuple(DATA_SETS)]]
+    name: str  # in `vitinit.data.datasets.DATA_SETS`
     root: str  # folder of the data set; "" for `shapes`
     num_classes: Count  # 0: as many as the data set has
     subset: Fraction  # share of each class that is trained on
@@ -99,7 +97,7 @@ class EvalSection:
 class ModelSection:
     """The model, by its name in `vitinit.models.MODELS`."""
 
-    name: Annotated[str, Literal[tuple(MODELS)]]
+    name: str
     options: Mapping[str, Any]  # keyword arguments of that model
 
 

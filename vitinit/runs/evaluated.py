@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from ..data.datasets import DATA_SETS, EVAL_SETS, open_split
+from ..data.datasets import data_set_of, open_split
 from ..data.images import DataError
 from ..data.sources import Source, fingerprint
 from ..recipe.sections import DataSection, Recipe
@@ -28,7 +28,7 @@ class EvaluatedSet(NamedTuple):
     def open(self) -> Source:
         """Open the images; DataError as by `open_split`, and if a class has too few images."""
         if self.data is None:
-            number = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
+            number = data_set_of(self.name).num_classes or 0
             split = "whole" if self.whole else "val"
             if number > 0:  # else as many classes as the folder holds
                 number = self.classes or number

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -60,6 +61,7 @@ OF_START: Table = {
     "command": tuple[str, ...],
     "git_commit": str,
     "arguments": Mapping[str, Any],
+    "imports": Mapping[str, str],
     "data": Mapping[str, Any],
 }
 OF_DATA: Table = {
@@ -266,6 +268,18 @@ class RunFolder:
         recorded = [begun["data"] for begun in self.starts() if "data" in begun]
         return recorded[start] if recorded else {}
 
+    @property
+    def imports(self) -> Mapping[str, str]:
+        """The parts of one's own that its last start had imported: name → SHA-256 of the file."""
+        *_, last = [{}, *self.starts()]
+        return last.get("imports", {})
+
+    @property
+    def in_commands(self) -> str:
+        """The folder as a printed command names it, which imports these parts again."""
+        parts = [f" --import {shlex.quote(name)}" for name in self.imports]
+        return shlex.quote(str(self.path)) + "".join(parts)
+
     def load_last(self, *, glance: bool = False) -> Table:
         """The contents of last.pt; of previous.pt, with a warning, if that is damaged or missing.
         glance: without checksums, and leaving the tensors on disk.
@@ -292,6 +306,7 @@ class RunFolder:
         recipe: str,
         arguments: Table,
         command: list[str] | None,
+        imports: Mapping[str, str],
         *,
         processes: int,
         device: str,
@@ -303,6 +318,7 @@ class RunFolder:
         data is forgotten, as it may have been another.
 
         recipe: its name. arguments: what was asked for. command: None if it was started in Python.
+        imports: as `imports` returns them.
         data: what the run trains on: the absolute path of its folder as "root", and whatever else
             `require_same_data` is to compare on resume.
         """
@@ -313,6 +329,8 @@ class RunFolder:
         }
         if command:
             start["command"] = command
+        if imports:
+            start["imports"] = dict(imports)
         start |= {
             "git_commit": git_commit(PACKAGE),
             "python": platform.python_version(),

@@ -1,6 +1,5 @@
 """Writes a run's folder: its start, rows and checkpoints (last.pt, best.pt); evaluates its epochs."""
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -66,6 +65,7 @@ def begin_folder(
             recipe.name,
             request.as_dict(),
             request.command,
+            request.imports,
             processes=processes.world_size,
             data=facts,
             device=describe_device(processes.device),
@@ -243,14 +243,14 @@ class RunKeeper(Keeper):
         except Interrupted as ended:
             self.save()
             why = f"stopped by signal {ended.number} after step {progress.step:,};"
-            processes.say(f"{why} go on with --resume {self.folder.path}")
+            processes.say(f"{why} go on with --resume {self.folder.in_commands}")
             raise
         except DataError:
             self.save()
             if processes.is_main:
                 self.folder.forget_sizes()
             why = f"the run is safe at step {progress.step:,}; once that is mended,"
-            processes.say(f"{why} go on with --resume {self.folder.path}")
+            processes.say(f"{why} go on with --resume {self.folder.in_commands}")
             raise
 
     def say_done(self) -> None:
@@ -262,7 +262,7 @@ class RunKeeper(Keeper):
         if progress.best is not None:
             best = f"best {self.recipe.checkpoint.best_by} {progress.best:.2f}"
         memory = peak_gib(training.processes.device)
-        path = shlex.quote(str(self.folder.path))
+        path = self.folder.in_commands
         training.processes.say(
             f"done    {counted(progress.epochs, 'epoch')}, {best}, peak memory {memory:.2f} GiB\n"
             f"next    vitinit figures report {path} --out report.html\n"

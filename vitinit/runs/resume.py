@@ -23,7 +23,7 @@ import torch
 
 from ..base.files import CheckpointError, in_one_line, require_no_links
 from ..base.messages import warn
-from ..base.values import plain, to_toml
+from ..base.values import ReadOnly, Table, plain, to_toml
 from ..data.folders import composed, since_left_out
 from ..data.sources import SIZES
 from ..recipe.absent import KEYS_LEFT_OUT
@@ -34,6 +34,7 @@ from ..train.distributed import Processes
 from ..train.loop import AMP_DTYPES
 from ..train.optim import MUON_DTYPES
 from .folder import RunFolder
+from .imports import module_of
 
 # Keys that may change on resume. The teacher's file may have moved: its digest among the data's facts
 # shows that it is the same one.
@@ -55,13 +56,14 @@ class Request(NamedTuple):
     resume: str | os.PathLike | None  # None: a new run; "auto": that in out_dir; or a folder
     command: list[str] | None = None  # the words of the command line, if one asks for it
     first_epochs: int | None = None  # so many are trained; None: all
+    imports: Mapping[str, str] = ReadOnly()  # what `import_parts` returned
 
     def as_dict(self) -> dict[str, Any]:
         """The request as run.json states it; what was not given is left out."""
         words: dict[str, Any] = {
             key: str(value)
             for key, value in self._asdict().items()
-            if key not in ("changes", "command") and value is not None
+            if key not in ("changes", "command", "imports") and value is not None
         }
         return words | {"changes": {change.key: plain(change.value) for change in self.changes}}
 
@@ -184,7 +186,11 @@ def choose_run(
         for key, value in choice.recipe.keys.items()
         if key not in MAY_DIFFER_BETWEEN_PROCESSES
     }
-    facts = {"the version of torch": torch.__version__, "the step to go on from": folder.step}
+    facts: Table = {
+        "the version of torch": torch.__version__,
+        "the step to go on from": folder.step,
+        "the SHA-256 of --import": [*request.imports.values()],
+    }
     processes.require_equal(keys | facts)
     return folder, choice
 
@@ -286,6 +292,7 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
         )
     for lines in (folder.metrics, folder.steps):
         lines.count()  # a damaged file is an error now, not later
+    require_same_imports(folder, request.imports)
     state = folder.load_last()
     source = str(folder.read_from)
     stored = from_dict(state["recipe"], source)
@@ -322,6 +329,24 @@ def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) ->
                 f"{run}: holds another run, with {key} = {stated(before)} and not {stated(after)}; "
                 "a run goes on as it began, and a new one, in another --out-dir, starts from its "
                 f"weights with --set init.checkpoint={run}"
+            )
+
+
+def require_same_imports(folder: RunFolder, now: Mapping[str, str]) -> None:
+    """Raise RecipeError if a run would go on without a part of one's own that it has; warn if the
+    file of one has changed, perhaps as it was mended. now: what `import_parts` returned.
+    """
+    digests = {module_of(name): digest for name, digest in now.items()}
+    began = folder.imports
+    for name, before in began.items():
+        after = digests.get(module_of(name))
+        if after is None:
+            words = " --import ".join(began)
+            raise RecipeError(f"{folder.path}: was trained with --import {words}; give it again")
+        if after != before:
+            warn(
+                f"--import {name}: has changed since {folder.path} was started last, from SHA-256 "
+                f"{before} to {after}; the run goes on with what it says now"
             )
 
 

@@ -128,7 +128,10 @@ QUICK = "--recipe quickstart --set model.options.depth=2 "
         (f"maps {QUICK} --blocks 2", "block 2 is asked for, but the model has blocks 0…1"),
         (f"kernels {QUICK} --heads -1", "head -1 is asked for, but the model has heads 0…2"),
         (f"attention {{tmp}}/absent.jpg {QUICK}", "absent.jpg: cannot be read"),
-        (f"maps {QUICK} --init filters", "init 'filters' is not defined for a VisionTransformer"),
+        (
+            f"maps {QUICK} --init filters",
+            "init 'filters' is for conv_mixer, the keys of its row in INITS, and not defined for",
+        ),
         (f"maps {QUICK} --epochs 3", "--epochs goes with --run"),
         ("maps --run {tmp} --seed 0", "--seed goes with --recipe"),
         (

@@ -288,6 +288,7 @@ def figures(args: Namespace) -> None:
     pyplot()  # fails at once if matplotlib is missing
     options = vars(args).copy()
     draw = options.pop("draw")
+    del options["imports"]  # they have been
     if "recipe" in options:
         for name in MODEL_ARGUMENTS:
             del options[name]

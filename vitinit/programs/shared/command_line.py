@@ -5,7 +5,13 @@ import os
 import signal
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import (
+    ArgumentError,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -16,6 +22,7 @@ from ...base.files import STDOUT, FileError, require_no_input, require_replaceab
 from ...base.messages import OneLineError, environment_rank, in_brief, nearest, one_line, say
 from ...base.values import Bounds, accepted_values, convert
 from ...recipe.files import RecipeError
+from ...runs.imports import import_parts
 from ...train.distributed import LostProcess
 from ...train.interruption import Interrupted, raising_signals
 
@@ -25,15 +32,23 @@ class Parser(ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
+        add_import(
+            self,
+            help="file or module of your own that is imported first, as it registers an init, a "
+            "model, a data set or a task; may be repeated",
+        )
 
     def error(self, message: str) -> NoReturn:
         if "unrecognized" in message and "--set" in self.format_usage():
             message += "; any key of a recipe goes by --set section.key=value"
         raise RecipeError(message)
 
-    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """ArgumentParser's; an error, too, if an `Output` would replace what it may not."""
-        parsed, rest = super().parse_known_args(*arguments, **options)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """ArgumentParser's, once what --import names is imported, as other words may be checked by
+        it; an error, too, if an `Output` would replace what it may not.
+        """
+        import_parts(named_imports(args))
+        parsed, rest = super().parse_known_args(args, namespace)
         outputs = []
         inputs: list[str] = []
         for action in self._actions:
@@ -52,6 +67,23 @@ class Parser(ArgumentParser):
             except FileError as error:
                 self.error(f"argument --{name}: {error}")
         return parsed, rest
+
+
+def add_import(parser: ArgumentParser, **options: Any) -> None:
+    """Add --import, which every `Parser` has."""
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="FILE.py", **options
+    )
+
+
+def named_imports(words: Sequence[str] | None) -> list[str]:
+    """What --import names among the words of a command line, of which no other is looked at."""
+    alone = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_import(alone)
+    try:
+        return alone.parse_known_args(words)[0].imports
+    except ArgumentError:  # it names nothing, which `Parser` refuses
+        return []
 
 
 def paths_in(value: object) -> Iterator[str]:

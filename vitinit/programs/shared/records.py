@@ -280,7 +280,7 @@ def without_paths(run_json: bytes) -> bytes:
     for start in starts:
         if isinstance(start.get("data"), dict):
             start["data"].pop("root", None)
-        for key in start.keys() & {"command", "arguments"}:
+        for key in start.keys() & {"command", "arguments", "imports"}:
             start[key] = without_folders(start[key])
     return (json.dumps(starts, indent=2) + "\n").encode()
 
@@ -291,7 +291,7 @@ def without_folders(value: Any) -> Any:
     "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
     """
     if isinstance(value, dict):
-        return {key: without_folders(item) for key, item in value.items()}
+        return {without_folders(key): without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [*map(without_folders, value)]
     # In a string of TOML's, perhaps; and as Windows writes paths.

@@ -52,12 +52,13 @@ def replay(
     sets: Sequence[str],
     epochs: int,
     trust_teacher: bool,
+    imports: Sequence[str] = (),
 ) -> tuple[str, bool]:
     """Train the run called `name` of these again, in `folder`, and go on there if that was begun.
 
     runs: all those on record, among which are the other seeds of the run. sets: texts such as
         "data.name=cifar10", for images that are elsewhere. epochs: how many from the start; 0: all.
-    trust_teacher: as of `Run`; whoever wrote an archive cannot say it.
+    trust_teacher, imports: as of `Run`; whoever wrote an archive cannot say them.
     Returns the comparison as Markdown, and whether it holds: equal to the bit, or within what
     another seed would be expected to have. Raises CheckpointError if there is no such run, and as
     `Run.train` does.
@@ -88,6 +89,7 @@ def replay(
             data_dir=data_dir,
             overrides=sets,
             trust_teacher=trust_teacher,
+            imports=imports,
             first_epochs=epochs or record.epochs,
         ).train()
     seeds = {
