@@ -173,7 +173,7 @@ def test_a_recipe_is_added_as_the_page_shows(tmp_path, monkeypatch, train_progra
     assert start.startswith("python train.py ") and train_program.main(start.split()[2:]) == 0
     printed = capsys.readouterr().out
     assert "nothing was written" in printed
-    assert "recipe  quickstart_deep" in printed and "depth = 8" in printed
+    assert "recipe  quickstart_deep" in printed and "8 blocks" in printed
 
 
 HOW_TO_ADD = {

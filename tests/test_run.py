@@ -97,6 +97,7 @@ def test_what_a_run_gives_before_it_began_while_it_trains_and_once_it_is_done(tm
     """Also after an interruption; what it has not is one line, and no AttributeError of our own."""
     run = vitinit.Run("quickstart", out_dir=tmp_path / "run", overrides=SMALL)
     assert run.rows == [] and not hasattr(run, "state")
+    assert repr(run) == "Run of quickstart: not begun"
     for name in ("state", "data", "folder", "recipe"):
         assert f"{name}: this run has not begun" in refused(NoResult, getattr, run, name)
 
@@ -119,6 +120,14 @@ def test_what_a_run_gives_before_it_began_while_it_trains_and_once_it_is_done(tm
         resume="auto", recipe="quickstart", out_dir=tmp_path / "run", overrides=SMALL
     )
     assert done.train().rows == rest.rows and done.folder.path == tmp_path / "run"
+    about, how_good, *_ = repr(rest).splitlines()  # and not its tensors
+    assert about == f"init default, seed 0, in {tmp_path / 'run'}"
+    assert how_good.startswith("2 epochs: ") and how_good.endswith(
+        " validation images (guessing 15.2 %)"
+    )
+    assert repr(done) == f"Run of quickstart: {repr(rest).removeprefix('init default, seed 0, ')}"
+    (tmp_path / "run" / "recipe.toml").unlink()
+    assert repr(done) == f"Run of quickstart: in {tmp_path / 'run'}"  # and no error
     assert "was done before" in refused(NoResult, getattr, done, "state")
 
 

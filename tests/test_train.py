@@ -73,7 +73,9 @@ def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp
     } <= start.keys()
     printed = capsys.readouterr().out
     assert "12 = 1 process × 3 micro-batches × 4 images" in printed
-    assert 'init    impulse: {base = "default", kernel_size = 3' in printed
+    assert "\ninit    impulse\n" in printed and "options" not in printed
+    start = (folder / "start.txt").read_text(encoding="utf-8")
+    assert '\noptions init: {base = "default", kernel_size = 3' in start
     # All options are written out, and the recorded recipe repeats the run.
     recipe = load_recipe(folder / "recipe.toml")
     assert recipe.init.options["qk_norm"] == 7.0 and recipe.model.options["mlp_ratio"] == 4.0
@@ -156,7 +158,7 @@ def test_batches_that_are_probably_a_mistake_are_a_warning_at_the_start(
         batches, updates, *_ = [
             line for line in capsys.readouterr().out.splitlines() if line.startswith("warning ")
         ]
-        assert batches.startswith(f"warning {warning}") and "updates in all" in updates
+        assert batches.startswith(f"warning {warning}") and "51 images, few for" in updates
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(
@@ -240,10 +242,14 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
     )
     assert train_program.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    init = next(number for number, line in enumerate(lines) if line.startswith("init "))
+    first = next(number for number, line in enumerate(lines) if line.startswith("mass "))
     ((mass, images),) = found
-    assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
-    assert lines[init + 2].startswith("batch ") and images.shape == (51, 3, 8, 8)  # all there are
+    assert lines[first : first + 2] == [
+        f"mass    attention on targets: {mass.in_brief()}",
+        f"blocks  mass {mass}, on {len(images)} training images",
+    ]
+    assert lines[first - 1].startswith("options init") and lines[first + 2].startswith("batch ")
+    assert images.shape == (51, 3, 8, 8)  # all there are
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", init="default")) == 0
     assert "\nmass " not in capsys.readouterr().out  # a baseline has no targets
 
@@ -386,7 +392,7 @@ def test_a_run_may_validate_nothing(
     assert train_program.main([*command, "--dry-run"]) == train_program.main(command) == 0
     text = capsys.readouterr().out
     assert text.count("nothing is validated, as eval.every_epochs is 0") == 2
-    assert "done    2 epochs, no best.pt, as nothing was validated, peak" in text
+    assert "done    metrics.jsonl has no validated epoch, so no number says" in text
     rows = rows_of(folder)
     assert all(row[key] is None for row in rows for key in METRICS if key[:4] in ("val_", "ema_"))
     assert not (folder / "best.pt").exists()

@@ -114,6 +114,9 @@ class Run:
         self.objective = objective
         self.result = Result()
 
+    def __repr__(self) -> str:
+        return f"Run of {self.request.recipe or self.request.resume}: {self.result!r}"
+
     def train(self) -> Result:
         """Do the run, or what is left of it; return what it gives. Raises a OneLineError, such as
         RecipeError, DataError or CheckpointError, for what the user can mend; Diverged if the loss
@@ -300,15 +303,25 @@ class Result:
     def rows(self) -> list[dict[str, Any]]:
         return []
 
+    def __repr__(self) -> str:
+        return "not begun"
+
     def __getattr__(self, name: str) -> Any:
         raise NoResult(f"{name}: this run has not begun; its train() begins it")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FinishedBefore(Result):
     """What a run gives that was complete before, and has no checkpoint left: its files."""
 
     folder: RunFolder
+
+    def __repr__(self) -> str:
+        """For a notebook: which run it is, where, and how good it is so far."""
+        recipe, about = getattr(self, "recipe", None), f"in {self.folder.path}"
+        if recipe is not None:
+            about = f"init {recipe.init.name}, seed {recipe.run.seed}, {about}"
+        return "\n".join([about, *Watchers(["verdict"]).tell("finished", self.folder)])
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -322,7 +335,7 @@ class FinishedBefore(Result):
         raise NoResult(f"{name}: {self.folder.path} has metrics alone, as the run was done before")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedHere(FinishedBefore):
     """What a run gives that trains in this process: all there is."""
 

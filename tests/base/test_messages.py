@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import os
 import struct
+import subprocess
+import sys
 import termios
 from itertools import count
 
@@ -43,6 +45,21 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypat
         "epoch 1/2  71%, 01:20<00:40, loss 2.000, run 01:20<02:51, 0.25 img/s",
         "epoch 1/2 100%, 02:00<00:00, loss 2.000, run 02:00<02:53, 0.25 img/s",
     ]
+
+
+def test_a_notebook_without_widgets_is_no_warning():
+    """tqdm warns there when it is imported."""
+    code = (
+        "import sys, types\n"
+        "kernel = types.SimpleNamespace(config={'IPKernelApp': 1})\n"
+        "sys.modules['IPython'] = types.SimpleNamespace(get_ipython=lambda: kernel)\n"
+        "sys.modules['ipykernel.zmqshell'] = sys.modules['ipywidgets'] = None\n"
+        "import %s"
+    )
+    for module, warned in (("tqdm.auto", True), ("vitinit.base.messages", False)):
+        command = [sys.executable, "-W", "always", "-c", code % module]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert ("IProgress" in done.stderr) == warned
 
 
 @pytest.mark.parametrize("columns", [80, 40])

@@ -7,11 +7,12 @@ import time
 
 import pytest
 from forks import Fork
+from refused import refused
 from torch.distributed import run as distributed_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from vitinit.base.messages import warn
-from vitinit.programs.shared.command_line import complain
+from vitinit.programs.shared.command_line import HABITS, complain
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.train.distributed import LostProcess, Processes
 
@@ -34,7 +35,14 @@ def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
 def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     for arguments, words in (
-        (["--epochs", "5"], "--epochs"),
+        (["--epochs", "5"], "--epochs 5; expected --set schedule.epochs=5"),
+        (
+            ["--lr=-1e-3", "--batch_size", "7", "--see"],
+            "; expected --set optim.base_lr=-1e-3 --set optim.global_batch=7\n",
+        ),
+        (["--device", "cuda"], "; expected no --device: a GPU is taken where torch sees one"),
+        (["--set", "run.seed=1", "schedule.epochs=3"], "; expected --set schedule.epochs=3"),
+        (["--amp"], "; expected --set engine.amp=…"),
         (["quickstart"], "quickstart"),
         (["--see", "5"], "unrecognized arguments: --see"),
         (["--set"], "--set"),
@@ -58,6 +66,13 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, m
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1
         assert printed.err.startswith("train.py: ") and words in printed.err
+
+
+def test_habits_mean_keys_that_there_are_and_no_flag_of_ours(train_program):
+    keys = {habit for habit in HABITS.values() if re.fullmatch(r"[\w.]+", habit)}
+    assert len(keys) > 9 and keys - {"model.options.drop_path"} <= load_recipe("photos").keys.keys()
+    for option in HABITS:
+        refused(RecipeError, train_program.parse_arguments, ["--recipe", "photos", option, "1"])
 
 
 def test_flags_apply_before_set_and_an_empty_one_is_given():

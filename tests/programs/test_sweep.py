@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
+import re
 import runpy
 import signal
 import sys
@@ -38,7 +41,11 @@ def started(monkeypatch, train_program) -> list[Path]:
             arguments = command[command.index(sweep.TRAIN_WORDS[-1]) + 1 :]
             folders.append(Path(arguments[arguments.index("--out-dir") + 1]))
             monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-            self.returncode = train_program.main(arguments, "vitinit train")
+            with (
+                io.TextIOWrapper(options["stdout"], encoding="utf-8") as log,
+                contextlib.redirect_stdout(log),
+            ):
+                self.returncode = train_program.main(arguments, "vitinit train")
 
         def poll(self) -> int:
             return self.returncode
@@ -220,7 +227,10 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(
         patch.setattr("vitinit.run.StopRequest", stop_before(24 + 12 + 1))
         assert sweep.main(first) == 1
     printed = capsys.readouterr()
-    assert printed.err == (f"vitinit sweep: {folders[1]} failed: ended with status 143\n")
+    assert printed.err == (
+        f"vitinit sweep: {folders[1]} failed: ended with status 143, "
+        f"see {tmp_path / 'sweep' / 'logs' / folders[1].name}.log\n"
+    )
     assert "| default | 1 |" in printed.out and "impulse |" not in printed.out
 
     assert sweep.main([*arguments, "--dry-run"]) == 0
@@ -234,7 +244,11 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(
     assert sweep.main(arguments) == 0
     assert started == folders[1:]
     printed = capsys.readouterr().out
-    assert "resumed at step" in printed
+    lines = [line for line in printed.splitlines() if line.startswith(("run ", "next "))]
+    assert [line.partition(": 2 epochs: ")[0] for line in lines[:-1]] == [
+        f"run     {folder.name}" for folder in folders[1:]
+    ]
+    assert lines[-1].startswith(f"next    vitinit figures report {folders[0]} ")
     assert "| default | 2 |" in printed and "| impulse | 2 |" in printed
     assert "| minus default | of | seeds |" in printed
 
@@ -313,7 +327,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
     os.kill(fork.process.pid, signal.SIGINT)
     status, printed, error = fork.ended()
     assert status == 128 + signal.SIGINT
-    assert printed.endswith("stopped by signal 2; the same command goes on\n")
+    assert printed.endswith("stopped by SIGINT; the same command goes on\n")
     assert "recipe  quickstart" not in printed and "Traceback" not in error
     (line,) = error.splitlines()  # to be stopped is not to fail
     assert line.startswith(f"vitinit sweep: {torn} failed: vitinit train: recipe quickstart: patch")
@@ -357,19 +371,18 @@ def test_a_program_has_its_share_its_session_and_its_log(programs, tmp_path, cap
     (mine := tmp_path / "mine.txt").write_text("mine")
     log.symlink_to(mine)  # in a folder from elsewhere
     assert programs(
-        {"a": code, "b": "sys.exit(3)", "c": "print('epoch 3/3')"}, {"SHARE": "1"}, {"SHARE": "2"}
+        {"a": code, "b": "sys.exit(3)", "c": "print('epoch 1/1\\ndone    1 epoch: 5.0 %')"},
+        {"SHARE": "1"},
+        {"SHARE": "2"},
     ) == ({"a": "vitinit train: why", "b": f"ended with status 3, see {log.with_name('b.log')}"}, 0)
     assert log.read_text(encoding="utf-8") == (
         "True 1 600 ×\nepoch 2/3  train loss 9.900\nvitinit train: why\ntorchrun: so\n"
     )
     assert mine.read_text() == "mine"
     printed = capfd.readouterr()
-    assert "\nc  epoch 3/3\n" in printed.out and "True" not in printed.out and printed.err == ""
-    assert "\na  epoch 2/3  train loss 9.900\n" in printed.out
-    # One at a time: the output is passed through.
-    assert programs({"a": code}, {"SHARE": "3"}) == ({"a": "ended with status 1"}, 0)
-    printed = capfd.readouterr()
-    assert "True 3 600" in printed.out and printed.err == "vitinit train: why\ntorchrun: so\n"
+    assert printed.err == "" and sorted(
+        re.sub(r"\d+ s$", "N s", line) for line in printed.out.splitlines()
+    ) == ["run     a: epoch 2/3  train loss 9.900, N s", "run     c: 1 epoch: 5.0 %, N s"]
 
 
 def test_as_many_run_at_the_same_time_as_there_are_shares_and_each_once(programs, tmp_path):
@@ -440,7 +453,7 @@ def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):
     )
     (run,) = planned(*GOOD, "--out-dir", tmp_path)
     for processes in (1, 3):
-        sweep.start(run, processes, {}, None)
+        sweep.start(run, processes, {}, tmp_path / "logs" / "a.log")
     assert commands[0] == [sys.executable, *sweep.TRAIN_WORDS, *run.arguments]
     assert commands[1] == [
         sys.executable,

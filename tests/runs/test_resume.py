@@ -551,7 +551,7 @@ def test_rows_that_were_lost_are_said_also_of_a_finished_run(
         f"warning {folder / 'metrics.jsonl'}: has 0 of the 1 epochs that the "
         "checkpoint counts as done; the others are lost\n"
     )
-    assert "done    1 epoch," in printed.out
+    assert "done    metrics.jsonl has no validated epoch" in printed.out
 
 
 def test_every_program_reads_the_previous_checkpoint_if_the_last_is_missing_or_damaged(

@@ -18,7 +18,7 @@ from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, met
 
 NOTHING = SimpleNamespace(left_out="", class_images=[])
 DATA = SimpleNamespace(
-    train_set=SimpleNamespace(some_paths=list),
+    train_set=range(1_000),
     whole_set=NOTHING,
     val_set=NOTHING,
     classes=[],
@@ -28,24 +28,29 @@ DATA = SimpleNamespace(
 
 
 def test_few_updates_from_scratch_are_a_warning():
-    """Four steps per epoch; it ends at 1000. Trained weights and the drawn shapes need fewer."""
-    for sets, updates in (
-        (["schedule.epochs=200", "schedule.cooldown_epochs=49"], "996"),
-        (["schedule.epochs=200", "schedule.cooldown_epochs=50"], None),
-        (["init.checkpoint=runs/a"], None),
-        (["data.name=shapes"], None),
+    """Four steps per epoch; it ends at 1000. Trained weights and the drawn shapes need fewer. With
+    fewer than 1,000 images more epochs are no advice, but trained weights, which take colours."""
+    more = (
+        "996 updates in all: from scratch, such a model needs thousands; --set schedule.epochs=250 "
+        "makes 1,000"
+    )
+    grey = ["data.mean=[0.5]", "data.std=[0.3]", "rand_augment.fill=[0]"]
+    for images, sets, beginning in (
+        (1_000, ["schedule.epochs=200", "schedule.cooldown_epochs=49"], more),
+        (1_000, ["schedule.epochs=200", "schedule.cooldown_epochs=50"], None),
+        (999, ["schedule.epochs=249"], "999 images, few for a model from scratch"),
+        (999, ["schedule.epochs=249", *grey], more),
+        (999, ["init.checkpoint=runs/a"], None),
+        (999, ["data.name=shapes"], None),
     ):
         recipe = load_recipe(
             "quickstart", overrides(sets=["data.name=cifar10", "data.root=x", *sets])
         )
-        assert cautions(recipe, DATA, (6, 6), torch.device("meta")) == (
-            []
-            if not updates
-            else [
-                f"{updates} updates in all: from scratch, such a model needs thousands; --set "
-                "schedule.epochs=250 makes 1,000"
-            ]
-        )
+        data = SimpleNamespace(**vars(DATA) | {"train_set": range(images)})
+        lines = cautions(recipe, data, (6, 6), torch.device("meta"))
+        assert len(lines) == (beginning is not None)
+        assert all(line.startswith(beginning) for line in lines)
+        assert all(("photos_finetune" in line) == (beginning != more) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +293,7 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(
         "batch",
         "steps",
         "run",
+        str(folder),
         *["warning"] * 6,
         "done",
         "next",
@@ -297,8 +303,9 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(
         map(str.partition, lines[-2:], ["vitinit "] * 2), (figures, predict)
     ):
         program.parse_arguments(shlex.split(command)[1:])  # a command that can be typed
-    assert max(map(len, lines[:8])) == 80  # cut, and not wrapped
-    assert lines[13] == f"warning and 6 more, in {folder}/start.txt"
+    assert max(map(len, lines[:8])) <= 80 and "…" not in "".join(lines[:8])
+    assert lines[8].strip() == str(folder)  # in a line of its own, and not cut
+    assert lines[14] == f"warning and 6 more, in {folder}/start.txt"
     whole = (folder / "start.txt").read_text(encoding="utf-8").splitlines()
     assert f"run     {folder}" in whole and whole[-11:] == [
         f"warning caution {n}" for n in range(11)

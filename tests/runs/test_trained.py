@@ -131,6 +131,14 @@ def test_a_copy_predicts_the_same(copied):
     trained, image = vitinit.load(RUN), as_tensor(drawn_image())
     other = copied(trained)
     assert other.predict(image) == trained.predict(image) and other.recipe == trained.recipe
+    assert (
+        repr(other)
+        == repr(trained)
+        == (
+            f"Trained vit_tiny, model of {RUN / 'last.pt'}\n"
+            "3 classes: blue, green, red\nimages of 8×8, on cpu"
+        )
+    )
     assert other.model is not trained.model and type(other.recipe.model.options) is ReadOnly
 
 

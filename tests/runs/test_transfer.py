@@ -16,7 +16,7 @@ from vitinit.base.files import CheckpointError
 from vitinit.models.layers import sincos_position_embedding
 from vitinit.recipe.files import RECIPES, load_recipe, overrides
 from vitinit.runs.folder import save_atomically
-from vitinit.runs.model import task_of
+from vitinit.runs.model import build, task_of
 from vitinit.runs.start import fine_tune
 from vitinit.runs.transfer import start_from
 from vitinit.train.state import Ema
@@ -229,6 +229,23 @@ def test_rows_are_kept_in_order_only_where_the_classes_have_that_order(tmp_path)
     assert started(("a", "b", "c"), tmp_path, known, keep) == [0, 1, 2]  # under other names
     message = refused(CheckpointError, started, ("1", "10", "2"), tmp_path, known, keep)
     assert "in another order" in message and "init.checkpoint_head=match" in message
+
+
+def test_a_checkpoint_of_another_known_size_says_which(tmp_path):
+    """Where the recipe has sizes of its own, the tensors are named that do not fit."""
+    path = tmp_path / "a.pth"
+    torch.save(vitinit.build_model("vit_tiny", num_classes=3, image_size=32).state_dict(), path)
+    for name, sets, expected in (
+        ("vit_small", [], "with model.name = vit_small; expected --set model.name=vit_tiny"),
+        ("vit_tiny", ["model.options.depth=1"], "name the options for known ones"),
+    ):
+        sets = [f"model.name={name}", f"init.checkpoint={path}", "data.image_size=32", *sets]
+        recipe = load_recipe("deit_base", overrides(sets=sets))
+        message = refused(CheckpointError, fine_tune, build(recipe), recipe, task_of(recipe))
+        assert (f"{path}: of a vit_tiny, by its width and depth" in message) == (
+            "depth" not in sets[-1]
+        )
+        assert message.endswith(expected)
 
 
 def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():

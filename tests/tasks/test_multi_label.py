@@ -139,7 +139,8 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
 
     # A threshold takes the place of a temperature, and of a least probability.
     assert eval_program.main([str(whole), "--fit-temperature"]) == 2
-    assert predict.main([str(whole), str(listed / "val/red/03.png"), "--least", "0.7"]) == 2
+    of_last = [str(whole), "--weights", "model"]
+    assert predict.main([*of_last, str(listed / "val/red/03.png"), "--least", "0.7"]) == 2
     complaints = capsys.readouterr().err.splitlines()
     assert all("s threshold; expected --set task.options.threshold=" in line for line in complaints)
     assert len(complaints) == 2
@@ -150,7 +151,7 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
     for name in ("train.csv", "val.csv"):
         (listed / name).rename(tmp_path / name)
     for _ in range(2):  # the second time in place of the first
-        assert predict.main([str(whole), *map(str, files), "--csv", str(guesses)]) == 0
+        assert predict.main([*of_last, *map(str, files), "--csv", str(guesses)]) == 0
     trained = vitinit.load(whole)
     shares = trained.probabilities(trained.preprocess(files))
     assert 0 < (shares >= 0.5).sum() < shares.numel()
@@ -159,7 +160,7 @@ def test_a_run_learns_them_and_every_program_says_what_it_gives(
     assert source.labels.tolist() == (shares >= 0.5)[:, columns].int().tolist()
     above_all = ["--set", "task.options.threshold=1.0", "--json", "-"]
     capsys.readouterr()
-    assert predict.main([str(whole), str(files[0]), *above_all]) == 0
+    assert predict.main([*of_last, str(files[0]), *above_all]) == 0
     line = json.dumps({"image": str(files[0]), "classes": []})
     assert capsys.readouterr().out == f"{files[0]}  no label\n{line}\n"
     assert predict.main([str(whole), str(files[0]), "--top", "3"]) == 2

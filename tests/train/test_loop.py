@@ -1,5 +1,6 @@
 """One step, however it is divided into micro-batches; skipping, stopping, and exact evaluation."""
 
+import contextlib
 import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from vitinit.train import metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import StopRequest
 from vitinit.train.loop import Training, check_finite, train_epochs
-from vitinit.train.meter import Meter, StepMeter
+from vitinit.train.meter import Meter, StepMeter, Update
 from vitinit.train.metrics import Diverged, Progress
 from vitinit.train.state import Ema, TrainState
 
@@ -275,6 +276,36 @@ def test_how_fast_it_goes_is_told_once_after_a_hundred_steps_or_an_epoch_of_thir
     state, told = fresh(small_model()), []
     train(state, batches(1) * count, on_paces=lambda paces: told.append(state.progress.step))
     assert told == at
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_the_bar_says_the_mean_loss_of_the_epoch_so_far_and_waits_for_no_device(kind, monkeypatch):
+    """A CPU has it at once; of another device it is what the tenth step has fetched."""
+    said = []
+
+    class Bar(contextlib.nullcontext):
+        disable = False
+
+        def set_postfix_str(self, text, refresh):
+            said.append(text)
+
+        def update(self):
+            said.append(None)
+
+    monkeypatch.setattr("vitinit.train.meter.ProgressBar", lambda *_, **how: Bar())
+    progress, processes = Progress(), Processes(0, 0, 1, torch.device(kind))
+    meter = StepMeter(progress, processes, epochs=1, steps_per_epoch=11, global_batch=3)
+    losses = [float(number**2) for number in range(1, 12)]
+    with meter.epoch(0):
+        for step, loss in enumerate(losses):
+            meter.begin_step(step)
+            progress.add(torch.tensor(loss), None)
+            meter.end_step(Update(1e-3, torch.tensor(1.0), None))
+    means = [f"loss {sum(losses[:n]) / n:.3f}" for n in range(1, 12)]
+    if kind == "cpu":
+        assert said == [part for mean in means for part in (mean, None)]
+    else:
+        assert said == [None] * 9 + [means[9], None] * 2
 
 
 def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():

@@ -27,7 +27,9 @@ class Told:
         return told
 
 
-@pytest.mark.parametrize("fails_at", ["", "opened", "initialised", "started", "row", "ended"])
+@pytest.mark.parametrize(
+    "fails_at", ["", "opened", "initialised", "started", "row", "finished", "ended"]
+)
 def test_a_watcher_is_told_in_order_and_if_it_fails_the_run_goes_on_without_it(
     fails_at, train_program, small_run, straight, tmp_path, monkeypatch, capsys
 ):
@@ -40,9 +42,9 @@ def test_a_watcher_is_told_in_order_and_if_it_fails_the_run_goes_on_without_it(
     assert train_program.main(command) == 0
     printed = capsys.readouterr()
     assert_same_run(uncut, tmp_path / "run")
-    order = ["initialised", "opened", "started", "row", "row", "ended"]
+    order = ["initialised", "opened", "started", "row", "row", "finished", "ended"]
     assert events == (order[: order.index(fails_at) + 1] if fails_at else order)
-    for event in ("initialised", "opened", "started", "row", "ended"):
+    for event in ("initialised", "opened", "started", "row", "finished", "ended"):
         assert (f"told of {event}" in printed.out) == (
             not fails_at or order.index(event) < order.index(fails_at)
         )

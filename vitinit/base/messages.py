@@ -14,9 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from tqdm.auto import tqdm
-from tqdm.std import tqdm as console_tqdm
+from tqdm.std import TqdmWarning, tqdm as console_tqdm
 from tqdm.utils import ObjectWrapper
+
+with warnings.catch_warnings():  # of a notebook without widgets, where lines do
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 LONGEST = 1000  # most characters of a message, with everything that it quotes
 IN_BRIEF = 120  # most characters quoted from the error of another library

@@ -22,6 +22,8 @@ timm with num_classes=0, to transformers as its class without a head.
 run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
 record and metrics. It can be loaded, evaluated and plotted like any run, but not resumed.
 
+Of a run's folder the weights are those of the best epoch, unless --weights says otherwise.
+
 No export contains a photograph, and of an absolute path of this machine only the last part stays.
 Each is compared with the model before the command ends: safetensors to the bit, programs and runs
 by their outputs on images of noise, two of which a program keeps as an example.

@@ -5,13 +5,13 @@
         --variant paper --variant base-values init.options.value_init=base
     vitinit sweep --recipe cifar10_10k --seeds 0-9 --jobs 2 --threads 1
 
-Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. The same command again skips
-finished runs and resumes interrupted ones. On Ctrl-C or SIGTERM the current runs save their
-checkpoints, and the sweep ends. If a run fails, the others go on, and the end says so.
+Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir, and prints to
+logs/<folder>.log there; the terminal shows a line for each. The same command again skips finished
+runs and resumes interrupted ones. On Ctrl-C or SIGTERM the current runs save their checkpoints, and
+the sweep ends. If a run fails, the others go on, and the end says so.
 
---jobs N does N runs side by side, on the GPUs in turn, or in T CPU threads each with --threads T;
-each prints to logs/<folder>.log in --out-dir, and the terminal shows its last epoch, also of one
-that fails. On a CPU the number of threads changes the last digits of results, that of runs side by
+--jobs N does N runs side by side, on the GPUs in turn, or in T CPU threads each with --threads T.
+On a CPU the number of threads changes the last digits of results, that of runs side by
 side does not: use the same --threads for runs that are to be compared.
 
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
@@ -19,6 +19,7 @@ side does not: use the same --threads for runs that are to be compared.
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +27,6 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import NamedTuple
@@ -209,15 +209,14 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
     return [share | {"CUDA_VISIBLE_DEVICES": ",".join(islice(turns, nproc))} for _ in range(jobs)]
 
 
-def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None) -> subprocess.Popen:
-    """Start a run, which prints to the file `log`, or to the terminal if that is None."""
+def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path) -> subprocess.Popen:
+    """Start a run, which prints to the file `log`."""
     command = [sys.executable]
     if nproc > 1:
         command += f"-m torch.distributed.run --standalone --nproc_per_node={nproc}".split()
-    if log:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.unlink(missing_ok=True)  # perhaps a link
-    with open(log, "wb") if log else nullcontext() as output:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)  # perhaps a link
+    with open(log, "wb") as output:
         # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
         return subprocess.Popen(
             command + TRAIN_WORDS + run.arguments,
@@ -228,9 +227,9 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None) 
         )
 
 
-def last_line(log: Path | None, beginning: str) -> str:
+def last_line(log: Path, beginning: str) -> str:
     """The last line of the log that begins so; "" if there is none."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line for line in reversed(lines) if line.startswith(beginning)), "")
 
 
@@ -240,8 +239,9 @@ class Job(NamedTuple):
     run: PlannedRun
     process: subprocess.Popen
     share: dict[str, str]  # its part of the machine, as environment variables
-    log: Path | None  # what it prints to; None: the terminal
+    log: Path  # what it prints to
     bar: ProgressBar  # of its epochs, below that of all runs
+    began: float  # by time.monotonic
 
     def advance(self) -> None:
         """Show how many epochs are done."""
@@ -259,7 +259,6 @@ def do_runs(
     folder → error of each run that failed by itself, and the signal that stopped all, or 0.
     """
     waiting, free = list(runs), list(shares)
-    several = len(shares) > 1
     passed_on = False
     jobs: list[Job] = []
     failures: dict[Path, str] = {}
@@ -270,20 +269,17 @@ def do_runs(
 
     with (
         StopRequest(second=lambda: pass_on(signal.SIGINT)) as stop,
-        ProgressBar("sweep", len(runs), unit="runs", shown=several) as bar,
+        ProgressBar("sweep", len(runs), unit="runs") as bar,
     ):
         try:
             while jobs or waiting and not stop.number:
                 while waiting and free and not stop.number:
                     run, share = waiting.pop(0), free.pop(0)
-                    name, log = run.folder.name, None
-                    if several:
-                        log = run.folder.parent / "logs" / f"{name}.log"
-                    say(f"\nrun     {run.folder}, {len(waiting)} to follow")
+                    name = run.folder.name
+                    log = run.folder.parent / "logs" / f"{name}.log"
                     process = start(run, nproc, share, log)
-                    shown = several and bar.terminal
-                    epochs = ProgressBar(name, run.epochs, unit="epochs", shown=shown)
-                    jobs.append(Job(run, process, share, log, epochs))
+                    epochs = ProgressBar(name, run.epochs, unit="epochs", shown=bar.terminal)
+                    jobs.append(Job(run, process, share, log, epochs, time.monotonic()))
                 if stop.number and not passed_on:
                     pass_on(stop.number)
                     passed_on = True
@@ -304,13 +300,13 @@ def do_runs(
 def finish(job: Job, failures: dict[Path, str], *, stopped: bool) -> None:
     """Say how a run that has ended went; add to `failures` why, unless it was stopped."""
     job.bar.close()
-    name, log = job.run.folder.name, job.log
-    if line := last_line(log, "epoch "):
-        say(f"{name}  {line}")
-    status = job.process.returncode
+    folder, status = job.run.folder, job.process.returncode
+    words = last_line(job.log, "done ").removeprefix("done").strip() or last_line(job.log, "epoch ")
+    if words:
+        say(f"run     {folder.name}: {words}, {time.monotonic() - job.began:.0f} s")
     if status and not stopped:
-        ended = f"ended with status {status}" + (f", see {log}" if log else "")
-        failures[job.run.folder] = last_line(log, "vitinit train: ") or ended
+        ended = f"ended with status {status}, see {job.log}"
+        failures[folder] = last_line(job.log, "vitinit train: ") or ended
 
 
 def sweep(args: Namespace) -> int:
@@ -330,11 +326,13 @@ def sweep(args: Namespace) -> int:
     for folder, error in failures.items():
         say(f"vitinit sweep: {folder} failed: {error}", sys.stderr)
     if stopped_by:
-        say(f"stopped by signal {stopped_by}; the same command goes on")
+        say(f"stopped by {signal.Signals(stopped_by).name}; the same command goes on")
         return 128 + stopped_by
     if len(failures) < len(runs):
         done = read_runs([run.folder for run in runs if run.folder not in failures])
-        print(f"\n{compare_runs(done)[1]}", end="", flush=True)
+        print(f"\n{compare_runs(done)[1]}", flush=True)
+        paths = shlex.join(str(run.path) for run in done)
+        say(f"next    vitinit figures report {paths} --out report.html")
     return int(bool(failures))
 
 

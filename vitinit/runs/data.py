@@ -299,6 +299,8 @@ def facts_of(
         "teacher": task.digest,
         "objective": "the task's" if objective is None else name_of(objective),
     }
+    if task.learns_classes and data.val_set.class_images.any():
+        facts["score by guessing"] = guessing(task, data.val_set)
     if recipe.model.name.startswith("convmixer"):  # whose BatchNorm sees a micro-batch
         facts["images per micro-batch"] = data.plan.micro_batch_size
     facts["strided pairs"] = data.plan.strided
@@ -307,6 +309,15 @@ def facts_of(
         facts |= file_sizes(sources, recipe.run.seed)
     facts["root"] = root and str(folder_of(root).absolute())
     return facts
+
+
+def guessing(task: Task, val_set: Source) -> float:
+    """The score of a task, in percent, that guesses have which see no image: top-1 of the largest
+    class; of several labels the mean precision of random orders.
+    """
+    counts = val_set.class_images
+    share = counts[counts > 0].mean() if task.several_labels else counts.max()
+    return round(100.0 * float(share) / len(val_set), 1)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from ..base.files import write_text_atomically
-from ..base.messages import counted, warn
+from ..base.messages import say, warn
 from ..data.images import DataError
 from ..data.pipeline import Data
 from ..recipe.sections import Recipe
 from ..tasks import Task
-from ..train.device import describe_device, forget_peak, memory_for, peak_gib
+from ..train.device import describe_device, forget_peak, memory_for
 from ..train.interruption import Interrupted
 from ..train.loop import Keeper, Training, check_finite
 from ..train.meter import StepMeter
@@ -242,7 +242,7 @@ class RunKeeper(Keeper):
             yield
         except Interrupted as ended:
             self.save()
-            why = f"stopped by signal {ended.number} after step {progress.step:,};"
+            why = f"{ended} after step {progress.step:,};"
             processes.say(f"{why} go on with --resume {self.folder.in_commands}")
             raise
         except DataError:
@@ -254,20 +254,14 @@ class RunKeeper(Keeper):
             raise
 
     def say_done(self) -> None:
-        """Print how good the run is, and what can be done with it."""
-        if self.quiet:
+        """By the main process: print how good the run is, and what can be done with it."""
+        if self.quiet or not self.training.processes.is_main:
             return
-        training, progress = self.training, self.training.state.progress
-        best = "no best.pt, as nothing was validated"
-        if progress.best is not None:
-            best = f"best {self.recipe.checkpoint.best_by} {progress.best:.2f}"
-        memory = peak_gib(training.processes.device)
+        good = self.watchers.tell("finished", self.folder)
         path = self.folder.in_commands
-        training.processes.say(
-            f"done    {counted(progress.epochs, 'epoch')}, {best}, peak memory {memory:.2f} GiB\n"
-            f"next    vitinit figures report {path} --out report.html\n"
-            f"        {self.task.next_step(path)}"
-        )
+        steps = f"vitinit figures report {path} --out report.html", self.task.next_step(path)
+        for title, lines in (("done", good), ("next", steps)):
+            say(f"{title:8}" + "\n        ".join(lines))
 
 
 def models_to_measure(state: TrainState, recipe: Recipe) -> list[nn.Module]:

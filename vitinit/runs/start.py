@@ -17,6 +17,7 @@ from ..data.folders import composed
 from ..data.pipeline import Data
 from ..data.sources import Source
 from ..init import family_of, init_weights, reads_images
+from ..models import MODELS
 from ..models.layers import Classifier, draw_drop_path, recompute_blocks
 from ..recipe.files import RecipeError, building
 from ..recipe.sections import Recipe
@@ -231,11 +232,29 @@ def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:
     classes = task.classes or [str(number) for number in range(model.num_classes)]
     rows, words = _classifier_rows(saved, tensors, classes)
     antialias = recipe.init.checkpoint_positions == "antialiased"
-    transfer = start_from(model, tensors, path, grid, rows, antialias=antialias)
+    try:
+        transfer = start_from(model, tensors, path, grid, rows, antialias=antialias)
+    except CheckpointError:
+        known = known_size(tensors)
+        if known in ("", recipe.model.name):
+            raise
+        raise CheckpointError(
+            f"{path}: of a {known}, by its width and depth, with model.name = "
+            f"{recipe.model.name}; expected --set model.name={known}"
+        ) from None
     notes = [f"start   {name}: {transfer}", task.head_note or f"head    {words}"]
     if not saved.brings_recipe:  # all is assumed from the run's
         notes.append(f"note    {saved.assumptions(kind, files=False)}")
     return notes + warnings
+
+
+def known_size(tensors: Mapping[str, Tensor]) -> str:
+    """Which of MODELS the tensors are of, by their width and depth; "" if that is not known."""
+    width = len(tensors.get("patch_embed.proj.weight", ()))
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    found = {"embed_dim": width, "depth": len(blocks)}
+    names = [name for name, (_, sizes) in MODELS.items() if found.items() <= sizes.items()]
+    return names[0] if names else ""
 
 
 def grid_of(

@@ -4,11 +4,13 @@ import math
 import os
 import platform
 from collections.abc import Sequence
+from functools import partial
+from textwrap import fill
 from typing import cast
 
 import torch
 
-from ..base.messages import counted, one_line, shortened, times
+from ..base.messages import counted, shortened, times
 from ..base.values import to_toml
 from ..data.images import jpeg_decoder
 from ..data.pipeline import Data
@@ -25,8 +27,9 @@ from .folder import RunFolder
 from .watching import Watchers
 
 FEW_UPDATES = 1_000  # steps; fewer than that from scratch give a warning
+FEW_IMAGES = 1_000  # to train on; with fewer, such a warning advises to fine-tune
 SMALL_GRID = 6  # patches along a side; fewer than that give a warning
-WIDTH = 80  # characters of a line on the terminal
+WIDTH = 80  # characters of a line on the terminal, where longer ones go on in the next
 MOST_LINES, MOST_CAUTIONS = 8, 6  # there; all of them are in the run's folder
 # How the lines begin that are shown there; the last ones give way to others.
 AT_A_GLANCE = (
@@ -79,12 +82,17 @@ def summary(recipe: Recipe, data: Data, training: Training, notes: Sequence[str]
     precision = recipe.engine.amp.replace("off", "float32")
     model, init = training.state.model, recipe.init
     weights = sum(parameter.numel() for parameter in model.parameters())
-    options = reversed(list(recipe.model.options.items()))  # those without a default first
+    options = recipe.model.options
+    layers = times(cast(Classifier, model).grid) + " patches"
+    if "depth" in options:
+        layers += f", {options['depth']} blocks of width {options['embed_dim']}"
     return [
         f"recipe  {recipe.name}, seed {recipe.run.seed}, in {precision} on {device}",
         *lines_on_data(recipe, data),
-        f"model   {recipe.model.name}: {weights:,} weights, {to_toml(dict(options))}",
-        f"init    {init.name}: {to_toml(init.options)}",
+        f"model   {recipe.model.name}: {weights:,} weights, {layers}",
+        f"init    {init.name}",
+        f"options model: {to_toml(options)}",
+        f"options init: {to_toml(init.options)}",
         *notes,
         *lines_on_steps(recipe, data, training),
     ]
@@ -198,8 +206,8 @@ def start_lines(
 
 
 def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
-    """Of all that there is to say at the start, what a terminal shows: at most MOST_LINES, cut to
-    WIDTH, and MOST_CAUTIONS. elsewhere: where all of it is.
+    """Of all that there is to say at the start, what a terminal shows: at most MOST_LINES, none of
+    them cut, and MOST_CAUTIONS. elsewhere: where all of it is.
     """
     kinds = [kind for kind in AT_A_GLANCE if any(line.startswith(kind) for line in lines)]
     shown = [line for line in lines if line.startswith(tuple(kinds[:MOST_LINES]))]
@@ -208,9 +216,10 @@ def at_a_glance(lines: Sequence[str], elsewhere: str) -> list[str]:
         hidden = len(warnings) - MOST_CAUTIONS + 1
         warnings = warnings[: MOST_CAUTIONS - 1]
         warnings.append(f"warning and {hidden} more, {elsewhere}")
-    *others, run = shown
-    cut = [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in others]
-    return [*cut, one_line(run, WIDTH), *warnings]
+    folded = partial(
+        fill, width=WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
+    )
+    return [*map(folded, shown), *warnings]
 
 
 def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.device) -> list[str]:
@@ -233,11 +242,7 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
         lines += without_images(data)
     # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
-        epochs = math.ceil(FEW_UPDATES / steps)
-        lines.append(
-            f"{counted(updates, 'update')} in all: from scratch, such a model needs thousands; "
-            f"--set schedule.epochs={epochs} makes {FEW_UPDATES:,}"
-        )
+        lines.append(few_updates(recipe, len(data.train_set), updates, steps))
     if recipe.schedule.warmup_epochs == recipe.schedule.epochs:
         lines.append(
             "all epochs are warm-up, so that the learning rate never falls: more schedule.epochs, or "
@@ -253,6 +258,23 @@ def cautions(recipe: Recipe, data: Data, grid: tuple[int, int], device: torch.de
         )
     lines += on_apples_gpu(device)
     return lines + faster_amp(recipe.engine.amp, device) + crowded(device)
+
+
+def few_updates(recipe: Recipe, images: int, updates: int, steps: int) -> str:
+    """A line on what helps where so few images, in so few `updates`, train a model from scratch.
+    steps: of an epoch.
+    """
+    if images < FEW_IMAGES and recipe.task.kind.learns_classes and recipe.data.channels == 3:
+        return (
+            f"{counted(images, 'image')}, few for a model from scratch, which more epochs let it "
+            "learn by heart: --recipe photos_finetune starts from DeiT's weights, which it fetches"
+        )
+    epochs = math.ceil(FEW_UPDATES / steps)
+    return (
+        f"{counted(updates, 'update')} in all: from scratch, such a model needs thousands; "
+        f"--set schedule.epochs={epochs} makes {FEW_UPDATES:,}, and where training loss falls far "
+        "below validation loss, --set rand_augment.layers=2 augments more"
+    )
 
 
 def without_images(data: Data) -> list[str]:

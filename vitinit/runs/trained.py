@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..base.files import CheckpointError
-from ..base.messages import in_brief, say
+from ..base.messages import counted, in_brief, say, shortened, times
 from ..base.values import Size
 from ..data.datasets import unnamed_classes
 from ..data.images import (
@@ -81,7 +81,7 @@ def as_several(images: Any) -> list[ImageLike]:
     return list(images)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trained:
     """A trained model together with its class names and its preprocessing. `load` makes one.
 
@@ -102,6 +102,14 @@ class Trained:
     path: Path  # of the checkpoint
     named: bool = True  # whether anything names the classes; else they may be numbers
     temperature: float = 1.0  # what `probabilities` divides logits by
+    weights: Weights = "model"  # "ema": averaged ones
+
+    def __repr__(self) -> str:
+        return (
+            f"Trained {self.recipe.model.name}, {self.weights} of {self.path}\n"
+            f"{counted(len(self.classes), 'class')}: {shortened(self.classes)}\n"
+            f"images of {times(self.image_size)}"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -251,7 +259,8 @@ def load(
         names = saved.classes or unnamed_classes(count) or [str(n) for n in range(count)]
     named = bool(saved.classes)
     temperature = saved.temperature(weights) if count else 1.0
-    return Trained(model, tuple(names), saved.recipe, saved.size, saved.path, named, temperature)
+    names = tuple(names)
+    return Trained(model, names, saved.recipe, saved.size, saved.path, named, temperature, weights)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

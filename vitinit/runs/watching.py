@@ -8,6 +8,7 @@ one fails, a warning says so, and the run goes on without the watcher.
     started(folder, step, steps_per_epoch)      the run begins, or goes on, at this step
     row(lines, row)                             a row was appended to the folder's steps or metrics
     paced(paces, recipe, processes)             how fast the first steps of each process were
+    finished(folder)                            all epochs are done
     ended()                                     the run has ended, however it did
 
 To add one: a class without arguments, here or elsewhere, and a row.
@@ -26,11 +27,12 @@ WATCHERS: dict[str, Any] = {
     "images": ".watch.survey:ImageWatcher",
     "mass": ".watch.mass:MassWatcher",
     "waiting": ".watch.slowness:WaitingWatcher",
+    "verdict": ".watch.verdict:VerdictWatcher",
     "tensorboard": ".watch.live:TensorBoard",
     "wandb": ".watch.live:WeightsAndBiases",
 }
 LOGGERS_NEED = "tensorboard and wandb need pip install 'vitinit[tensorboard]' or 'vitinit[wandb]'"
-BY_DEFAULT = ("images", "mass", "waiting")  # of every run
+BY_DEFAULT = ("images", "mass", "waiting", "verdict")  # of every run
 
 
 class Watchers:

@@ -79,9 +79,9 @@ class StepMeter(Meter):
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.global_batch = global_batch
         self.on_row, self.on_paces = on_row, on_paces
-        # For the bar: since when, how many steps, and what it says of the last loss.
+        # For the bar: since when, and how many steps.
         self.bar = ProgressBar("", 0, shown=False)
-        self.start, self.steps, self.loss_text = time.perf_counter(), 0, ""
+        self.start, self.steps = time.perf_counter(), 0
         # For the rows: where the last one was, and what has been measured since.
         self.at_last_row = progress.epoch_steps, progress.seconds, progress.waiting_seconds
         self.idle_since = self.step_since = self.start
@@ -107,7 +107,6 @@ class StepMeter(Meter):
             run=(self.start, self.steps, steps_after),
             shown=self.processes.is_main and self.steps_per_epoch > 0,
         )
-        self.bar.set_postfix_str(self.loss_text, refresh=False)
         with self.bar:
             yield
         # Evaluating is not training. After an exception the clock runs on, until the run is saved.
@@ -138,11 +137,21 @@ class StepMeter(Meter):
             row = self.row(update)
             self.on_row(row)
             self.tell_paces(after=EARLY_ROWS)
-            self.loss_text = f"loss {row.loss:.3f}"
-            self.bar.set_postfix_str(self.loss_text, refresh=False)
+        self.show_loss()
         self.bar.update()
         self.steps += 1
         self.idle_since = time.perf_counter()
+
+    def show_loss(self) -> None:
+        """Let the bar say the mean loss of the epoch so far, without waiting for the device: a CPU
+        has computed every step's, of this process's images; another tells every tenth step.
+        """
+        progress = self.progress
+        unread = progress.losses if self.processes.device.type == "cpu" else []
+        steps = progress.epoch_steps + len(unread)
+        if steps and not self.bar.disable:
+            mean = (progress.loss_sum + float(sum(unread))) / steps
+            self.bar.set_postfix_str(f"loss {mean:.3f}", refresh=False)
 
     def saved(self) -> None:
         self.progress.clock.start()  # saving is not training, nor waiting

@@ -56,6 +56,15 @@ class Mass(NamedTuple):
             f"of {' / '.join(shown)} heads"
         )
 
+    def in_brief(self) -> str:
+        """For example ".99 the own patch, .05 a neighbour, .001 by chance"."""
+        parts = []
+        for target, values in (("the own patch", self.centre), ("a neighbour", self.others)):
+            known = [value for value in values if not math.isnan(value)]
+            if known:
+                parts.append(f"{decimal(mean(known))} {target}")
+        return f"{', '.join(parts)}, {decimal(mean(self.uniform))} by chance"
+
 
 def mean(values: Sequence[float]) -> float:
     """The mean of some numbers, NaN of none."""
@@ -174,4 +183,7 @@ class MassWatcher:
         except DataError:  # training will say so when it needs the image
             return []
         mass = mass_on_images(model, name, options, images)
-        return [f"mass    {mass}, on {len(images)} training images"]
+        return [
+            f"mass    attention on targets: {mass.in_brief()}",
+            f"blocks  mass {mass}, on {len(images)} training images",
+        ]

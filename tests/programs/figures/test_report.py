@@ -179,7 +179,7 @@ def test_what_is_not_at_hand_is_left_out_with_a_line(
     assert "data/cifar10" in contents(report("cifar10_small"))[0]["runs"][0]["note"]
     started = written_run("started", [9.0], epochs=3, recipe="mine.toml", seconds=7500.0)
     meta, _ = contents(report(started, "--images", 0))
-    assert meta["notes"][0] == "started is not finished: 1 of 3 epochs so far."
+    assert meta["notes"][1] == "started is not finished: 1 of 3 epochs so far."
     assert meta["runs"][0]["facts"][:2] == [
         ["epochs, not finished", "1 of 3"],
         ["top-1, so far", "9.00 %"],

@@ -1,7 +1,7 @@
 """What inits in place report: what was recognised of a model, and what was achieved."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,16 @@ from torch import Tensor
 from ...init.attentions import Attentions, Layout, SwinLayout
 from ...mixing import mean_shares
 from ...mixing.filters import Grid
-from ...watch.mass import InitOptions, Masses, Targets, decimal, has_targets, masses_on, targets_of
+from ...watch.mass import (
+    ALIKE,
+    InitOptions,
+    Masses,
+    Targets,
+    decimal,
+    has_targets,
+    masses_on,
+    targets_of,
+)
 
 __all__ = ["Description", "Report"]
 
@@ -117,18 +126,24 @@ class Report(Description):
 
 
 def by_head(masses: Masses) -> str:
-    """For example "all 36 heads 1.00", or by head of the first, middle and last block."""
-    words = [list(map(decimal, of_block)) for of_block in masses]
-    if len({word for of_block in words for word in of_block}) == 1:
-        return f"all {sum(map(len, words))} heads {words[0][0]}"
+    """For example "all 36 heads .99 to 1.00", or by head of the first, middle and last block."""
+    every = [mass for of_block in masses for mass in of_block]
+    if max(every) - min(every) <= ALIKE:
+        return f"all {len(every)} heads {span(every)}"
     parts = []
     blocks = {0: "first", len(masses) // 2: "middle", len(masses) - 1: "last"}
     for block, title in sorted(blocks.items()):
-        heads = words[block]
-        if len(set(heads)) == 1:
-            heads = ["all heads", heads[0]]
-        parts.append(f"{title} block {' '.join(heads)}")
+        heads = masses[block]
+        words = " ".join(map(decimal, heads))
+        if max(heads) - min(heads) <= ALIKE:
+            words = f"all heads {span(heads)}"
+        parts.append(f"{title} block {words}")
     return "; ".join(parts)
+
+
+def span(masses: Sequence[float]) -> str:
+    """The least and the largest of some masses, such as ".97 to 1.00", or what both are."""
+    return " to ".join(dict.fromkeys([decimal(min(masses)), decimal(max(masses))]))
 
 
 def patterns(names: Iterable[str]) -> str:

@@ -60,6 +60,7 @@ def write_report(
         for run in records
         if not run.finished
     ]
+    good = records[0].good() if len(records) == 1 else []
     comparison = None
     if len(records) > max(1, len(unfinished)):
         compared, text = compare_runs(records)
@@ -85,7 +86,7 @@ def write_report(
             views.append(view)
     meta = {
         "recipes": list(dict.fromkeys(run.recipe for run in records)),
-        "notes": unfinished + notes,
+        "notes": good + unfinished + notes,
         "curves": curves,
         "comparison": comparison,
         "origin": origin(groups),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -25,6 +26,46 @@ from ...recipe.files import RecipeError
 from ...runs.imports import import_parts
 from ...train.distributed import LostProcess
 from ...train.interruption import Interrupted, raising_signals
+from ...watch.verdict import best_in
+
+# What other programs call the keys of a recipe, and what else does here what is asked for.
+HABITS = {
+    "--amp": "engine.amp",
+    "--batch": "optim.global_batch",
+    "--batch-size": "optim.global_batch",
+    "--clip-grad": "optim.clip_norm",
+    "--cutmix": "mix.cutmix_alpha",
+    "--data": "--data-dir FOLDER",
+    "--data-path": "--data-dir FOLDER",
+    "--dataset": "data.name",
+    "--device": "no --device: a GPU is taken where torch sees one; CUDA_VISIBLE_DEVICES= hides it",
+    "--drop-path": "model.options.drop_path",
+    "--epochs": "schedule.epochs",
+    "--finetune": "init.checkpoint",
+    "--gpus": "torchrun --nproc_per_node=N train.py …",
+    "--image-size": "data.image_size",
+    "--img-size": "data.image_size",
+    "--imgsz": "data.image_size",
+    "--input-size": "data.image_size",
+    "--learning-rate": "optim.base_lr",
+    "--lr": "optim.base_lr",
+    "--min-lr": "schedule.min_lr",
+    "--mixup": "mix.mixup_alpha",
+    "--model": "model.name",
+    "--num-classes": "no --num-classes: the folders say it",
+    "--num-workers": "data.workers",
+    "--opt": "optim.name",
+    "--optimizer": "optim.name",
+    "--output-dir": "--out-dir FOLDER",
+    "--precision": "engine.amp",
+    "--pretrained": "init.checkpoint",
+    "--smoothing": "mix.label_smoothing",
+    "--warmup-epochs": "schedule.warmup_epochs",
+    "--wd": "optim.weight_decay",
+    "--weight-decay": "optim.weight_decay",
+    "--workers": "data.workers",
+    "-j": "data.workers",
+}
 
 
 class Parser(ArgumentParser):
@@ -39,8 +80,12 @@ class Parser(ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        if "unrecognized" in message and "--set" in self.format_usage():
-            message += "; any key of a recipe goes by --set section.key=value"
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        usage = self.format_usage()
+        if unknown and "--set" in usage:
+            trains = "--seed" in usage  # by any key of a recipe
+            expected = trains and meant(words) or "--set section.key=value for keys of a recipe"
+            message += f"; expected {expected}"
         raise RecipeError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -84,6 +129,21 @@ def named_imports(words: Sequence[str] | None) -> list[str]:
         return alone.parse_known_args(words)[0].imports
     except ArgumentError:  # it names nothing, which `Parser` refuses
         return []
+
+
+def meant(words: str) -> str:
+    """What stands here for arguments that another program takes, as in HABITS, such as "--lr 1e-3";
+    "" if that is not known.
+    """
+    found = []
+    options = re.findall(r"(?<!\S)(--?[a-z][\w-]*)(?:[= ]([^-\s]\S*|-[\d.]\S*))?", words)
+    for option, value in options:
+        habit = HABITS.get(option.replace("_", "-"), "")
+        if re.fullmatch(r"[\w.]+", habit):
+            habit = f"--set {habit}={value or '…'}"
+        found.append(habit)
+    keys = re.findall(r"(?<!\S)\w+\.[\w.]+=\S*", words)
+    return " ".join(filter(None, [*found, *(f"--set {key}" for key in keys)]))
 
 
 def paths_in(value: object) -> Iterator[str]:
@@ -156,15 +216,29 @@ def parse_sides(text: str) -> int | list[int]:
 def add_run(parser: Parser, changeable: Sequence[str]) -> None:
     """Add the arguments for one run, and for how to open it. changeable: see `open_saved`."""
     parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
-    parser.add_argument("--weights", choices=("model", "ema"), default="model")
+    parser.add_argument(
+        "--weights",
+        choices=("best", "model", "ema"),
+        default="best",
+        help="best: of a run's folder, those of its best epoch by its own record; model, or ema: "
+        "those of its last one, or of a file, as trained or averaged",
+    )
     add_options(parser, changeable)
 
 
 def run_arguments(args: Namespace) -> dict[str, Any]:
-    """What `vitinit.load` takes, of the arguments that `add_run` has added."""
+    """What `vitinit.load` takes, of the arguments that `add_run` has added. A line on standard error
+    says which weights are the best.
+    """
+    path, weights = args.run, args.weights
+    if weights == "best":
+        path, best = best_in(Path(args.run))
+        weights = best.weights if best else "model"
+        if best:
+            say(f"weights {path}, {best}; --weights model or ema: of the last epoch", sys.stderr)
     return {
-        "path": args.run,
-        "weights": args.weights,
+        "path": path,
+        "weights": weights,
         "image_size": args.image_size,
         "recipe": args.recipe,
         "overrides": args.set,

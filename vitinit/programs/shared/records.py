@@ -39,6 +39,7 @@ from ...runs.folder import RunFolder, image_digests, parse_keys, parse_lines, pa
 from ...runs.load import by_name
 from ...tasks import TASKS
 from ...train.metrics import MEASURES, METRICS, OF_SEVERAL
+from ...watch.verdict import best_by_of, how_good
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
@@ -95,6 +96,10 @@ class RunRecord:
     def validated_on(self) -> str:
         """A digest of the files and labels of the validation images; "" if it is not on record."""
         return image_digests(self.began.get("data", {}))[1]
+
+    def good(self) -> list[str]:
+        """How good it is, in lines; see `how_good`."""
+        return how_good(self.rows, best_by_of(self.keys), self.began.get("data", {}))
 
     def measured(self, metric: str) -> list[float]:
         """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
