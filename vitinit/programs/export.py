@@ -1,18 +1,19 @@
 """Export a trained model: as files that can be read without vitinit, or as a small run folder.
 
-    vitinit export runs/base --to safetensors --out folder
+    vitinit export runs/base --to folder --out model
     vitinit export runs/base --to safetensors --out base.safetensors
     vitinit export runs/base --to safetensors --names torchvision --out base.safetensors
-    vitinit export runs/base --to safetensors --names transformers --out folder
+    vitinit export runs/base --to folder --names transformers --out model
     vitinit export runs/base --to torch --out base.pt2 --normalise
     vitinit export runs/base --to onnx --out base.onnx
     vitinit export runs/base --to run --out small
 
-safetensors: the weights under timm's names, or those of --names (needs the extra `safetensors`).
-timm's are our own, but for LayerScale and mixed frequencies of rotary models. An --out that does
-not end in .safetensors is a folder: timm's create_model("local-dir:folder", pretrained=True) opens
-it, and so do transformers' Auto classes, without timm if the names are transformers'. The metadata
-of a file state the class names, how an image becomes the model's input, the recipe, and which model
+folder: a model to hand on: weights, labels, preprocessing, the temperature if one was fitted, and a
+model card, README.md. timm's create_model("local-dir:model", pretrained=True) opens it, and so do
+transformers' Auto classes, without timm if the names are transformers'; vitinit.load reads it, too.
+safetensors: the weights alone under timm's names, or those of --names (both need the extra
+`safetensors`). timm's are our own, but for LayerScale and mixed frequencies of rotary models; an
+--out that does not end in .safetensors is a folder as above. The metadata of a file state the class names, how an image becomes the model's input, the recipe, and which model
 of the library takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
@@ -55,10 +56,12 @@ from ..interop.weights.readers import FITS, preprocessor_config
 from ..models import MODELS
 from ..recipe.files import RecipeError, building, from_dict
 from ..recipe.sections import Recipe
+from ..runs import calibration
 from ..runs.checkpoint import read_checkpoint_file
 from ..runs.data import as_input
 from ..runs.folder import RunFolder, save_atomically
 from ..runs.trained import VIEW_KEYS, Trained, load
+from .shared.card import card_of
 from .shared.command_line import Output, Parser, add_run, main_of, run_arguments
 from .shared.records import Json, without_folders, without_paths
 
@@ -183,6 +186,10 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
     with new_folder(out):
         for file, table in files.items():
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
+        write_text_atomically(card_of(trained, out.name, library), out / "README.md")
+        row = calibration.row_of(trained.model.state_dict(), trained.path.parent)
+        if row:
+            calibration.add_row(row, trained.model.state_dict(), out)
         tensors = foreign_names(with_biases(trained.model, arguments), names, prefix)
         return write_weights(trained, tensors, {"format": "pt"} | notes, out / "model.safetensors")
 
@@ -426,12 +433,16 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     args = parser.parse_args(arguments)
     if args.normalise and args.to != "torch":
         parser.error(f"--normalise does not go with --to {args.to}")
-    if args.names and args.to != "safetensors":
+    if args.names and args.to not in ("safetensors", "folder"):
         parser.error(f"--names does not go with --to {args.to}")
     if args.image_size and args.to == "run":
         parser.error("--image-size does not go with --to run")
     args.folder = args.to == "run"
-    if args.to == "safetensors":
+    if args.to == "folder":
+        if args.names == "torchvision":
+            parser.error("--names torchvision: it opens no folders; expected timm or transformers")
+        args.to, args.folder = "safetensors", True
+    elif args.to == "safetensors":
         file = args.names == "torchvision" or args.out.suffix == ".safetensors"
         args.folder = args.names == "transformers" or not file
     if not args.folder:

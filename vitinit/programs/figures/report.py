@@ -15,8 +15,6 @@ from ...base.messages import OneLineError, ProgressBar
 from ...base.values import to_toml
 from ...data.images import DataError
 from ...data.sources import ImageFiles
-from ...recipe.absent import MEANT
-from ...recipe.files import load_recipe
 from ...runs.data import evaluation_batches
 from ...runs.evaluated import own_set, require_same_images
 from ...runs.load import open_saved
@@ -147,29 +145,12 @@ def run_view(run: RunRecord, group: Group) -> Json:
         "facts": facts(run),
         "recipe": run.recipe,
         "toml": run.files["recipe.toml"].decode(),
-        "changes": changes_of(run),
+        "changes": run.changes(),
         "finished": run.finished,
         "starts": starts,
         "judged": None,
         "note": "",
     }
-
-
-def changes_of(run: RunRecord) -> list[list[str]] | str:
-    """Each key in which a run differs from the recipe of that name, with the values of both; or, in
-    words, why that is not known.
-    """
-    try:
-        source = load_recipe(run.source).keys
-    except OneLineError as error:
-        return str(error)
-    used = MEANT | run.keys
-    changes = []
-    for key in source | run.keys:
-        if source.get(key) != used.get(key):
-            values = [to_toml(keys[key]) if key in keys else "–" for keys in (source, used)]
-            changes.append([key, *values])
-    return changes
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:

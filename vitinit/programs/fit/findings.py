@@ -16,6 +16,7 @@ from ...runs.folder import RunFolder
 from ...runs.load import open_saved
 from ...runs.trained import Weights
 from ...train.device import this_device
+from ...watch.verdict import margin
 from ..shared.guesses import guessed
 
 PROGRAMS = {"figures": ".programs.figures.program:main"}  # it draws the report
@@ -70,10 +71,11 @@ def finish(out: Path) -> None:
     find(PROGRAMS["figures"])(["report", str(out), "--weights", weights, "--out", str(report)])
     say(f"wrote   {predictions}")
     say(f"next    vitinit predict {shlex.quote(str(file))} --weights {weights} new/")
-    chance = val_set.class_images.max() / len(val_set)
+    right = 100 * (1 - others.errors)
+    chance = 100 * val_set.class_images.max() / len(val_set)
     say(
-        f"good    {1 - others.errors:.1%} of {len(val_set):,} images right, by the weights after "
-        f"epoch {epoch}; guessing the largest class {chance:.1%}"
+        f"good    {right:.1f} ± {margin(right, len(val_set)):.1f} % of {len(val_set):,} images, by the "
+        f"weights after epoch {epoch}; guessing the largest class {chance:.1f} %"
     )
     say(f"mixed   {others.confusions(val_set.classes)}")
     say(f"more    {Learned(seen.errors, others.errors).advice()}")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean
 
 import torch
 
@@ -11,7 +11,8 @@ from ..shared.plan import Plan, Rates, plan_run
 from ..shared.steps import given_step, measured_recipe, set_up, steps_of, train_on
 from .choice import Choice
 
-STEPS, LEAST_SECONDS = 5, 3.0  # that are measured, after one that does not count
+STEPS = 5  # that are measured at least, after one that does not count
+SHARE, MOST_SECONDS = 0.04, 30.0  # of the minutes to measure, at most: other programs come and go
 BY_CLOCK = "by the clock"
 
 
@@ -30,9 +31,9 @@ def clock_of(device: torch.device) -> tuple[Callable[[], float], str]:
     return read, BY_CLOCK
 
 
-def plan_of(choice: Choice, device: torch.device) -> Plan:
-    """The plan of a choice's run, by some steps on its images, of which nothing stays. Loader
-    processes work beside the steps, so that what counts of loading is how long a step waits.
+def plan_of(choice: Choice, device: torch.device, minutes: float) -> Plan:
+    """The plan of a choice's run of so many minutes, by steps on its images, of which nothing stays.
+    Loader processes work beside the steps, so that what counts of loading is how long a step waits.
     """
     keep_freed_memory()
     clock, _ = clock_of(device)
@@ -43,8 +44,8 @@ def plan_of(choice: Choice, device: torch.device) -> Plan:
     steps = steps_of(recipe, device)
     prepares: list[float] = []  # seconds of an image, as the following
     trains: list[float] = []
-    began = clock()
-    while len(trains) <= STEPS or clock() - began < LEAST_SECONDS:
+    began, least = clock(), min(60 * SHARE * minutes, MOST_SECONDS)
+    while len(trains) <= STEPS or clock() - began < least:
         asked = clock()
         number, (micro_batch, *_) = next(steps)
         part = micro_batch.prepare()
@@ -53,6 +54,6 @@ def plan_of(choice: Choice, device: torch.device) -> Plan:
         batch = len(micro_batch.positions)
         prepares.append((ready - asked) / batch)
         trains.append((clock() - ready) / batch)
-    rates = Rates(step=1 / median(trains[1:]), core=float("inf"), prepare=1 / median(prepares[1:]))
+    rates = Rates(step=1 / fmean(trains[1:]), core=float("inf"), prepare=1 / fmean(prepares[1:]))
     recipe = recipe.with_data(subset=1.0)  # of which `images` are already
     return plan_run(recipe, rates, images=images.train, validation=images.val, gpus=1, cores=1)

@@ -82,7 +82,8 @@ def fit(args: Namespace) -> None:
     images = look(args, device)
     weights = weights_for(images, args.weights, dry_run=args.dry_run)
     left = args.minutes - (clock() - began) / 60
-    choice, plan = choose(images, left, weights, partial(plan_of, device=device))
+    planned = partial(plan_of, device=device, minutes=args.minutes)
+    choice, plan = choose(images, left, weights, planned)
     epochs = choice.changes["schedule.epochs"]
     say(f"choice  the recipe {choice.recipe} with {', '.join(choice.in_words())}")
     for reason in choice.reasons:

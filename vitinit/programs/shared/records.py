@@ -32,9 +32,11 @@ from typing import Any
 import numpy as np
 
 from ...base.files import LARGEST_TEXT, CheckpointError, parse_json, read_bytes, written_atomically
-from ...base.messages import counted, in_brief, shortened, warn
+from ...base.messages import OneLineError, counted, in_brief, shortened, warn
 from ...base.table import find
+from ...base.values import to_toml
 from ...recipe.absent import MEANT
+from ...recipe.files import load_recipe
 from ...runs.folder import RunFolder, image_digests, parse_keys, parse_lines, parse_starts
 from ...runs.load import by_name
 from ...tasks import TASKS
@@ -100,6 +102,22 @@ class RunRecord:
     def good(self) -> list[str]:
         """How good it is, in lines; see `how_good`."""
         return how_good(self.rows, best_by_of(self.keys), self.began.get("data", {}))
+
+    def changes(self) -> list[list[str]] | str:
+        """Each key in which the run differs from the recipe of that name, with the values of both;
+        or, in words, why that is not known.
+        """
+        try:
+            source = load_recipe(self.source).keys
+        except OneLineError as error:
+            return str(error)
+        used = MEANT | self.keys
+        changes = []
+        for key in source | self.keys:
+            if source.get(key) != used.get(key):
+                values = [to_toml(keys[key]) if key in keys else "–" for keys in (source, used)]
+                changes.append([key, *values])
+        return changes
 
     def measured(self, metric: str) -> list[float]:
         """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
