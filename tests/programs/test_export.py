@@ -26,6 +26,8 @@ from vitinit.interop.weights.readers import read_description
 from vitinit.models import MODELS, model_class
 from vitinit.programs import export
 from vitinit.recipe.files import from_dict, load_recipe, overrides
+from vitinit.runs import calibration
+from vitinit.runs.folder import RunFolder
 from vitinit.runs.model import build, task_of, trained_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -421,6 +423,38 @@ def test_onnx_without_its_packages_names_the_extra(checkpoint, tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert exported(checkpoint, "--to", "onnx", "--out", tmp_path / "model.onnx") == 2
     assert "pip install 'vitinit[onnx]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", ["timm", "transformers"])
+def test_a_model_to_hand_on_is_read_back_with_its_temperature_and_has_a_card(
+    image_tree, small_run, train_program, tmp_path, monkeypatch, names
+):
+    pytest.importorskip("safetensors")
+    run, out = tmp_path / "run", tmp_path / "model"
+    sets = dict(schedule__epochs="1", model__options__num_heads="1", model__options__drop_path="0")
+    assert train_program.main(small_run(run, **sets)) == 0
+    trained = vitinit.load(run)
+    calibration.add_row({"temperature": 1.7}, trained.model.state_dict(), run)
+    trained = vitinit.load(run)
+    assert exported(run / "last.pt", "--to", "folder", "--names", names, "--out", out) == 0
+    again = vitinit.load(out)
+    for name, value in trained.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+    assert (again.classes, again.temperature) == (trained.classes, 1.7)
+    image = image_tree / "val" / "red" / "00.png"
+    assert again.predict(image) == trained.predict(image)
+    card = (out / "README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    front = dict(line.split(": ", 1) for line in front.splitlines())
+    assert front["library_name"] == names
+    (found,) = json.loads(front["model-index"])
+    right = found["results"][0]["metrics"][0]["value"]
+    row = list(RunFolder(run).metrics.rows())[-1]
+    assert right == pytest.approx(row["val_top1"] / 100, abs=1e-4)
+    assert "On 51 images, judged by 21 others; 1 epoch" in text
+    assert text.count("\n| red | 7 |") == text.count("\n| blue | 7 |") == 1
+    assert "`schedule.epochs` = 1, not 9" in text and "temperature of 1.700" in text
+    assert str(tmp_path) not in card and str(image_tree) not in card
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "run"])

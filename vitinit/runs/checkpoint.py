@@ -22,6 +22,7 @@ from ..base.files import (
     in_one_line,
     nested_deeply,
     parse_json,
+    parse_toml,
     read_bytes,
 )
 from ..base.messages import in_brief, warn, without_warnings
@@ -96,7 +97,8 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
     """Read a checkpoint into plain containers, with its tensors on the CPU.
 
     Nothing in a file is executed; what is named in BESIDE, such as DeiT's argparse.Namespace, is
-    not read. A .safetensors file, or the shards that a .index.json names, are a bare state dict.
+    not read. A .safetensors file, or the shards that a .index.json names, are a bare state dict, but
+    for one that `vitinit export` wrote, whose metadata state a recipe and names of classes.
     Raises NoCheckpoint, Damaged or CheckpointError, which name the file.
 
     mmap: leave the tensors on disk until they are used. verify: check the file's checksums first,
@@ -128,8 +130,14 @@ def read_checkpoint_file(path: Path, *, mmap: bool = False, verify: bool = True)
 def _load(path: Path, *, mmap: bool, verify: bool) -> Any:
     """What `read_checkpoint_file` returns, or what else there is; errors of any kind."""
     if path.suffix == ".safetensors":
+        from safetensors import safe_open
         from safetensors.torch import load_file
 
+        with safe_open(path, "pt") as file:
+            notes = file.metadata() or {}
+        if notes.get("made_by", "").startswith("vitinit ") and "recipe" in notes:
+            recipe, classes = parse_toml(notes["recipe"].encode()), json.loads(notes["classes"])
+            return {"model": load_file(path), "recipe": recipe, "classes": classes}
         return load_file(path)
     if path.name.endswith(".index.json"):
         return _load_shards(path, mmap=mmap, verify=verify)

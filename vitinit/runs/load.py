@@ -157,9 +157,12 @@ def rows_of(tensors: Mapping[str, Tensor]) -> int:
     return 0
 
 
-def open_file(path: Path, classes: str | Path = "") -> tuple[Path, Table, Any]:
+def open_file(
+    path: Path, classes: str | Path = "", *, described: bool = False
+) -> tuple[Path, Table, Any]:
     """The file of a checkpoint, by path or name (see `by_name`), its contents, and its reader.
     classes: a file of the names of its classes, if it contains none; "": there is no such file.
+    described: by a recipe that is given, which counts more than one of a .safetensors file.
     """
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(by_name(path), mmap=True)
@@ -168,6 +171,8 @@ def open_file(path: Path, classes: str | Path = "") -> tuple[Path, Table, Any]:
         for key, part in state.items()
         if part is not None and key not in ("optimizer", "scaler")
     }
+    if described and path.suffix == ".safetensors":
+        state.pop("recipe", None)
     if classes:
         if state.get("classes"):
             raise CheckpointError(
@@ -198,7 +203,7 @@ def open_saved(
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe, or two
     of them, or a value is invalid.
     """
-    path, state, reader = open_file(path, classes)
+    path, state, reader = open_file(path, classes, described=recipe is not None)
     if "recipe" in state:
         if recipe is not None:
             raise RecipeError(
