@@ -1,5 +1,6 @@
 """Writes a run's folder: its start, rows and checkpoints (last.pt, best.pt); evaluates its epochs."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -119,6 +120,7 @@ class RunKeeper(Keeper):
             global_batch=self.recipe.optim.global_batch,
             on_row=self.add_row,
             on_paces=self.tell_paces,
+            one_bar=self.quiet,
         )
 
     def save(self) -> None:
@@ -152,7 +154,7 @@ class RunKeeper(Keeper):
             processes=processes,
         )
         progress.finish_epoch()
-        if not self.quiet:
+        if not (self.quiet and sys.stderr.isatty()):  # where there is a bar
             processes.say(epoch_line(row, training.epochs))
         best_by = recipe.checkpoint.best_by
         is_best = progress.improves(row.get(best_by), best_by)

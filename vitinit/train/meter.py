@@ -70,15 +70,17 @@ class StepMeter(Meter):
         global_batch: int,
         on_row: Callable[[StepRow], object] = lambda row: None,
         on_paces: Callable[[list[Pace]], object] = lambda paces: None,
+        one_bar: bool = False,
     ) -> None:
-        """epochs: of the whole run. steps_per_epoch: 0 shows no bar. global_batch: images of a
+        """epochs: of the whole run. steps_per_epoch: 0 shows no bar. one_bar: it is of all epochs,
+        not of each. global_batch: images of a
         step, over all processes. Called on all processes: on_row, with each row; on_paces, once,
         with how fast each process went in the first steps of this start.
         """
         self.progress, self.processes = progress, processes
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.global_batch = global_batch
-        self.on_row, self.on_paces = on_row, on_paces
+        self.on_row, self.on_paces, self.one_bar = on_row, on_paces, one_bar
         # For the bar: since when, and how many steps.
         self.bar = ProgressBar("", 0, shown=False)
         self.start, self.steps = time.perf_counter(), 0
@@ -98,13 +100,16 @@ class StepMeter(Meter):
         self.loading_seconds = 0.0
         progress.clock.start()
         self.idle_since = time.perf_counter()
+        before, total = 0, self.steps_per_epoch
         steps_after = (self.epochs - number - 1) * self.steps_per_epoch
+        if self.one_bar:
+            before, total = number * self.steps_per_epoch, self.epochs * self.steps_per_epoch
         self.bar = ProgressBar(
             f"epoch {number + 1}/{self.epochs}",
-            self.steps_per_epoch,
-            initial=progress.epoch_steps,
+            total,
+            initial=before + progress.epoch_steps,
             scale=self.global_batch,
-            run=(self.start, self.steps, steps_after),
+            run=None if self.one_bar else (self.start, self.steps, steps_after),
             shown=self.processes.is_main and self.steps_per_epoch > 0,
         )
         with self.bar:

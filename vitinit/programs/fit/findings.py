@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from ...train.device import this_device
 from ...watch.verdict import margin
 from ..shared.guesses import guessed
 
-PROGRAMS = {"figures": ".programs.figures.program:main"}  # it draws the report
+# Which draw the report, and write the model.
+PROGRAMS = {"figures": ".programs.figures.program:main", "export": ".programs.export:main"}
 TRAINED_ON = 1_000  # images that are looked at again, to see what was learned by heart
 # How errors shrink with r times the images or minutes, as r ** -exponent; see `Learned`.
 BY_IMAGES, BY_MINUTES = 0.5, 0.25
@@ -65,11 +67,16 @@ def finish(out: Path) -> None:
     _, train_set, val_set = open_sets(recipe, saved.classes)
     others = guessed(model, recipe, val_set, device)
     seen = guessed(model, recipe, spread(train_set, TRAINED_ON), device)
-    predictions, report = out / "predictions.csv", out / "report.html"
+    predictions, report, model_folder = (
+        out / name for name in ("predictions.csv", "report.html", "model")
+    )
     with written_atomically(predictions) as table:
         table.write(others.as_csv(val_set))
     find(PROGRAMS["figures"])(["report", str(out), "--weights", weights, "--out", str(report)])
     say(f"wrote   {predictions}")
+    if find_spec("safetensors") and not model_folder.exists():
+        words = [str(file), "--weights", weights, "--to", "folder", "--out", str(model_folder)]
+        find(PROGRAMS["export"])(words)
     say(f"next    vitinit predict {shlex.quote(str(file))} --weights {weights} new/")
     right = 100 * (1 - others.errors)
     chance = 100 * val_set.class_images.max() / len(val_set)
