@@ -46,6 +46,7 @@ NO_OUTPUTS = (
     "--checkpoint",
     "--classes",
     "--data-dir",
+    "--import",
     "--init",
     "--log",
     "--out-dir",

@@ -50,6 +50,7 @@ def test_every_start_is_recorded(tmp_path):
             "quickstart",
             {"resume": str(count)},
             ["train.py", f"--start={count}"],
+            {"mine.py": f"{count}2ab"},
             processes=3,
             device="CPU",
             data={"training images": count},
@@ -64,11 +65,20 @@ def test_every_start_is_recorded(tmp_path):
         )
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
     assert folder.data_of(0) == {"training images": 1}
-    for text in ('[{"data": {"root": {}}}]', '[{"data": 5}]', '[{"command": [1]}]', '[{"comm'):
+    assert folder.imports == {"mine.py": "22ab"}
+    for text in (
+        '[{"data": {"root": {}}}]',
+        '[{"data": 5}]',
+        '[{"imports": 5}]',
+        '[{"command": [1]}]',
+        '[{"comm',
+    ):
         folder.info.write_text(text)
         assert "run.json: not what a run writes (" in refused(CheckpointError, folder.starts)
     with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes"):
-        folder.record_start("quickstart", {}, None, processes=1, device="", data={}, resumed=False)
+        folder.record_start(
+            "quickstart", {}, None, {}, processes=1, device="", data={}, resumed=False
+        )
     assert folder.info.read_text() == '[{"comm'
 
 

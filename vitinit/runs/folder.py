@@ -61,7 +61,7 @@ OF_START: Table = {
     "command": tuple[str, ...],
     "git_commit": str,
     "arguments": Mapping[str, Any],
-    "imports": Mapping[str, str],
+    "imports": Mapping[str, Any],
     "data": Mapping[str, Any],
 }
 OF_DATA: Table = {

@@ -76,7 +76,7 @@ def fit(args: Namespace) -> None:
     out = args.out_dir or Path("runs", f"fit-{Path(args.data).resolve().name}")
     if RunFolder(out).holds_checkpoint() and not args.dry_run:
         say(f"{out}: goes on with the run that is there, as it was chosen")
-        Run(resume=out, quiet=True).train()
+        Run(resume=out, quiet=True, imports=args.imports).train()
         finish(out)
         return
     images = look(args, device)
@@ -101,6 +101,7 @@ def fit(args: Namespace) -> None:
         out_dir=out,
         overrides=choice.sets(),
         quiet=True,
+        imports=args.imports,
         command=["vitinit", "fit", *args.words],
     )
     run.train()
