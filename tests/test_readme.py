@@ -204,7 +204,7 @@ def do_command(words: list[str], folder: Path) -> int:
 @pytest.mark.parametrize(
     "page, printed",
     [
-        ("init", 'init    zero_branches: {base = "lecun"}'),
+        ("init", "init    zero_branches"),
         ("models", "model   vit_tiny_rotary: "),
         ("data", "data    prefixed: 3 images, 2 classes"),
         ("tasks", "recipe  quickstart, seed 0"),

@@ -96,6 +96,7 @@ def test_a_run_of_five_bands_is_trained_used_exported_and_drawn(
     assert predict.main([str(run), *some, "--sheet", str(tmp_path / "a.png"), "--attention"]) == 0
     assert evaluate.main([str(run)]) == 0
 
+    run = run / "last.pt"  # not the best epoch's
     for name, to in (("a.safetensors", "safetensors"), ("timm", "safetensors"), ("small", "run")):
         assert export.main([str(run), "--to", to, "--out", str(tmp_path / name)]) == 0
     assert (
@@ -115,7 +116,7 @@ def test_a_run_of_five_bands_is_trained_used_exported_and_drawn(
     assert (
         figures.main(["explore", *some, "--run", str(run), "--out", str(tmp_path / "a.html")]) == 0
     )
-    assert figures.main(["report", str(run), "--out", str(tmp_path / "b.html")]) == 0
+    assert figures.main(["report", str(run.parent), "--out", str(tmp_path / "b.html")]) == 0
     assert "data:image/png" in (tmp_path / "a.html").read_text()
 
 

@@ -29,7 +29,9 @@ def card_of(trained: Trained, name: str, library: str) -> str:
     run = read_run(folder) if RunFolder(folder).recipe.exists() else None
     found, classes = None, list(trained.classes)
     note = "There is no classifier: the model returns pooled features."
-    if classes:
+    if trained.threshold is not None:
+        note = "Several labels may be right, and classes were not measured one by one."
+    elif classes:
         try:
             found = judged(trained)
         except OneLineError:  # which names folders of this machine

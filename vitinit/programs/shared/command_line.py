@@ -26,7 +26,6 @@ from ...recipe.files import RecipeError
 from ...runs.imports import import_parts
 from ...train.distributed import LostProcess
 from ...train.interruption import Interrupted, raising_signals
-from ...watch.verdict import best_in
 
 # What other programs call the keys of a recipe, and what else does here what is asked for.
 HABITS = {
@@ -232,6 +231,8 @@ def run_arguments(args: Namespace) -> dict[str, Any]:
     """
     path, weights = args.run, args.weights
     if weights == "best":
+        from ...watch.verdict import best_in  # here, as a run needs no watchers yet
+
         path, best = best_in(Path(args.run))
         weights = best.weights if best else "model"
         if best:
