@@ -73,7 +73,7 @@ def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp
     } <= start.keys()
     printed = capsys.readouterr().out
     assert "12 = 1 process × 3 micro-batches × 4 images" in printed
-    assert "\ninit    impulse\n" in printed and "options" not in printed
+    assert "\ninit    impulse\n" in printed and "\noptions" not in printed
     start = (folder / "start.txt").read_text(encoding="utf-8")
     assert '\noptions init: {base = "default", kernel_size = 3' in start
     # All options are written out, and the recorded recipe repeats the run.

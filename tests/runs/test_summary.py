@@ -313,7 +313,11 @@ def test_the_start_fits_a_terminal_and_is_whole_in_the_folder(
     assert train_program.main(["--resume", str(folder), "--verbose"]) == 0
     resumed = capsys.readouterr().out.splitlines()
     assert resumed[:-3] == [
-        *(line for line in whole[:-12] if not line.startswith(("mass", "classes", "files"))),
+        *(
+            line
+            for line in whole[:-12]
+            if not line.startswith(("mass", "blocks", "classes", "files"))
+        ),
         f"run     {folder}, resumed at step 0",
         *whole[-11:],
     ]

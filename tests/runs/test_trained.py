@@ -136,7 +136,7 @@ def test_a_copy_predicts_the_same(copied):
         == repr(trained)
         == (
             f"Trained vit_tiny, model of {RUN / 'last.pt'}\n"
-            "3 classes: blue, green, red\nimages of 8×8, on cpu"
+            "3 classes: blue, green, red\nimages of 8×8"
         )
     )
     assert other.model is not trained.model and type(other.recipe.model.options) is ReadOnly

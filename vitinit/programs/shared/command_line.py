@@ -19,7 +19,6 @@ from ...base.values import Bounds, accepted_values, convert
 from ...recipe.files import RecipeError
 from ...train.distributed import LostProcess
 from ...train.interruption import Interrupted, raising_signals
-from ...watch.verdict import best_in
 
 # What other programs call the keys of a recipe, and what else does here what is asked for.
 HABITS = {
@@ -200,6 +199,8 @@ def run_arguments(args: Namespace) -> dict[str, Any]:
     """
     path, weights = args.run, args.weights
     if weights == "best":
+        from ...watch.verdict import best_in  # here, as training imports a watcher once it is told
+
         path, best = best_in(Path(args.run))
         weights = best.weights if best else "model"
         if best:
