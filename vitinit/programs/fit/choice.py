@@ -3,6 +3,7 @@
 What was measured for it, with what it was chosen over, is in recipes/README.md.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ LARGEST = 128  # px to train on
 MANY_EPOCHS = 60  # from so many on, images are augmented more
 FEW_IMAGES = 1_000  # fewer than that are fine-tuned on, where there are weights
 LEAST_EPOCHS = 3  # of fine-tuning all of a model
+BATCH = 64  # images of a step, in all three recipes
 WARM_UP = 0.1  # of the epochs
 TO_VALIDATE = 0.1  # share of the time
 OTHER_SECONDS = 15.0  # of opening, drawing weights and writing the report
@@ -68,13 +70,13 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
     if weights:
         return fine_tuned(images, minutes, weights, planned)
     if images.side <= SMALL:
-        choice = Choice("cifar10_10k_ahead", images, evaluated(images), ()).but(
+        choice = Choice("cifar10_10k_ahead", images, by_counts(images), ()).but(
             {"data.images_per_class": 0, "checkpoint.keep_epochs": []},
             f"half of the images have {images.side:g} px or less: patches of 4 of 32 px",
         )
         return for_minutes(choice, minutes, planned)
     side = min(LARGEST, int(images.side) // GRID * GRID)
-    choice = Choice("photos", images, evaluated(images), ()).but(
+    choice = Choice("photos", images, by_counts(images), ()).but(
         {"data.image_size": side, "model.options.patch_size": side // GRID},
         f"{images.train:,} images: a small ViT from scratch, at {side} px",
     )
@@ -87,7 +89,7 @@ def fine_tuned(
     """Fine-tune a checkpoint: all of it, or its classifier alone if there is no time for more."""
     known = published_weights(weights)
     of_model = {"model.name": known.model} if known else {}
-    choice = Choice("photos_finetune", images, evaluated(images), ()).but(
+    choice = Choice("photos_finetune", images, by_counts(images), ()).but(
         {"init.checkpoint": weights} | of_model,
         f"{images.train:,} images: from the weights {weights}, which have seen many more",
     )
@@ -100,10 +102,15 @@ def fine_tuned(
     return for_minutes(choice, minutes, planned)
 
 
-def evaluated(images: Images) -> dict[str, Any]:
-    """After how many epochs the model and its average are validated, as a change of the recipe."""
+def by_counts(images: Images) -> dict[str, Any]:
+    """The changes of a recipe that go by the numbers of images: after how many epochs the model and
+    its average are validated, and a batch that fewer images than the recipe's fill.
+    """
     share = 2 * images.val * FORWARD / images.train  # of an epoch's time
-    return {"eval.every_epochs": max(1, round(share / TO_VALIDATE))}
+    changes = {"eval.every_epochs": max(1, round(share / TO_VALIDATE))}
+    if images.train < BATCH:
+        changes["optim.global_batch"] = 2 ** int(math.log2(images.train))
+    return changes
 
 
 def seconds_beside(plan: Plan) -> float:
