@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import shutil
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vitinit.base.files import CheckpointError
 from vitinit.base.messages import OneLineError
 from vitinit.programs.fit import choice, measure, program
 from vitinit.programs.fit.choice import Images, choose
 from vitinit.programs.fit.findings import Learned
 from vitinit.programs.shared.guesses import Guessed
 from vitinit.programs.shared.plan import Plan, Rates
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.folder import RunFolder
 from vitinit.train.interruption import Interrupted
 
@@ -76,13 +79,21 @@ def test_fewer_images_than_the_recipe_has_in_a_step_make_smaller_steps():
     assert "optim.global_batch" not in chosen(5, 7.0)[0].changes
 
 
-def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone():
+def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone(tmp_path):
+    mine = tmp_path / "mine.pt"
+    torch.save({"model": {"head.weight": torch.zeros(5, 7)}}, mine)
     whole, _ = chosen(60, 100.0, weights="deit_small")
     assert whole.recipe == "photos_finetune" and whole.changes["model.name"] == "vit_small"
     assert "optim.train" not in whole.changes
-    head, planned = chosen(5, 100.0, weights="mine.pt")
+    head, planned = chosen(5, 100.0, weights=str(mine))
     assert head.changes["optim.train"] == "head" and planned == 2
     assert "model.name" not in head.changes  # the file's own, which the user states
+    recipe = load_recipe("photos", overrides(sets=TINY))
+    torch.save({"model": {}, "recipe": recipe.as_dict()}, mine)
+    again = chosen(60, 100.0, weights=str(mine))[0].changes
+    assert (again["model.options.depth"], again["data.image_size"]) == (1, [8, 8])
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        chosen(60, 100.0, weights="absent.pt")
 
 
 def test_without_time_for_an_epoch_nothing_is_chosen():
@@ -146,6 +157,7 @@ def test_fit_looks_chooses_trains_and_says_how_good_it_is(
     judged = f'"top-1, judged here",{100 * right / 21:.2f}'.rstrip("0").rstrip(".")
     report = (out / "report.html").read_text()
     assert f'"epoch":{best}' in report and judged in report
+    assert ("so there is no" in printed) == bool(find_spec("safetensors"))  # as timm has no such
     shown = [line[:8].strip() for line in printed.splitlines()]
     assert shown[-4:] == ["good", "mixed", "more", "took"]
     assert program.main(words) == 0  # the run that is there, whatever is measured

@@ -6,11 +6,13 @@ What was measured for it, with what it was chosen over, is in recipes/README.md.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...base.messages import OneLineError, counted
 from ...base.values import to_toml
-from ...runs.load import published_weights
+from ...recipe.files import from_dict
+from ...runs.load import open_file, published_weights
 from ..shared.plan import FORWARD, Plan
 
 SMALL = 40  # px of a shorter side, the median over images, up to which they are taken for icons
@@ -87,10 +89,8 @@ def fine_tuned(
     images: Images, minutes: float, weights: str, planned: Planner
 ) -> tuple[Choice, Plan]:
     """Fine-tune a checkpoint: all of it, or its classifier alone if there is no time for more."""
-    known = published_weights(weights)
-    of_model = {"model.name": known.model} if known else {}
     choice = Choice("photos_finetune", images, by_counts(images), ()).but(
-        {"init.checkpoint": weights} | of_model,
+        {"init.checkpoint": weights} | model_of(weights),
         f"{images.train:,} images: from the weights {weights}, which have seen many more",
     )
     epochs = epochs_in(minutes, planned(choice))
@@ -100,6 +100,21 @@ def fine_tuned(
             f"{counted(epochs, 'epoch')} of all layers are few: the classifier alone",
         )
     return for_minutes(choice, minutes, planned)
+
+
+def model_of(weights: str) -> dict[str, Any]:
+    """The changes that make a recipe's model that of a checkpoint, if its name or its own recipe
+    says which that is. Raises CheckpointError if it cannot be read.
+    """
+    known = published_weights(weights)
+    if known:
+        return {"model.name": known.model}
+    path, state, _ = open_file(Path(weights))
+    if "recipe" not in state:
+        return {}
+    keys = from_dict(state["recipe"], str(path)).keys
+    names = ["data.image_size", *(key for key in keys if key.startswith("model."))]
+    return {key: keys[key] for key in names}
 
 
 def by_counts(images: Images) -> dict[str, Any]:

@@ -78,7 +78,11 @@ def finish(out: Path) -> None:
     say(f"wrote   {predictions}")
     if find_spec("safetensors") and not model_folder.exists():
         words = [str(file), "--weights", weights, "--to", "folder", "--out", str(model_folder)]
-        find(PROGRAMS["export"])(words)
+        if find(PROGRAMS["export"])(words):
+            say(
+                f"note    so there is no {model_folder}; to hand the model on, vitinit export "
+                f"{folder.in_commands} --to run --out small"
+            )
     say(f"next    vitinit predict {folder.in_commands} new/")
     right = 100 * (1 - others.errors)
     chance = 100 * val_set.class_images.max() / len(val_set)

@@ -10,11 +10,12 @@ writes into --out-dir, beside what every run writes:
 
     report.html       curves, classes, mistakes
     predictions.csv   what the model says of each image to validate on
+    model/            the model, to hand on (needs the extra safetensors)
 
-Its last three lines say how good the model is, what it confuses, and whether more images or more
-minutes would help most. The choice is a recipe like any other, recipe.toml in that folder. The same
-command goes on with a run that was interrupted. On one CPU thread (OMP_NUM_THREADS=1) minutes are of the processor's
-time; otherwise of the clock.
+Its last lines say how good the model is, what it confuses, and whether more images or more minutes
+would help most. The choice is a recipe like any other, recipe.toml in that folder. The same command
+goes on with a run that was interrupted. On one CPU thread (OMP_NUM_THREADS=1) minutes are of the
+processor's time; otherwise of the clock.
 """
 
 import time
