@@ -74,13 +74,14 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
     if images.side <= SMALL:
         choice = Choice("cifar10_10k_ahead", images, by_counts(images), ()).but(
             {"data.images_per_class": 0, "checkpoint.keep_epochs": []},
-            f"half of the images have {images.side:g} px or less: patches of 4 of 32 px",
+            f"half of the images have a shorter side of {images.side:g} px or less: a small model, "
+            "at 32 px",
         )
         return for_minutes(choice, minutes, planned)
     side = min(LARGEST, int(images.side) // GRID * GRID)
     choice = Choice("photos", images, by_counts(images), ()).but(
         {"data.image_size": side, "model.options.patch_size": side // GRID},
-        f"{images.train:,} images: a small ViT from scratch, at {side} px",
+        f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
     )
     return for_minutes(choice, minutes, planned)
 
@@ -151,8 +152,8 @@ def for_minutes(choice: Choice, minutes: float, planned: Planner) -> tuple[Choic
         raise OneLineError(
             f"one epoch of {choice.images.train:,} images takes {plan.epoch_seconds / 60:.1f} "
             f"minutes here, and what is beside it {seconds_beside(plan) / 60:.1f}, of "
-            f"{minutes:.1f} that are left; expected more --minutes, or fewer images by --set "
-            "data.subset=0.5"
+            f"{max(minutes, 0.0):.1f} that are left; expected more --minutes, or fewer images by "
+            "--set data.subset=0.5"
         )
     warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
     changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}

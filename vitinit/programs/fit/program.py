@@ -103,8 +103,8 @@ def fit(args: Namespace) -> None:
     for reason in choice.reasons:
         say(f"why     {reason}")
     say(
-        f"plan    {epochs * plan.epoch_seconds / 60:.1f} minutes {kind} to train: an epoch takes "
-        f"{plan.epoch_seconds:.3g} s, {plan.rate:,.0f} images/s"
+        f"plan    {epochs * plan.epoch_seconds / 60:.1f} minutes {kind} to train: an epoch, each image "
+        f"once, takes {plan.epoch_seconds:.3g} s, {plan.rate:,.0f} images/s"
     )
     if args.dry_run:
         say("dry run: nothing was written")
