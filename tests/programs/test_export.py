@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -15,8 +16,10 @@ from pages import read_page
 from safetensors import safe_open
 from same_run import assert_identical
 from small_models import redraw
+from torch import nn
 
 import vitinit
+from vitinit.base.messages import OneLineError
 from vitinit.base.values import plain
 from vitinit.data.augment import normalise
 from vitinit.interop.weights import libraries
@@ -457,6 +460,35 @@ def test_a_model_to_hand_on_is_read_back_with_its_temperature_and_has_a_card(
     assert str(tmp_path) not in card and str(image_tree) not in card
 
 
+def test_a_card_is_of_the_model_as_it_is_exported_which_stays_on_its_device(
+    small_run, train_program, tmp_path, monkeypatch
+):
+    pytest.importorskip("safetensors")
+    run = tmp_path / "run"
+    assert train_program.main(small_run(run, schedule__epochs="1", init__name="default")) == 0
+    starts = json.loads((run / "run.json").read_text())
+    starts[0]["arguments"]["recipe"] = "gone.toml"
+    (run / "run.json").write_text(json.dumps(starts))
+
+    def card_in(name: str) -> str:
+        out = tmp_path / name
+        assert exported(run / "last.pt", "--to", "folder", "--image-size", 16, "--out", out) == 0
+        return (out / "README.md").read_text()
+
+    text = card_in("enlarged ü")
+    assert re.search(r"\n\d+\.\d ± \d+\.\d % of 21 validation images", text)
+    assert '"name": "enlarged ü"' in text
+    assert "the recipe is not at hand" in text and "- none" not in text
+
+    def no_images(model: nn.Module, *_: object) -> None:
+        assert next(model.parameters()).is_meta
+        raise OneLineError("none")
+
+    monkeypatch.setattr("vitinit.programs.shared.card.this_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("vitinit.programs.shared.card.guessed", no_images)
+    assert "the weights in last.pt of a run" in card_in("unseen")
+
+
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "run"])
 @pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)
 def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_path, kind):
@@ -479,6 +511,7 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
     )
     torch.save(state | {"recipe": recipe.as_dict()}, run / "last.pt")
     (run / "recipe.toml").write_text(recipe.as_toml())
+    (run / "start.txt").write_text(f"start   {home}/pretrained.pt: 7 tensors\n")
     (run / "run.json").write_text(
         json.dumps(
             [

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import csv
+import re
+import shutil
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vitinit.base.files import CheckpointError
 from vitinit.base.messages import OneLineError
 from vitinit.programs.fit import choice, measure, program
 from vitinit.programs.fit.choice import Images, choose
-from vitinit.programs.fit.findings import Learned, best_weights
+from vitinit.programs.fit.findings import Learned
 from vitinit.programs.shared.guesses import Guessed
 from vitinit.programs.shared.plan import Plan, Rates
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.folder import RunFolder
+from vitinit.train.interruption import Interrupted
 
 PHOTOGRAPHS = Images(train=2_003, val=307, classes=5, side=167.0, opened_by=[], stated=[])
 TINY = """init.name=default model.options.embed_dim=12 model.options.depth=1 data.image_size=8
@@ -66,13 +73,27 @@ def test_small_images_have_the_recipe_of_32_pixels_and_photographs_are_not_enlar
     assert sides == [40, 96, 128, 128]
 
 
-def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone():
+def test_fewer_images_than_the_recipe_has_in_a_step_make_smaller_steps():
+    few, _ = chosen(5, 7.0, PHOTOGRAPHS._replace(train=47))
+    assert few.changes["optim.global_batch"] == 32
+    assert "optim.global_batch" not in chosen(5, 7.0)[0].changes
+
+
+def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone(tmp_path):
+    mine = tmp_path / "mine.pt"
+    torch.save({"model": {"head.weight": torch.zeros(5, 7)}}, mine)
     whole, _ = chosen(60, 100.0, weights="deit_small")
     assert whole.recipe == "photos_finetune" and whole.changes["model.name"] == "vit_small"
     assert "optim.train" not in whole.changes
-    head, planned = chosen(5, 100.0, weights="mine.pt")
+    head, planned = chosen(5, 100.0, weights=str(mine))
     assert head.changes["optim.train"] == "head" and planned == 2
     assert "model.name" not in head.changes  # the file's own, which the user states
+    recipe = load_recipe("photos", overrides(sets=TINY))
+    torch.save({"model": {}, "recipe": recipe.as_dict()}, mine)
+    again = chosen(60, 100.0, weights=str(mine))[0].changes
+    assert (again["model.options.depth"], again["data.image_size"]) == (1, [8, 8])
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        chosen(60, 100.0, weights="absent.pt")
 
 
 def test_without_time_for_an_epoch_nothing_is_chosen():
@@ -93,11 +114,12 @@ def test_what_the_user_sets_counts_most():
 def test_more_images_mend_what_is_wrong_with_unseen_ones_and_more_minutes_what_with_seen_ones():
     learned = Learned(on_trained=0.13, on_others=0.41)
     assert learned.with_images(1) == learned.with_minutes(1) == 0.41
-    assert learned.with_images(4) == pytest.approx(0.13 + (0.41 - 0.13) / 2)
-    assert learned.with_minutes(16) == pytest.approx(0.41 - 0.13 / 2)
+    assert learned.with_images(4) == pytest.approx(0.13 + (0.41 - 0.13) * 4**-0.35)
+    assert learned.with_minutes(16) == pytest.approx(0.41 - 0.13 * (1 - 16**-0.2))
     assert "more images would help most" in learned.advice()
     assert "more minutes would help most" in Learned(0.40, 0.41).advice()
     assert Learned(0.5, 0.41).with_images(7) == 0.41  # seen ones may vary more, and be worse
+    assert "help" not in Learned(0.13, 0.0).advice()
 
 
 def test_confusions_are_counted_of_the_true_class():
@@ -105,25 +127,10 @@ def test_confusions_are_counted_of_the_true_class():
     guesses = torch.tensor([0, 1, 1, 1, 0, 2, 0, 0, 0])
     found = Guessed(labels, guesses, torch.ones(9))
     assert found.errors == pytest.approx(6 / 9)
-    words = found.confusions(["oak", "elm", "ash"])
-    assert words == "3 of 4 ash taken for oak; 2 of 3 oak taken for elm; 1 of 2 elm taken for oak"
+    words = found.confusions(["oak", "el\nm", "ash"])  # in one line, whatever a folder is called
+    expected = r"3 of 4 ash taken for oak; 2 of 3 oak taken for el\nm; 1 of 2 el\nm taken for oak"
+    assert words == expected
     assert "no image" in Guessed(labels, labels, torch.ones(9)).confusions(["oak", "elm", "ash"])
-
-
-def test_the_best_weights_are_those_of_the_record(tmp_path):
-    folder = RunFolder(tmp_path)
-
-    def best(*rows: tuple[float | None, float | None]) -> tuple[str, str, int]:
-        folder.metrics.path.unlink(missing_ok=True)
-        for epoch, (model, average) in enumerate(rows, start=1):
-            folder.metrics.append({"epoch": epoch, "val_top1": model, "ema_top1": average})
-        file, weights, epoch = best_weights(folder)
-        return file.name, weights, epoch
-
-    assert best((31.0, None), (29.0, None)) == ("best.pt", "model", 1)
-    assert best((31.0, 37.0), (29.0, 41.0), (None, None)) == ("last.pt", "ema", 2)
-    assert best((31.0, 43.0), (29.0, 41.0)) == ("best.pt", "ema", 1)
-    assert best((31.0, 30.0), (31.0, 30.0)) == ("best.pt", "model", 1)
 
 
 def test_fit_looks_chooses_trains_and_says_how_good_it_is(
@@ -146,11 +153,27 @@ def test_fit_looks_chooses_trains_and_says_how_good_it_is(
     right = sum(row["truth"] == row["label"] for row in rows)
     assert len(rows) == 21 and f"good    {100 * right / 21:.1f} ± " in printed
     assert all(Path(row["path"]).parent.name == row["truth"] for row in rows)
-    assert (out / "report.html").exists()
+    best = re.search(r"by the weights after epoch (\d+)", printed)[1]
+    judged = f'"top-1, judged here",{100 * right / 21:.2f}'.rstrip("0").rstrip(".")
+    report = (out / "report.html").read_text()
+    assert f'"epoch":{best}' in report and judged in report
+    assert ("so there is no" in printed) == bool(find_spec("safetensors"))  # as timm has no such
     shown = [line[:8].strip() for line in printed.splitlines()]
     assert shown[-4:] == ["good", "mixed", "more", "took"]
     assert program.main(words) == 0  # the run that is there, whatever is measured
     assert "goes on with the run that is there" in capsys.readouterr().out
+    shutil.copytree(image_tree, tmp_path / "others")
+    assert program.main([str(tmp_path / "others"), *words[1:]]) == 2
+    assert f"holds a run on the images in {image_tree}" in capsys.readouterr().err
+
+
+def test_a_run_that_is_stopped_says_that_the_same_command_goes_on(capsys):
+    def stopped() -> None:
+        raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        program.train(SimpleNamespace(train=stopped))
+    assert "the same command of fit goes on" in capsys.readouterr().out
 
 
 def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp_path, capsys):
@@ -167,6 +190,11 @@ def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp
     own = opened(str(image_tree / "train"), "--set", "data.held_out_per_class=5")
     assert (own.train, own.val) == (36, 15)
     assert "held out" in capsys.readouterr().out
+    odd = tmp_path / '"2024" = '  # as a value of --set, TOML and spaces to strip
+    shutil.copytree(image_tree, odd)
+    assert opened(str(odd)).val == 21
+    with pytest.raises(OneLineError, match="expected 1 at least"):
+        opened(str(odd), "--set", "eval.every_epochs=0")
 
 
 def test_an_epoch_is_planned_by_steps_on_the_images(image_tree, monkeypatch):

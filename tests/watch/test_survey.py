@@ -94,7 +94,7 @@ def test_classes_and_kinds_of_files_are_counted_and_mistakes_named(tree):
     cautions = "\n".join(found.cautions[1:])
     assert "byte by byte" not in cautions
     for words in (
-        "3 of 51 files looked at cannot be opened; --dry-run --read-images lists all "
+        "3 of 51 files looked at cannot be opened; train.py --dry-run --read-images lists all "
         "such files: bee/empty.png, bee/broken.png, bee/empty.png",
         "1 of 51 files looked at have a colour profile that is not sRGB, which is "
         "ignored: ant/p3.jpg",

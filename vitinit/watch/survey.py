@@ -261,7 +261,7 @@ def of_headers(
     if not seen.sizes:
         return seen.in_words(), [], []
     wrong = {
-        "cannot be opened; --dry-run --read-images lists all such files": seen.unread,
+        "cannot be opened; train.py --dry-run --read-images lists all such files": seen.unread,
         "are TIFFs with bands beside colours, none of them alpha, and are refused": seen.unknown,
         "have a colour profile that is not sRGB, which is ignored": seen.profiled,
     }

@@ -140,7 +140,7 @@ def judged_on(figure: Parser) -> None:
         metavar="N",
         help="validation images to judge a run on, at most (10000)",
     )
-    figure.add_argument("--weights", choices=WEIGHTS, default="model")
+    figure.add_argument("--weights", choices=(*WEIGHTS, "best"), default="model")
 
 
 def seeded_images(figure: Parser) -> None:

@@ -23,6 +23,7 @@ from ...tasks.multi_label import evaluation_of
 from ...train.device import this_device
 from ...train.loop import autocast
 from ...train.metrics import MEASURES, balanced_accuracy
+from ...watch.verdict import best_in
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
 from ..shared.groups import Group, Groups, group_runs
 from ..shared.plot import FigureError, as_png, rounded
@@ -47,7 +48,8 @@ def write_report(
     """Write the report of the runs at these paths, finished or not.
 
     data_dir: the folder of their data set, if not the recipe's. images: the most validation images
-    that each is judged on, evenly chosen; 0: none. weights: "model" or "ema".
+    that each is judged on, evenly chosen; 0: none. weights: "model", "ema", or "best", those of the
+    best epoch by its own record.
     Raises CheckpointError if there is no run at a path.
     """
     records = read_runs(runs)
@@ -190,7 +192,11 @@ def judge(
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: an archive holds no weights")
-    saved = open_saved(path)
+    weights_in, best = path, None
+    if weights == "best":
+        weights_in, best = best_in(path)
+        weights = best.weights if best else "model"
+    saved = open_saved(weights_in)
     if not saved.recipe.task.kind.learns_classes:
         raise CheckpointError(f"{path}: learned no classes")
     recipe = saved.recipe.with_data(root=data_dir) if data_dir else saved.recipe
@@ -240,6 +246,7 @@ def judge(
         "images": len(labels),
         "of": len(source),
         "weights": weights,
+        "epoch": best and best.row["epoch"],  # None: the last one
         "set": data_set.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "mistakes": mistakes,

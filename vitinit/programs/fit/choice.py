@@ -3,13 +3,16 @@
 What was measured for it, with what it was chosen over, is in recipes/README.md.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...base.messages import OneLineError, counted
 from ...base.values import to_toml
-from ...runs.load import published_weights
+from ...recipe.files import from_dict
+from ...runs.load import open_file, published_weights
 from ..shared.plan import FORWARD, Plan
 
 SMALL = 40  # px of a shorter side, the median over images, up to which they are taken for icons
@@ -18,6 +21,7 @@ LARGEST = 128  # px to train on
 MANY_EPOCHS = 60  # from so many on, images are augmented more
 FEW_IMAGES = 1_000  # fewer than that are fine-tuned on, where there are weights
 LEAST_EPOCHS = 3  # of fine-tuning all of a model
+BATCH = 64  # images of a step, in all three recipes
 WARM_UP = 0.1  # of the epochs
 TO_VALIDATE = 0.1  # share of the time
 OTHER_SECONDS = 15.0  # of opening, drawing weights and writing the report
@@ -68,15 +72,16 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
     if weights:
         return fine_tuned(images, minutes, weights, planned)
     if images.side <= SMALL:
-        choice = Choice("cifar10_10k_ahead", images, evaluated(images), ()).but(
+        choice = Choice("cifar10_10k_ahead", images, by_counts(images), ()).but(
             {"data.images_per_class": 0, "checkpoint.keep_epochs": []},
-            f"half of the images have {images.side:g} px or less: patches of 4 of 32 px",
+            f"half of the images have a shorter side of {images.side:g} px or less: a small model, "
+            "at 32 px",
         )
         return for_minutes(choice, minutes, planned)
     side = min(LARGEST, int(images.side) // GRID * GRID)
-    choice = Choice("photos", images, evaluated(images), ()).but(
+    choice = Choice("photos", images, by_counts(images), ()).but(
         {"data.image_size": side, "model.options.patch_size": side // GRID},
-        f"{images.train:,} images: a small ViT from scratch, at {side} px",
+        f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
     )
     return for_minutes(choice, minutes, planned)
 
@@ -85,10 +90,8 @@ def fine_tuned(
     images: Images, minutes: float, weights: str, planned: Planner
 ) -> tuple[Choice, Plan]:
     """Fine-tune a checkpoint: all of it, or its classifier alone if there is no time for more."""
-    known = published_weights(weights)
-    of_model = {"model.name": known.model} if known else {}
-    choice = Choice("photos_finetune", images, evaluated(images), ()).but(
-        {"init.checkpoint": weights} | of_model,
+    choice = Choice("photos_finetune", images, by_counts(images), ()).but(
+        {"init.checkpoint": weights} | model_of(weights),
         f"{images.train:,} images: from the weights {weights}, which have seen many more",
     )
     epochs = epochs_in(minutes, planned(choice))
@@ -100,10 +103,30 @@ def fine_tuned(
     return for_minutes(choice, minutes, planned)
 
 
-def evaluated(images: Images) -> dict[str, Any]:
-    """After how many epochs the model and its average are validated, as a change of the recipe."""
+def model_of(weights: str) -> dict[str, Any]:
+    """The changes that make a recipe's model that of a checkpoint, if its name or its own recipe
+    says which that is. Raises CheckpointError if it cannot be read.
+    """
+    known = published_weights(weights)
+    if known:
+        return {"model.name": known.model}
+    path, state, _ = open_file(Path(weights))
+    if "recipe" not in state:
+        return {}
+    keys = from_dict(state["recipe"], str(path)).keys
+    names = ["data.image_size", *(key for key in keys if key.startswith("model."))]
+    return {key: keys[key] for key in names}
+
+
+def by_counts(images: Images) -> dict[str, Any]:
+    """The changes of a recipe that go by the numbers of images: after how many epochs the model and
+    its average are validated, and a batch that fewer images than the recipe's fill.
+    """
     share = 2 * images.val * FORWARD / images.train  # of an epoch's time
-    return {"eval.every_epochs": max(1, round(share / TO_VALIDATE))}
+    changes = {"eval.every_epochs": max(1, round(share / TO_VALIDATE))}
+    if images.train < BATCH:
+        changes["optim.global_batch"] = 2 ** int(math.log2(images.train))
+    return changes
 
 
 def seconds_beside(plan: Plan) -> float:
@@ -129,8 +152,8 @@ def for_minutes(choice: Choice, minutes: float, planned: Planner) -> tuple[Choic
         raise OneLineError(
             f"one epoch of {choice.images.train:,} images takes {plan.epoch_seconds / 60:.1f} "
             f"minutes here, and what is beside it {seconds_beside(plan) / 60:.1f}, of "
-            f"{minutes:.1f} that are left; expected more --minutes, or fewer images by --set "
-            "data.subset=0.5"
+            f"{max(minutes, 0.0):.1f} that are left; expected more --minutes, or fewer images by "
+            "--set data.subset=0.5"
         )
     warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
     changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}

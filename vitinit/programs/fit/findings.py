@@ -1,7 +1,6 @@
 """What a finished run has to say: how good, what it confuses, and what would help most."""
 
 import math
-import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +14,16 @@ from ...data.sources import Source
 from ...runs.data import open_sets
 from ...runs.folder import RunFolder
 from ...runs.load import open_saved
-from ...runs.trained import Weights
 from ...train.device import this_device
-from ...watch.verdict import margin
+from ...watch.verdict import best_in, margin
 from ..shared.guesses import guessed
 
 # Which draw the report, and write the model.
 PROGRAMS = {"figures": ".programs.figures.program:main", "export": ".programs.export:main"}
 TRAINED_ON = 1_000  # images that are looked at again, to see what was learned by heart
-# How errors shrink with r times the images or minutes, as r ** -exponent; see `Learned`.
-BY_IMAGES, BY_MINUTES = 0.5, 0.25
+# How errors shrink with r times the images or minutes, as r ** -exponent: fitted to the runs in
+# README.md.
+BY_IMAGES, BY_MINUTES = 0.35, 0.2
 
 
 class Learned(NamedTuple):
@@ -35,7 +34,7 @@ class Learned(NamedTuple):
 
     def with_images(self, times: float) -> float:
         """The share of errors with so many times the images, and as many epochs: what is wrong with
-        images that were not seen alone shrinks by the root, as a mean's error does.
+        images that were not seen alone shrinks.
         """
         unseen = max(self.on_others - self.on_trained, 0.0)
         return self.on_others - unseen * (1 - times**-BY_IMAGES)
@@ -47,6 +46,8 @@ class Learned(NamedTuple):
 
     def advice(self) -> str:
         """What would help most, in words."""
+        if not self.on_others:
+            return "nothing is wrong here; more images to validate on would show smaller errors"
         images, minutes = (100 * (1 - by(2)) for by in (self.with_images, self.with_minutes))
         kind = "images" if images > minutes else "minutes"
         seen, unseen = 100 * (1 - self.on_trained), 100 * (1 - self.on_others)
@@ -60,7 +61,9 @@ class Learned(NamedTuple):
 def finish(out: Path) -> None:
     """Write the report and the predictions of the run in `out`, and print what there is to know."""
     folder = RunFolder(out)
-    file, weights, epoch = best_weights(folder)
+    file, best = best_in(out)
+    assert best is not None  # as epochs were validated
+    weights = best.weights
     saved = open_saved(file)
     recipe, device = saved.recipe, this_device()
     model = saved.model(weights).eval().to(device)
@@ -72,34 +75,25 @@ def finish(out: Path) -> None:
     )
     with written_atomically(predictions) as table:
         table.write(others.as_csv(val_set))
-    find(PROGRAMS["figures"])(["report", str(out), "--weights", weights, "--out", str(report)])
+    find(PROGRAMS["figures"])(["report", str(out), "--weights", "best", "--out", str(report)])
     say(f"wrote   {predictions}")
     if find_spec("safetensors") and not model_folder.exists():
         words = [str(file), "--weights", weights, "--to", "folder", "--out", str(model_folder)]
-        find(PROGRAMS["export"])(words)
-    say(f"next    vitinit predict {shlex.quote(str(file))} --weights {weights} new/")
+        if find(PROGRAMS["export"])(words):
+            say(
+                f"note    so there is no {model_folder}; to hand the model on, vitinit export "
+                f"{folder.in_commands} --to run --out small"
+            )
+    say(f"next    vitinit predict {folder.in_commands} new/")
     right = 100 * (1 - others.errors)
     chance = 100 * val_set.class_images.max() / len(val_set)
     say(
         f"good    {right:.1f} ± {margin(right, len(val_set)):.1f} % of {len(val_set):,} images, by the "
-        f"weights after epoch {epoch}; guessing the largest class {chance:.1f} %"
+        f"weights after epoch {best.row['epoch']}, chosen by these images, so a little too high; "
+        f"guessing the largest class {chance:.1f} %"
     )
     say(f"mixed   {others.confusions(val_set.classes)}")
     say(f"more    {Learned(seen.errors, others.errors).advice()}")
-
-
-def best_weights(folder: RunFolder) -> tuple[Path, Weights, int]:
-    """The file, the weights in it, and their epoch, that had most of the images to validate on
-    right, by the run's own record; the first of equal ones.
-    """
-    rows = [row for row in folder.metrics.rows() if row["val_top1"] is not None]
-    best, last = max(rows, key=lambda row: row["val_top1"]), rows[-1]
-    kept: list[tuple[float, Path, Weights, int]] = []
-    for row, file in ((best, folder.best), (last, folder.last)):
-        kept.append((row["val_top1"], file, "model", row["epoch"]))
-        kept.append((row["ema_top1"] or 0.0, file, "ema", row["epoch"]))
-    _, file, weights, epoch = max(kept, key=lambda one: one[0])
-    return file, weights, epoch
 
 
 def spread(source: Source, count: int) -> Source:

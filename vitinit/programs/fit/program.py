@@ -28,8 +28,10 @@ import torch
 
 from ...base.files import CheckpointError
 from ...base.messages import OneLineError, counted, say
+from ...base.values import to_toml
 from ...data.images import FORMATS, DataError, heif_formats
 from ...data.lists import LISTS
+from ...data.sources import folder_of
 from ...recipe.files import load_recipe, overrides
 from ...recipe.sections import Recipe
 from ...run import Run
@@ -37,6 +39,7 @@ from ...runs.data import open_sets, open_training_set
 from ...runs.folder import RunFolder
 from ...runs.load import PUBLISHED, fetch_published, kept_file
 from ...train.device import cores, this_device
+from ...train.interruption import Interrupted
 from ...watch.survey import Headers, survey
 from ..shared.command_line import Parser, add_set, integer, main_of, real
 from .choice import FEW_IMAGES, Images, choose
@@ -75,9 +78,19 @@ def fit(args: Namespace) -> None:
     clock, kind = clock_of(device)
     began, on_the_wall = clock(), time.perf_counter()
     out = args.out_dir or Path("runs", f"fit-{Path(args.data).resolve().name}")
-    if RunFolder(out).holds_checkpoint() and not args.dry_run:
-        say(f"{out}: goes on with the run that is there, as it was chosen")
-        Run(resume=out, quiet=True, imports=args.imports).train()
+    folder = RunFolder(out)
+    if folder.holds_checkpoint() and not args.dry_run:
+        root = folder.data_of(-1).get("root", args.data)
+        if Path(root).resolve() != folder_of(args.data).resolve():
+            raise OneLineError(
+                f"{out}: holds a run on the images in {root}; expected another --out-dir for those "
+                f"in {args.data}"
+            )
+        say(
+            f"{out}: goes on with the run that is there, as it was chosen, whatever --minutes, "
+            "--weights, --seed and --set are now; another --out-dir begins anew"
+        )
+        train(Run(resume=out, quiet=True, imports=args.imports))
         finish(out)
         return
     images = look(args, device)
@@ -90,8 +103,8 @@ def fit(args: Namespace) -> None:
     for reason in choice.reasons:
         say(f"why     {reason}")
     say(
-        f"plan    {epochs * plan.epoch_seconds / 60:.1f} minutes {kind} to train: an epoch takes "
-        f"{plan.epoch_seconds:.3g} s, {plan.rate:,.0f} images/s"
+        f"plan    {epochs * plan.epoch_seconds / 60:.1f} minutes {kind} to train: an epoch, each image "
+        f"once, takes {plan.epoch_seconds:.3g} s, {plan.rate:,.0f} images/s"
     )
     if args.dry_run:
         say("dry run: nothing was written")
@@ -105,7 +118,7 @@ def fit(args: Namespace) -> None:
         imports=args.imports,
         command=["vitinit", "fit", *args.words],
     )
-    run.train()
+    train(run)
     finish(out)
     spent, passed = (clock() - began) / 60, (time.perf_counter() - on_the_wall) / 60
     words = f"{spent:.1f} minutes {kind}" + (
@@ -114,12 +127,21 @@ def fit(args: Namespace) -> None:
     say(f"took    {words}, of {args.minutes:g}")
 
 
+def train(run: Run) -> None:
+    """Do the run; if it is stopped, also say which command goes on."""
+    try:
+        run.train()
+    except Interrupted:
+        say("the same command of fit goes on, too, and ends with how good the model is")
+        raise
+
+
 def look(args: Namespace, device: torch.device) -> Images:
     """Open the images, and say what they are like. Raises DataError."""
-    root = Path(args.data)
+    root = folder_of(args.data)
     listed = any((root / name).is_file() for name in LISTS)
     sets = [
-        f"data.root={args.data}",
+        f"data.root={to_toml(args.data)}",
         f"data.name={'image_list' if listed else 'image_folder'}",
         "data.num_classes=0",
         # The cores of a machine without a GPU are the model's.
@@ -129,6 +151,10 @@ def look(args: Namespace, device: torch.device) -> Images:
     def recipe() -> Recipe:
         return load_recipe("photos", overrides(sets=[*sets, *args.set]))
 
+    if not recipe().eval.every_epochs:
+        raise OneLineError(
+            "--set eval.every_epochs=0: fit ends with how good the model is; expected 1 at least"
+        )
     whole, _ = open_training_set(recipe().data, args.seed)
     if whole.several_labels:
         raise OneLineError(

@@ -5,11 +5,11 @@ what only a person knows, such as the licence, is to be filled in.
 """
 
 import json
-from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 from ... import __version__
-from ...base.messages import OneLineError, counted, times
+from ...base.messages import OneLineError, counted, one_line, times
 from ...runs.evaluated import own_set, require_same_images
 from ...runs.folder import RunFolder
 from ...runs.trained import Trained
@@ -27,7 +27,7 @@ def card_of(trained: Trained, name: str, library: str) -> str:
     """The card of a model in a folder called `name` that `library` opens."""
     folder = trained.path.parent
     run = read_run(folder) if RunFolder(folder).recipe.exists() else None
-    found, classes = None, list(trained.classes)
+    found, classes = None, [*map(one_line, trained.classes)]
     note = "There is no classifier: the model returns pooled features."
     if trained.threshold is not None:
         note = "Several labels may be right, and classes were not measured one by one."
@@ -36,9 +36,9 @@ def card_of(trained: Trained, name: str, library: str) -> str:
             found = judged(trained)
         except OneLineError:  # which names folders of this machine
             note = "Not measured by class, as the images were not at hand."
-    parts = [front_matter(trained, name, library, found), about(trained, name, library)]
-    if run is not None:
-        parts.append("## How good it is\n\n" + "  \n".join(run.good()))
+    parts = [front_matter(trained, name, library, found), about(trained, name, library, classes)]
+    if found is not None or run is not None:
+        parts.append("## How good it is\n\n" + "  \n".join(quality(trained, run, found)))
     parts.append(note if found is None else by_class(found, classes))
     if run is not None:
         parts.append(how_trained(run, folder))
@@ -50,11 +50,12 @@ def judged(trained: Trained) -> Guessed:
     """What the model takes the images for that its run validated on. Raises DataError if they are
     not at hand.
     """
-    recipe, device = trained.recipe, this_device()
+    recipe, device = trained.recipe.with_data(image_size=trained.image_size), this_device()
     data_set = own_set(recipe.data)._replace(order=trained.classes)
     source = data_set.open().in_order(trained.classes)
     require_same_images(data_set, source, trained.path.parent)
-    return guessed(trained.model.to(device), recipe, source, device)
+    model = deepcopy(trained.model).to(device)  # the other stays where it is
+    return guessed(model, recipe, source, device)
 
 
 def front_matter(trained: Trained, name: str, library: str, found: Guessed | None) -> str:
@@ -74,11 +75,12 @@ def front_matter(trained: Trained, name: str, library: str, found: Guessed | Non
             "dataset": {"name": data, "type": trained.recipe.data.name},
             "metrics": [{"type": "accuracy", "value": round(1 - found.errors, 4)}],
         }
-        lines.append(f"model-index: {json.dumps([{'name': name, 'results': [result]}])}")
+        index = json.dumps([{"name": name, "results": [result]}], ensure_ascii=False)
+        lines.append(f"model-index: {index}")
     return "\n".join(["---", *lines, "---"])
 
 
-def about(trained: Trained, name: str, library: str) -> str:
+def about(trained: Trained, name: str, library: str, classes: list[str]) -> str:
     """What it is, and how it is opened."""
     recipe = trained.recipe
     weights = sum(parameter.numel() for parameter in trained.model.parameters())
@@ -88,7 +90,7 @@ def about(trained: Trained, name: str, library: str) -> str:
     return f"""# {name}
 
 A `{recipe.model.name}` of {weights:,} weights for images of {times(trained.image_size)} pixels, which tells
-{counted(len(trained.classes), "class")} apart: {", ".join(trained.classes) or "none"}. Made by vitinit {__version__}.
+{counted(len(classes), "class")} apart: {", ".join(classes) or "none"}. Made by vitinit {__version__}.
 
 ```python
 import {library}
@@ -97,6 +99,21 @@ import {library}
 import vitinit
 vitinit.load("{name}").predict("photo.jpg")
 ```"""
+
+
+def quality(trained: Trained, run: RunRecord | None, found: Guessed | None) -> list[str]:
+    """How good these weights are, or else what the record of their run says."""
+    if found is not None:
+        right, images = 100.0 * (1.0 - found.errors), len(found.labels)
+        return [
+            f"{right:.1f} ± {margin(right, images):.1f} % of {counted(images, 'validation image')}; "
+            "if the epoch was chosen by them, a little too high."
+        ]
+    assert run is not None
+    return [
+        f"These are the weights in {trained.path.name} of a run, whose record says:",
+        *run.good(),
+    ]
 
 
 def by_class(found: Guessed, classes: list[str]) -> str:
@@ -116,11 +133,19 @@ def how_trained(run: RunRecord, folder: Path) -> str:
     """The data, the recipe with what differs from its base, hardware, time, and first weights."""
     data, start = run.began.get("data", {}), run.starts[-1] if run.starts else {}
     seconds = sum(run.measured("seconds"))
-    changes = [f"- `{key}` = {after}, not {before}" for key, before, after in changes_in(run)]
+    found, checkpoint = run.changes(), run.keys["init.checkpoint"]
+    changes = ["- not known, as the recipe is not at hand"]
+    if not isinstance(found, str):
+        changes = []
+        for key, *values in found:
+            before, after = map(without_folders, values)
+            changes.append(f"- `{key}` = {after}, not {before}")
     try:
         lines = RunFolder(folder).start.read_text(encoding="utf-8").splitlines()
     except OSError:  # an older run, or one that was exported
         lines = []
+    if checkpoint:
+        lines = [line.replace(checkpoint, without_folders(checkpoint)) for line in lines]
     receipt = [f"- {line}" for line in lines if line.startswith(RECEIPT)]
     return "\n".join(
         [
@@ -140,15 +165,6 @@ def how_trained(run: RunRecord, folder: Path) -> str:
             *(receipt or [f"- `{run.keys['init.name']}`"]),
         ]
     )
-
-
-def changes_in(run: RunRecord) -> Iterator[list[str]]:
-    """The keys in which a run differs from its recipe, without folders of this machine."""
-    found = run.changes()
-    if isinstance(found, str):  # the recipe is not at hand
-        return
-    for key, before, after in found:
-        yield [key, *map(without_folders, (before, after))]
 
 
 def limits(trained: Trained, run: RunRecord | None) -> str:

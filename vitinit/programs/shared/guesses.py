@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...base.messages import one_line
 from ...data.lists import as_csv
 from ...data.sources import Source
 from ...recipe.sections import Recipe
@@ -35,8 +36,9 @@ class Guessed(NamedTuple):
         wrong = [(pair, count) for pair, count in pairs.most_common() if pair[0] != pair[1]]
         if not wrong:
             return "nothing: no image is taken for one of another class"
+        names = [*map(one_line, classes)]
         return "; ".join(
-            f"{count} of {images[label]} {classes[label]} taken for {classes[guess]}"
+            f"{count} of {images[label]} {names[label]} taken for {names[guess]}"
             for (label, guess), count in wrong[:PAIRS]
         )
 
