@@ -1,7 +1,6 @@
 """The README's first run is made in full; what pages show of code and output is so."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -15,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from called import start_in
 from forks import Fork
 from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
 from vitinit.data.datasets import DATA_SETS, open_split
 from vitinit.models import MODELS
-from vitinit.programs import export, features, predict, recipe, train
+from vitinit.programs import export, features, predict, recipe
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.model import build
 from vitinit.tasks import TASKS
@@ -199,11 +199,6 @@ def put_photographs(folder: Path) -> None:
             Image.new("RGB", (5, 7)).save(folder / split / f"{name}.jpg")
 
 
-def do_command(words: list[str], folder: Path) -> int:
-    os.chdir(folder)
-    return train.main(words)
-
-
 @pytest.mark.parametrize(
     "page, printed",
     [
@@ -222,7 +217,7 @@ def test_a_part_is_added_by_import_as_its_page_shows(page, printed, tmp_path):
     python, script, *words = shlex.split(command.replace("\\\n", ""))
     assert (python, script) == ("python", "train.py")
     few = "--dry-run --set optim.global_batch=2 --set mix.group=2".split()
-    call = partial(do_command, [*words, *few], tmp_path)
+    call = partial(start_in, tmp_path, "train", [*words, *few])
     ended = Fork(call, tmp_path / "fork", "forkserver").ended()
     assert ended.result == 0 and printed in ended.out
 

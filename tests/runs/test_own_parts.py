@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shlex
 import shutil
@@ -10,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import called
 import pytest
 from forks import Ended, Fork
 from PIL import Image
@@ -18,7 +18,6 @@ from refused import refused
 import vitinit
 from vitinit.__main__ import PROGRAMS
 from vitinit.base.messages import OneLineError
-from vitinit.base.table import find
 from vitinit.init import INITS
 from vitinit.models import FAMILIES, model_class
 from vitinit.models.vit import VisionTransformer
@@ -63,20 +62,9 @@ def imports(monkeypatch, tmp_path):
             del sys.modules[name]
 
 
-def train_all_four(folder: Path, method: str) -> None:
-    """Train with the four parts, in worker processes that are started by this method."""
-    multiprocessing.set_start_method(method, force=True)
-    parts = [MODEL, INIT, IMAGES, TASK]
-    Run("quickstart", imports=parts, out_dir=folder, overrides=CHANGES).train()
-
-
-def start(program: str, words: tuple) -> int:
-    return find(PROGRAMS[program].main)([*map(str, words)], f"vitinit {program}")
-
-
 def started(folder: Path, program: str, *words: object) -> Ended:
     """A program in a process that has imported no part of one's own yet."""
-    return Fork(partial(start, program, words), folder, "forkserver").ended()
+    return Fork(partial(called.start, program, words), folder, "forkserver").ended()
 
 
 def digest_of(path: str | Path) -> str:
@@ -90,10 +78,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_four_parts_train_with_workers_that_are_spawned_and_predict_asks_for_two(tmp_path):
     run, image = tmp_path / "own run", tmp_path / "image.png"
-    trained = Fork(partial(train_all_four, run, "spawn"), tmp_path / "1", "forkserver").ended()
-    (start,) = RunFolder(run).starts()
-    parts = (MODEL, INIT, IMAGES, TASK)
-    assert start["imports"] == {name: digest_of(name) for name in parts}
+    parts = [MODEL, INIT, IMAGES, TASK]
+    call = partial(called.train, run, "spawn", parts, CHANGES)
+    trained = Fork(call, tmp_path / "1", "forkserver").ended()
+    (record,) = RunFolder(run).starts()
+    assert record["imports"] == {name: digest_of(name) for name in parts}
     assert "task    focal loss with gamma 2.0" in (run / "start.txt").read_text()
     # What is to be typed next imports them, too.
     *_, report, predict = trained.out.splitlines()
@@ -137,11 +126,11 @@ def test_every_program_imports_before_it_looks_at_another_word(name, tmp_path, i
         ["--nowhere", "--import", str(tmp_path / "noted.py")],
         [f"--import={tmp_path / 'noted.py'}"],
     ):
-        assert start(name, tuple(words)) == 2
+        assert called.start(name, tuple(words)) == 2
         assert capsys.readouterr().err == f"vitinit {name}: {line}\n"
-    assert start(name, ("--import",)) == 2
+    assert called.start(name, ("--import",)) == 2
     assert "--import: expected one argument" in capsys.readouterr().err
-    start(name, ("--", "--import", str(tmp_path / "noted.py")))  # a file, perhaps
+    called.start(name, ("--", "--import", str(tmp_path / "noted.py")))  # a file, perhaps
     assert line not in capsys.readouterr().err
 
 
@@ -234,7 +223,7 @@ def test_no_recipe_run_or_archive_makes_anything_be_imported(
         ("train", "--resume", run),
         ("train", "--recipe", run / "recipe.toml", "--out-dir", run, "--resume", "auto"),
     ):
-        start(program, tuple(words))
+        called.start(program, tuple(words))
         assert not marker.exists() and "evil" not in sys.modules, program
     assert f"was trained with --import {evil} --import evil; give" in capsys.readouterr().err
     with pytest.raises(OneLineError, match="'imports' is no section of a recipe"):
