@@ -96,11 +96,18 @@ def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone(t
         chosen(60, 100.0, weights="absent.pt")
 
 
-def test_without_time_for_an_epoch_nothing_is_chosen():
+def test_without_time_for_an_epoch_a_share_of_the_images_has_three():
+    found, _ = chosen(5, 600.0)
+    share, epochs = found.changes["data.subset"], found.changes["schedule.epochs"]
+    assert epochs == found.changes["eval.every_epochs"] == 3
+    step = 600.0 / 2_003  # seconds of an image
+    images_once = choice.INIT_AND_FINDINGS + 307  # at the end, and 307 on average in three epochs
+    besides = choice.OTHER_SECONDS + (images_once + 307) * step / 3
+    assert 600 * 3 * share + besides <= 300 < 600 * 3 * (share + 0.01) + besides
     with pytest.raises(
-        OneLineError, match=r"takes 10\.0 minutes here, .* of 5\.0 that are left; expected"
+        OneLineError, match=r"takes .* minutes here, .* of 0\.5 that are left; expected more"
     ):
-        chosen(5, 600.0)
+        chosen(0.5, 600.0)
 
 
 def test_what_the_user_sets_counts_most():

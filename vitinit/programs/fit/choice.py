@@ -20,7 +20,8 @@ GRID = 8  # patches along a side, whatever the size
 LARGEST = 128  # px to train on
 MANY_EPOCHS = 60  # from so many on, images are augmented more
 FEW_IMAGES = 1_000  # fewer than that are fine-tuned on, where there are weights
-LEAST_EPOCHS = 3  # of fine-tuning all of a model
+LEAST_EPOCHS = 3  # of fine-tuning all of a model, and of a share of the images
+LEAST_SHARE = 0.02
 BATCH = 64  # images of a step, in all three recipes
 WARM_UP = 0.1  # of the epochs
 TO_VALIDATE = 0.1  # share of the time
@@ -141,6 +142,25 @@ def epochs_in(minutes: float, plan: Plan) -> int:
     return max(0, int((60 * minutes - seconds_beside(plan)) / plan.epoch_seconds))
 
 
+def of_fewer(choice: Choice, minutes: float, plan: Plan) -> tuple[Choice, Plan]:
+    """The choice with the share of the images of which LEAST_EPOCHS fit, validated once, and its
+    plan. Raises OneLineError if that is less than LEAST_SHARE.
+    """
+    plan = replace(plan, validation=choice.images.val / LEAST_EPOCHS)
+    validated = plan.epoch_seconds - plan.images / plan.rate
+    left = (60 * minutes - seconds_beside(plan)) / LEAST_EPOCHS - validated
+    share = int(100 * left * plan.rate / plan.images) / 100
+    if share < LEAST_SHARE:
+        raise OneLineError(
+            f"one epoch of {choice.images.train:,} images takes {plan.epoch_seconds / 60:.1f} "
+            f"minutes here, and what is beside it {seconds_beside(plan) / 60:.1f}, of "
+            f"{max(minutes, 0.0):.1f} that are left; expected more --minutes"
+        )
+    changes = {"data.subset": share, "eval.every_epochs": LEAST_EPOCHS}
+    reason = f"no epoch of all images fits: {100 * share:.0f} % of each class"
+    return choice.but(changes, reason), replace(plan, images=round(share * plan.images))
+
+
 def for_minutes(choice: Choice, minutes: float, planned: Planner) -> tuple[Choice, Plan]:
     """The choice with as many epochs as fit, and what depends on their number; and their plan."""
     plan = planned(choice)
@@ -149,12 +169,8 @@ def for_minutes(choice: Choice, minutes: float, planned: Planner) -> tuple[Choic
         plan = planned(choice)  # as such images take longer
     epochs = epochs_in(minutes, plan)
     if epochs < 1:
-        raise OneLineError(
-            f"one epoch of {choice.images.train:,} images takes {plan.epoch_seconds / 60:.1f} "
-            f"minutes here, and what is beside it {seconds_beside(plan) / 60:.1f}, of "
-            f"{max(minutes, 0.0):.1f} that are left; expected more --minutes, or fewer images by "
-            "--set data.subset=0.5"
-        )
+        choice, plan = of_fewer(choice, minutes, plan)
+        epochs = LEAST_EPOCHS
     warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
     changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}
     return choice.but(changes, f"{counted(epochs, 'epoch')} fit into the time"), plan
