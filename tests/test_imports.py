@@ -35,8 +35,6 @@ CORE = " ".join(BELOW)
 BELOW["watch"] = CORE  # what surrounds the core, and what nothing in it imports
 BELOW["interop"] = f"{CORE} watch"
 BELOW["programs"] = f"{CORE} watch interop"
-# What imports by a call: rows of tables, and parts of a user's own.
-BY_A_CALL = ("vitinit.base.table", "vitinit.runs.imports")
 # Where a string may name a module: tables of what is chosen by name, see base/table.py.
 TABLES = {
     "vitinit": "HOMES",
@@ -187,7 +185,7 @@ def test_modules_are_imported_by_statements_or_by_tables_and_by_nothing_else():
             if isinstance(node, ast.Call)
             and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
         ]
-        assert not calls or name in BY_A_CALL, f"{name}:{calls} imports by a call"
+        assert not calls or name == "vitinit.base.table", f"{name}:{calls} imports by a call"
 
 
 def test_each_row_of_a_table_is_there():

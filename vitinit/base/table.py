@@ -3,14 +3,19 @@
     INITS["mine"] = {"vit": my_init}                     the thing
     INITS["mine"] = {"vit": "my_package.inits:my_init"}  imported when it is first used
 
-A place that begins with a dot is in this package. No other module but runs/imports.py imports by a
-call, so whatever the package can reach stands in an import statement or in a table, or is named by
-the user.
+A place that begins with a dot is in this package. No other module imports by a call, so whatever
+the package can reach stands in an import statement or in a table, or is named by the user.
 """
 
 import importlib
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
+
+
+def module_named(name: str) -> ModuleType:
+    """The module of this name, which is imported if it was not yet."""
+    return importlib.import_module(name, "vitinit")
 
 
 def find(row: Any) -> Any:
@@ -18,7 +23,7 @@ def find(row: Any) -> Any:
     if not isinstance(row, str):
         return row
     module, _, name = row.partition(":")
-    return getattr(importlib.import_module(module, "vitinit"), name)
+    return getattr(module_named(module), name)
 
 
 def attribute(module: str, name: str, table: Mapping[str, Any]) -> Any:

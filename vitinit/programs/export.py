@@ -187,9 +187,10 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
         for file, table in files.items():
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
         write_text_atomically(card_of(trained, out.name, library), out / "README.md")
-        row = calibration.row_of(trained.model.state_dict(), trained.path.parent)
+        weights = trained.model.state_dict()
+        row = calibration.row_of(weights, trained.path.parent)
         if row:
-            calibration.add_row(row, trained.model.state_dict(), out)
+            calibration.add_row(row, weights, out)
         tensors = foreign_names(with_biases(trained.model, arguments), names, prefix)
         return write_weights(trained, tensors, {"format": "pt"} | notes, out / "model.safetensors")
 

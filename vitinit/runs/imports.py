@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..base.files import read_bytes
 from ..base.messages import OneLineError
+from ..base.table import module_named
 
 
 def import_parts(names: Iterable[str | os.PathLike]) -> dict[str, str]:
@@ -48,8 +49,7 @@ def import_part(name: str) -> str:
             f"of no other; as {module}, Python has {file or 'nothing'}"
         )
     digest = sha256(read_bytes(file)).hexdigest()
-    imported = importlib.import_module(module)
-    return vars(imported).setdefault("__sha256__", digest)
+    return vars(module_named(module)).setdefault("__sha256__", digest)
 
 
 def module_of(name: str) -> str:

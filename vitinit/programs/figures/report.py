@@ -21,11 +21,11 @@ from ...runs.load import open_saved
 from ...tasks.calibration import calibration_error, reliability
 from ...tasks.multi_label import evaluation_of
 from ...train.device import this_device
-from ...train.loop import autocast
 from ...train.metrics import MEASURES, balanced_accuracy
 from ...watch.verdict import best_in
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
 from ..shared.groups import Group, Groups, group_runs
+from ..shared.guesses import logits_of
 from ..shared.plot import FigureError, as_png, rounded
 from ..shared.records import Json, RunRecord, read_runs
 from ..shared.results import class_scores, compare_runs, origin, paired, t_interval
@@ -180,7 +180,6 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     return numbers
 
 
-@torch.no_grad()
 def judge(
     path: Path, data_dir: str | None, images: int, weights: str, folder: Path = Path()
 ) -> Json:
@@ -212,15 +211,10 @@ def judge(
     model = saved.model(weights).eval().to(device)
     every = math.ceil(len(source) / images)  # so many-th image is judged
     batches = evaluation_batches(recipe, source, saved.size, device, world_size=every)
-    judged = []
     with ProgressBar(
         f"validate {saved.name}", len(batches), items=batches, scale=batches.batch_size
     ) as bar:
-        for inputs, of_images in bar:
-            with autocast(device, recipe.engine.amp):
-                logits = model(inputs)  # (B, K)
-            judged.append((logits.float().cpu(), of_images.cpu()))
-    logits, labels = map(torch.cat, zip(*judged))  # (n, K), and (n,) or (n, K)
+        logits, labels = logits_of(model, bar, device, recipe.engine.amp)
     if source.several_labels:
         found, mistakes = several_judged(
             logits, labels.bool(), recipe.task.options["threshold"], classes

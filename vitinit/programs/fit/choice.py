@@ -1,6 +1,6 @@
 """Which recipe `fit` takes, with what changes, and why: by the images and the time there is.
 
-What was measured for it, with what it was chosen over, is in recipes/README.md.
+What was measured for it, with what it was chosen over, is in README.md.
 """
 
 import math
@@ -19,7 +19,6 @@ SMALL = 40  # px of a shorter side, the median over images, up to which they are
 GRID = 8  # patches along a side, whatever the size
 LARGEST = 128  # px to train on
 MANY_EPOCHS = 60  # from so many on, images are augmented more
-FEW_IMAGES = 1_000  # fewer than that are fine-tuned on, where there are weights
 LEAST_EPOCHS = 3  # of fine-tuning all of a model, and of a share of the images
 LEAST_SHARE = 0.02
 BATCH = 64  # images of a step, in all three recipes
@@ -68,7 +67,8 @@ Planner = Callable[[Choice], Plan]  # measures a choice on this machine, and pla
 
 def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tuple[Choice, Plan]:
     """The choice for these images that ends in so many minutes, and the plan of its epochs.
-    weights: a checkpoint to fine-tune; "": none. Raises OneLineError if an epoch takes longer.
+    weights: a checkpoint to fine-tune; "": none. Raises OneLineError if there is time for next to none
+    of the images.
     """
     if weights:
         return fine_tuned(images, minutes, weights, planned)
@@ -78,13 +78,13 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
             f"half of the images have a shorter side of {images.side:g} px or less: a small model, "
             "at 32 px",
         )
-        return for_minutes(choice, minutes, planned)
+        return for_minutes(choice, minutes, planned(choice), planned)
     side = min(LARGEST, int(images.side) // GRID * GRID)
     choice = Choice("photos", images, by_counts(images), ()).but(
         {"data.image_size": side, "model.options.patch_size": side // GRID},
         f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
     )
-    return for_minutes(choice, minutes, planned)
+    return for_minutes(choice, minutes, planned(choice), planned)
 
 
 def fine_tuned(
@@ -95,13 +95,15 @@ def fine_tuned(
         {"init.checkpoint": weights} | model_of(weights),
         f"{images.train:,} images: from the weights {weights}, which have seen many more",
     )
-    epochs = epochs_in(minutes, planned(choice))
+    plan = planned(choice)
+    epochs = epochs_in(minutes, plan)
     if epochs < LEAST_EPOCHS:
         choice = choice.but(
             {"optim.train": "head", "optim.base_lr": 1e-3},
             f"{counted(epochs, 'epoch')} of all layers are few: the classifier alone",
         )
-    return for_minutes(choice, minutes, planned)
+        plan = planned(choice)
+    return for_minutes(choice, minutes, plan, planned)
 
 
 def model_of(weights: str) -> dict[str, Any]:
@@ -161,9 +163,12 @@ def of_fewer(choice: Choice, minutes: float, plan: Plan) -> tuple[Choice, Plan]:
     return choice.but(changes, reason), replace(plan, images=round(share * plan.images))
 
 
-def for_minutes(choice: Choice, minutes: float, planned: Planner) -> tuple[Choice, Plan]:
-    """The choice with as many epochs as fit, and what depends on their number; and their plan."""
-    plan = planned(choice)
+def for_minutes(
+    choice: Choice, minutes: float, plan: Plan, planned: Planner
+) -> tuple[Choice, Plan]:
+    """The choice with as many epochs of its plan as fit, and what depends on their number; and the
+    plan of that.
+    """
     if choice.recipe == "photos" and epochs_in(minutes, plan) >= MANY_EPOCHS:
         choice = choice.but(VARIED, "so many epochs want images that vary more")
         plan = planned(choice)  # as such images take longer

@@ -38,11 +38,12 @@ from ...run import Run
 from ...runs.data import open_sets, open_training_set
 from ...runs.folder import RunFolder
 from ...runs.load import PUBLISHED, fetch_published, kept_file
+from ...runs.summary import FEW_IMAGES
 from ...train.device import cores, this_device
 from ...train.interruption import Interrupted
 from ...watch.survey import Headers, survey
 from ..shared.command_line import Parser, add_set, integer, main_of, real
-from .choice import FEW_IMAGES, Images, choose
+from .choice import Images, choose
 from .findings import finish
 from .measure import BY_CLOCK, clock_of, plan_of
 

@@ -1,7 +1,7 @@
 """What a model takes the images of a set for: how many are right, and which classes it confuses."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,14 +51,22 @@ class Guessed(NamedTuple):
 
 
 @torch.no_grad()
+def logits_of(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, amp: str
+) -> tuple[Tensor, Tensor]:
+    """The model's logits (n, K) of all images of the batches, and their labels, on the CPU."""
+    found, labels = [], []
+    for images, of_images in batches:
+        with autocast(device, amp):
+            logits = model(images)  # (B, K)
+        found.append(logits.float().cpu())
+        labels.append(of_images.cpu())
+    return torch.cat(found), torch.cat(labels)
+
+
 def guessed(model: nn.Module, recipe: Recipe, source: Source, device: torch.device) -> Guessed:
     """What a model on the device takes each image of the source for, as its recipe evaluates it."""
-    shares, guesses, labels = [], [], []
-    for images, of_images in evaluation_batches(recipe, source, recipe.data.image_size, device):
-        with autocast(device, recipe.engine.amp):
-            logits = model(images)
-        likeliest = recipe.loss.probabilities(logits.float()).max(1)
-        shares.append(likeliest.values.cpu())
-        guesses.append(likeliest.indices.cpu())
-        labels.append(of_images.cpu())
-    return Guessed(*map(torch.cat, (labels, guesses, shares)))
+    batches = evaluation_batches(recipe, source, recipe.data.image_size, device)
+    logits, labels = logits_of(model, batches, device, recipe.engine.amp)
+    likeliest = recipe.loss.probabilities(logits).max(1)
+    return Guessed(labels, likeliest.indices, likeliest.values)
