@@ -108,7 +108,7 @@ def draw_neighbours(out: Path, train: Features, held: Features, nearest: ndarray
             axis.imshow(pixels(decode_image(str(part.files[place]))))
             axis.set_title(label, fontsize=8, color=colour)
             axis.set_axis_off()
-    save(figure, out, "An image, and to its right the nearest ones", photographs=True)
+    save(figure, out, "An image, and to its right the nearest ones")
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:

@@ -211,7 +211,7 @@ def test_a_browser_shows_the_report(report, contents, in_browser, four_runs, pho
         const cell = document.querySelectorAll("#matrix button")[35];    // class 3, taken for 5
         cell.dispatchEvent(new PointerEvent("pointerenter"));
         const read = {cell: cell.innerText, line: document.querySelector("#cell").innerText};
-        const chart = [...document.querySelectorAll(".chart")].at(-2);
+        const chart = [...document.querySelectorAll("#curves .chart")].at(-2);
         const svg = chart.querySelector("svg"), box = svg.getBoundingClientRect();
         svg.dispatchEvent(new PointerEvent("pointermove",
           {clientX: box.right - 10, clientY: box.top + 50}));

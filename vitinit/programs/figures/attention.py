@@ -280,4 +280,4 @@ def draw_attention(
     bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
-    save(figure, out, subject.heading("what the framed patch attends to"), photographs=True)
+    save(figure, out, subject.heading("what the framed patch attends to"))

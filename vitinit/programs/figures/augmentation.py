@@ -36,7 +36,7 @@ def operations_figure(out: Path, photograph: Path) -> None:
         axis.imshow(pixels(tile))
         axis.set_title(title, fontsize=9)
         axis.set_axis_off()
-    save(figure, out, f"RandAugment's operations at magnitude {MAGNITUDE:g}", photographs=True)
+    save(figure, out, f"RandAugment's operations at magnitude {MAGNITUDE:g}")
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
@@ -77,4 +77,4 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)
     heading = "Two augmented batches: each image with its partner, targets in these shares"
-    save(figure, out, heading, photographs=True)
+    save(figure, out, heading)

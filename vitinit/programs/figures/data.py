@@ -66,7 +66,7 @@ def sheet(out: Path, source: Source, report: Survey) -> None:
     bars.spines[["top", "right"]].set_visible(False)
     files = "".join(line.partition(":")[2] for line in report.lines[1:])
     heading = f"{len(source):,} images of {len(order)} classes{hidden}\n{files.strip()}"
-    save(figure, out, heading, photographs=True)
+    save(figure, out, heading)
 
 
 def of_class(source: Source, label: int) -> np.ndarray:

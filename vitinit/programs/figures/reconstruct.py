@@ -72,4 +72,4 @@ def draw_reconstruct(out: Path, photographs: Sequence[Path], *, run: Path) -> No
         axis.set_title(words, fontsize=9)
     share = 1 - masks.visible / masks.patches
     heading = f"{saved.recipe.name}: {share:.0%} of the patches are hidden"
-    save(figure, out, heading, photographs=True)
+    save(figure, out, heading)

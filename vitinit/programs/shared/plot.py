@@ -51,8 +51,7 @@ OVERLAY = "viridis"  # the same over a grey photograph, since cividis contains g
 DIVERGING = "RdBu_r"  # blue below 0, white at 0, red above; ColorBrewer lists it as safe
 HEAT = 0.7  # opacity of heat over a photograph
 LEVELS = 63  # colours in a map: odd, so that 0 is white; more make larger files
-DPI, PHOTO_DPI = 160, 95  # the latter where pictures are mostly photographs
-FEW = 256  # colours of a picture
+DPI = 264  # 6.4 inches, the narrowest figure, are twice as wide as a page of GitHub shows them
 LETTER, LINE = 0.07, 0.17  # width of a letter and height of a line of 8 points, in inches
 FONT = "DejaVu Sans"  # comes with matplotlib
 COLOURS = 64  # of a colour map in a page
@@ -85,13 +84,11 @@ def subplots(
     return pyplot().subplots(rows, columns, **options)
 
 
-def save(figure: Figure, out: Path, heading: str, *, photographs: bool = False) -> None:
+def save(figure: Figure, out: Path, heading: str) -> None:
     """Write a figure with its heading as a PNG file and close it, or pyplot would keep it.
 
-    It is reduced to FEW colours, which is a fourth of the bytes. photographs: whether it consists
-    of these, whose colours are dithered, or of lines and areas, which are flat. Raises FigureError
-    if it is too large for matplotlib, and FileError if the file cannot be written; one that was
-    there then stays.
+    Raises FigureError if it is too large for matplotlib, and FileError if the file cannot be
+    written; one that was there then stays.
     """
     figure.suptitle(heading, fontsize=11, wrap=True)
     drawn = io.BytesIO()
@@ -104,19 +101,14 @@ def save(figure: Figure, out: Path, heading: str, *, photographs: bool = False) 
             text.set_fontfamily(families)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # `families_for` has said so
-            figure.savefig(drawn, dpi=PHOTO_DPI if photographs else DPI, format="png")
+            figure.savefig(drawn, dpi=DPI, format="png")
     except ValueError as error:  # a side longer than 65,535 pixels, values beyond all axes
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
         pyplot().close(figure)
-    picture = Image.open(drawn).convert("RGB")
-    if photographs:  # this method's palette keeps rare colours
-        palette = picture.quantize(FEW, method=Image.Quantize.FASTOCTREE)
-        few = picture.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
-    else:
-        few = picture.quantize(FEW, dither=Image.Dither.NONE)
     with written_atomically(out) as file:
-        few.save(file, format="png", optimize=True)
+        # Written again, a file has two thirds of the bytes, without an alpha channel.
+        Image.open(drawn).convert("RGB").save(file, format="png", optimize=True)
 
 
 def as_drawn(text: str) -> str:
