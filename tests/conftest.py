@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+from equality import HeldAgainst, require_recorded
 from PIL import Image
 
 from vitinit.data import shapes
@@ -44,6 +45,23 @@ def shapes_are_few_and_drawn_once() -> None:
     """The first of the embedded images, as drawing all 6,000 takes seconds, for all tests."""
     shapes.SIZES_OF_SPLITS = {"train": 503, "val": 211}
     shapes.label_of = cache(shapes.label_of)
+
+
+@pytest.fixture
+def held_against() -> HeldAgainst:
+    """Is called with what our code gave, and what its reference gave: see equality.py."""
+    return HeldAgainst()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """After a test that held something against a reference, and passed, its numbers are recorded
+    as a property, and compared with those that were written down."""
+    result = yield
+    if held := pyfuncitem.funcargs.get("held_against"):
+        pyfuncitem.user_properties.append(("held_against", (held.cases, held.bound)))
+        require_recorded(pyfuncitem.nodeid.removeprefix("tests/"), held)
+    return result
 
 
 @pytest.fixture

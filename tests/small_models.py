@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import torch
+from equality import HeldAgainst
 from torch import Tensor, nn
 
 import vitinit
@@ -105,6 +106,7 @@ def assert_same_function(
     logits: Tensor,
     expected: Tensor,
     parameters: dict[str, Tensor],
+    held_against: HeldAgainst,
     atol: float = 1e-12,
 ) -> None:
     """Logits are the expected ones, of which `parameters` have the gradients of the model's."""
@@ -112,7 +114,11 @@ def assert_same_function(
     torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
     logits.square().sum().backward()
     expected.square().sum().backward()
-    for name, parameter in model.named_parameters():
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
         torch.testing.assert_close(
             parameter.grad, parameters[name].grad, rtol=1e-9, atol=1e-9, msg=name
         )
+    held_against(logits, expected, cases=len(logits))
+    gradients = [parameter.grad for parameter in named.values()]
+    held_against(gradients, [parameters[name].grad for name in named], cases=0)

@@ -73,7 +73,7 @@ def by_hand(settings: Augmentation, batch: Batch) -> Tensor:
     return images if after else mix_images(images, mixed)
 
 
-def test_an_evaluation_batch_is_normalised_as_by_torchvision():
+def test_an_evaluation_batch_is_normalised_as_by_torchvision(held_against):
     images, labels = noisy_batch(7, *SIZE), torch.arange(7)
     scaled = v2.functional.to_dtype(images, torch.float64, scale=True)
     expected = v2.functional.normalize(scaled, list(MEAN), list(STD))
@@ -83,6 +83,7 @@ def test_an_evaluation_batch_is_normalised_as_by_torchvision():
         )
         assert ours.dtype == torch.float32 and torch.equal(same_labels, labels)
         torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-6)
+        held_against(ours, expected, cases=7)
         assert torch.equal(images, noisy_batch(7, *SIZE))
         assert ours.is_contiguous(memory_format=torch.channels_last) == channels_last
     tensors = (torch.tensor(values, dtype=torch.float64) for values in (MEAN, STD))
@@ -155,7 +156,9 @@ NOISE_KEYS = [0, 17, 2**63 - 1, 19, 23, 29]
 
 
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
-def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_stays(fill):
+def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_stays(
+    fill, held_against
+):
     """Per value, per channel, or zeros. All noise is much less than the values of the images."""
     assert split_mix_64(0, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # as published
     images = 100 + torch.arange(len(BOXES) * 3 * 29 * 31).view(-1, 3, 29, 31).float()
@@ -169,6 +172,7 @@ def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_st
     erased[:, 4] = torch.tensor(NOISE_KEYS).view(torch.float64)
     found = erase(images, erased, fill)
     assert torch.equal(found, expected) and found.dtype == torch.float32
+    held_against(found, expected, cases=len(BOXES), within=0)
     erase_one_by_one(images.numpy(), erased.numpy(), fill, QUANTILES.numpy())  # in place
     assert torch.equal(images, expected)
 

@@ -96,7 +96,7 @@ def assert_even(counts: np.ndarray) -> None:
     assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_boxes_are_distributed_like_torchvisions():
+def test_boxes_are_distributed_like_torchvisions(held_against):
     torch.manual_seed(11)
     height, width, count = 61, 197, 2003
     image = torch.empty(3, height, width)
@@ -110,9 +110,11 @@ def test_boxes_are_distributed_like_torchvisions():
         (crops(count, height, width), np.array(theirs)),
         (boxes_of(count, height, width), np.array(erased)),
     ):
-        for one, two in zip(ours.T, theirs.T):  # top, left, height, width
-            assert distance_between(one, two) < KS_LIMIT
-        assert distance_between(ours[:, 2] * ours[:, 3], theirs[:, 2] * theirs[:, 3]) < KS_LIMIT
+        areas = [boxes[:, 2] * boxes[:, 3] for boxes in (ours, theirs)]
+        for pair in (*zip(ours.T, theirs.T), areas):  # top, left, height, width
+            distance = distance_between(*pair)
+            assert distance < KS_LIMIT
+            held_against(distance, 0.0, cases=count if pair is areas else 0, within=KS_LIMIT)
 
 
 def test_a_shift_reaches_every_position_equally_often_and_no_other():
@@ -123,7 +125,7 @@ def test_a_shift_reaches_every_position_equally_often_and_no_other():
     assert_even(counts)
 
 
-def test_an_extreme_image_falls_back_to_torchvisions_centre():
+def test_an_extreme_image_falls_back_to_torchvisions_centre(held_against):
     """With (2, 2) no box fits any image."""
     for height, width, scale in (
         (5, 101, (0.08, 1.0)),
@@ -135,7 +137,9 @@ def test_an_extreme_image_falls_back_to_torchvisions_centre():
         expected = RandomResizedCrop.get_params(
             torch.empty(3, height, width), list(scale), [3 / 4, 4 / 3]
         )
-        assert (crops(13, height, width, scale=scale) == expected).all()
+        found = crops(13, height, width, scale=scale)
+        assert (found == expected).all()
+        held_against(found, [expected] * 13, cases=13)
 
 
 def test_every_crop_of_every_shape_becomes_a_view():
@@ -298,7 +302,7 @@ def exact_arguments(settings: RandAugment, magnitude: Fraction, sign: int) -> li
     ]
 
 
-def test_arguments_are_timms_formulas_at_every_half_magnitude():
+def test_arguments_are_timms_formulas_at_every_half_magnitude(held_against):
     names = (
         "rotate_degrees",
         "shear_factor",
@@ -318,6 +322,7 @@ def test_arguments_are_timms_formulas_at_every_half_magnitude():
                 )
                 exact = exact_arguments(settings, Fraction(halves, 2), sign)
                 assert ours == pytest.approx(np.array(exact, float), rel=1e-12, abs=0)
+                held_against(ours, np.array(exact, float), cases=15)
 
 
 # Changes to augment and to rand_augment.
@@ -342,7 +347,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
+def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name, held_against):
     augment, rand_augment = SETTINGS[name]
     draws = draws_of(seed=2**63 - 25, augment=augment, **rand_augment)
     keys = [SampleKey(number % 11, 2**40 + number, number % 3) for number in range(211)]
@@ -362,11 +367,13 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
         codes[chances >= settings.probability] = 0
         arguments = settings.arguments(codes, magnitudes.clip(0, 10), np.where(signs < 0.5, -1, 1))
         share = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
-        assert np.array_equal(operations[:, :3], np.stack([codes, arguments, kinds < share], 1))
+        written = np.stack([codes, arguments, kinds < share], 1)
+        assert np.array_equal(operations[:, :3], written)
         box, noise_key = draw_erasing(own(Purpose.ERASE, key), draws.augment, *draws.size)
         assert box_and_key(erased) == [*box, noise_key]
         share, box = MIX.draw(keyed_generator(draws.seed, Purpose.MIX, 29, group), *draws.size)
         assert mixed.tolist() == [share, *box]
+        held_against([operations[:, :3], mixed], [written, share, *box], within=0)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,38 @@ def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
         assert np.array_equal(found[done:, :, 1:].reshape(-1, 2), views[done * size : steps * size])
 
 
+def repeated_by_deit(order: np.ndarray, repeats: int, rank: int, world_size: int) -> np.ndarray:
+    """The images of one process in an epoch of this order, by the RASampler of DeiT's samplers.py."""
+    views = np.repeat(order, repeats)
+    of_each = math.ceil(len(views) / world_size)
+    padded = np.concatenate([views, views[: of_each * world_size - len(views)]])
+    return padded[rank::world_size][: len(order) // 256 * 256 // world_size]
+
+
+@pytest.mark.parametrize("world_size, images", [(2, 128), (4, 64), (16, 32)])
+def test_mixing_groups_are_the_batches_of_deits_processes_with_repeats(
+    world_size, images, held_against
+):
+    """From the same order, and for global batches that 256 divides, to which its sampler rounds."""
+    count, repeats, epoch = 2027, 3, 5
+    plan = plan_batches(world_size * images, 32, 2, group=images)
+    found = np.full((count // plan.global_batch, plan.global_batch), -1)
+    for rank in range(2):
+        sampler = TrainSampler(count, plan, rank=rank, seed=SEED, repeats=repeats)
+        sampler.start(epoch=epoch, step=0)
+        for number, samples in enumerate(sampler):
+            step, micro_step = divmod(number, plan.accumulation)
+            indices = [key.image for key in samples.keys]
+            found[step, plan.positions(rank, micro_step)] = indices
+    for process in range(world_size):
+        order = epoch_order(SEED, epoch, count)
+        theirs = repeated_by_deit(order, repeats, process, world_size)
+        whole = len(theirs) // images * images  # drop_last
+        ours, theirs = found[:, process::world_size], theirs[:whole].reshape(-1, images)
+        assert np.array_equal(ours, theirs)
+        held_against(ours, theirs, cases=len(theirs))
+
+
 @pytest.mark.parametrize("count, global_batch, repeats", [(17, 18, 1), (5, 18, 3), (0, 1, 3)])
 def test_a_set_whose_repeats_do_not_fill_a_batch_is_refused(count, global_batch, repeats):
     line = refused(

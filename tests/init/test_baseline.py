@@ -28,9 +28,13 @@ def fan_in(state: dict[str, torch.Tensor], name: str) -> int:
     return weight[0].numel()
 
 
+def errors_off(value: torch.Tensor, std: float) -> float:
+    """By how many standard errors a spread about zero differs from `std`."""
+    return abs(value.square().mean().item() ** 0.5 / std - 1) * (2 * value.numel()) ** 0.5
+
+
 def has_std(value: torch.Tensor, std: float) -> bool:
-    """A spread about zero that differs from `std` by less than four standard errors."""
-    return abs(value.square().mean().item() ** 0.5 / std - 1) < 4 / (2 * value.numel()) ** 0.5
+    return errors_off(value, std) < 4
 
 
 def is_normal(value: torch.Tensor, std: float) -> bool:
@@ -54,7 +58,7 @@ def leaves_normed_values_alone(name: str, value: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     "family, sizes", [("vit", {}), ("vit", dict(distilled=True, num_registers=3)), ("swin", {})]
 )
-def test_default_is_normal_with_zero_biases(family, sizes):
+def test_default_is_normal_with_zero_biases(family, sizes, held_against):
     state = drawn_by("default", family, **sizes)
     for name, value in state.items():
         if of_a_norm(name):
@@ -66,6 +70,7 @@ def test_default_is_normal_with_zero_biases(family, sizes):
         else:
             assert name.endswith(("weight", *EMBEDDINGS))
             assert is_normal(value, 0.02), name
+            held_against(errors_off(value, 0.02), 0.0, within=4)
 
 
 def test_default_of_a_mixer_is_its_authors():

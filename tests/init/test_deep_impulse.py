@@ -52,7 +52,7 @@ def wanted_maps(grid: tuple[int, int], logit: float, offsets: list[tuple[int, in
 
 @each_model
 @torch.no_grad()
-def test_on_the_code_alone_every_block_is_its_closed_form(name):
+def test_on_the_code_alone_every_block_is_its_closed_form(name, held_against):
     """On the code at the size that was measured, the heads' maps are exact."""
     model = initialised(name, noise(name), target_mass=(0.7, 0.1)).double()
     waves, places = deep_impulse.waves_of(layout_of(model))
@@ -70,6 +70,7 @@ def test_on_the_code_alone_every_block_is_its_closed_form(name):
             model.grid, logit, [cells[(3 * number + head) % 9] for head in range(3)]
         )
         assert torch.allclose(weights, wanted, atol=1e-6)
+        held_against(weights, wanted, cases=3)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ def cut_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -
 
 
 @pytest.mark.parametrize("rank", [23, 7])
-def test_query_key_products_equal_a_direct_transcription(rank):
+def test_query_key_products_equal_a_direct_transcription(rank, held_against):
     """Algorithm 1 with the additions of the released code, written out, from the same draws."""
     sizes = dict(patch_size=4, embed_dim=46, depth=2, num_heads=2)
     model = initialised(
@@ -52,6 +52,7 @@ def test_query_key_products_equal_a_direct_transcription(rank):
             expected = 49 * (query / query.norm()) @ (key / key.norm()).T
             actual = block.attn.q_weight[head].T @ block.attn.k_weight[head]
             torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=1e-8)
+            held_against(actual, expected)
 
 
 def test_the_rank_is_limited_by_the_width_the_head_and_the_grid():

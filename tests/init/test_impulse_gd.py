@@ -86,7 +86,7 @@ def solved_by_hand(
 
 
 @pytest.mark.parametrize("free, renorm_every", [(False, 0), (False, 7), (True, 1)])
-def test_solutions_equal_steps_written_out(free, renorm_every):
+def test_solutions_equal_steps_written_out(free, renorm_every, held_against):
     maps = torch.stack([shift_matrix(cell, GRID) for cell in ((-1, 0), (0, 1), (1, 1))]).double()
     tokens = None if free else drawn(35, 11)
     options = dict(rank=13, logit_scale=0.83, steps=23, step_size=0.02, renorm_every=renorm_every)
@@ -96,6 +96,7 @@ def test_solutions_equal_steps_written_out(free, renorm_every):
     for head, (left, right) in enumerate(expected):
         torch.testing.assert_close(query[head].T, left, rtol=0, atol=1e-9)
         torch.testing.assert_close(key[head].T, right, rtol=0, atol=1e-9)
+        held_against([query[head].T, key[head].T], [left, right])
 
 
 def on_positions_alone(model) -> list[Tensor]:

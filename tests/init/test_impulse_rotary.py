@@ -52,7 +52,7 @@ def wanted_logits(omega: Tensor, offsets: Sequence[Offset], size: Tensor) -> Ten
 
 @pytest.mark.parametrize("name", ["rope", "mixed", "linear", "no biases"])
 @torch.no_grad()
-def test_without_content_every_block_is_its_closed_form_and_has_the_mass(name):
+def test_without_content_every_block_is_its_closed_form_and_has_the_mass(name, held_against):
     """The logits depend on the displacement alone, and are the same in all blocks but for ℓ."""
     model = initialised(name, "deep_impulse", base="default", target_mass=(0.8, 0.6)).double()
     kind, base = MODELS[name].get("rope_frequencies", "axial"), MODELS[name].get("rope_base", 100.0)
@@ -66,6 +66,7 @@ def test_without_content_every_block_is_its_closed_form_and_has_the_mass(name):
         targets = ordered_offsets(3)[3 * number : 3 * number + 3]  # in turn
         expected = wanted_logits(omega, targets, size)
         assert torch.allclose(weights, expected.softmax(-1), atol=1e-5)
+        held_against(weights, expected.softmax(-1), cases=3)
         mass = target_mass(weights, targets, GRID)
         assert torch.allclose(mass, torch.tensor(0.8 - 0.1 * number).double(), atol=0.02)
 

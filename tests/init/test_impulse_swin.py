@@ -60,7 +60,7 @@ def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
     return matrix / matrix.sum(1, keepdim=True)
 
 
-def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map():
+def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map(held_against):
     """Exactly the β-softmax over the visible tokens; if they are fewer, the mass is larger."""
     model = without_content(initialised(built(), target_mass=0.8))
     found = mixing_matrices(model, drawn(1, 3, 24, 40))
@@ -70,6 +70,7 @@ def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map
             offset = ordered_offsets(3)[head % 9]
             expected = slow_map(block, offset, 0.8)
             torch.testing.assert_close(found[index][0, head], expected, rtol=0, atol=1e-7)
+            held_against(found[index][0, head], expected)
             mass = expected.max(1).values
             mass = mass[mass > 0.75]  # of the rows that have a target in sight
             assert mass.min().item() == pytest.approx(0.8)

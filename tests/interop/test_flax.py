@@ -141,11 +141,14 @@ OF_MIXER = {
 }
 
 
-def same_function(path: Path, recipe: str, overrides: dict, expected: Tensor, images: Tensor):
+def same_function(
+    path: Path, recipe: str, overrides: dict, expected: Tensor, images: Tensor, held_against
+):
     trained = vitinit.load(path, recipe=recipe, overrides=overrides)
     assert expected.std() > 0.1
     logits = trained.model.double()(images.permute(0, 3, 1, 2))
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)
+    held_against(logits, expected, cases=len(images))
     return trained
 
 
@@ -165,7 +168,7 @@ def images() -> Tensor:
     ],
 )
 def test_a_vit_of_flax_is_its_function_here_and_its_heads_are_read(
-    code, before, scanned, class_token, images, tmp_path, capsys
+    code, before, scanned, class_token, images, tmp_path, capsys, held_against
 ):
     """Of deit_tiny, which has three heads. timm 1.0.31 loaded twenty such files, of five sizes, as the
     same tensors, with the same logits to the bit in float32."""
@@ -180,16 +183,16 @@ def test_a_vit_of_flax_is_its_function_here_and_its_heads_are_read(
     np.savez(path, **{before + name: array for name, array in stored.items()}, **others)
     pool = {"model.options.pool": "class" if class_token else "mean"}
     expected = Flax(arrays).vit(images, code)
-    trained = same_function(path, "deit_tiny", OF_VIT | pool, expected, images)
+    trained = same_function(path, "deit_tiny", OF_VIT | pool, expected, images, held_against)
     assert trained.recipe.model.options["num_heads"] == HEADS
     assert f"num_heads {HEADS}" in capsys.readouterr().err
 
 
-def test_a_mixer_of_flax_is_its_function_here(images, tmp_path):
+def test_a_mixer_of_flax_is_its_function_here(images, tmp_path, held_against):
     arrays = drawn(shapes_of_mixer())
     np.savez(tmp_path / "a.npz", **arrays)
     expected = Flax(arrays).mixer(images)
-    same_function(tmp_path / "a.npz", "mixer_b16", OF_MIXER, expected, images)
+    same_function(tmp_path / "a.npz", "mixer_b16", OF_MIXER, expected, images, held_against)
 
 
 def test_other_arrays_are_refused_and_a_pickle_among_them_is_not_read(tmp_path):

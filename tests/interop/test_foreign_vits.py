@@ -84,7 +84,7 @@ def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_features_and_outputs_are_the_originals(name):
+def test_features_and_outputs_are_the_originals(name, held_against):
     """Token maps after each block, tokens before the patches, what the classifier reads, logits.
     Also on a grid that is not square, where only the model tells which tokens have positions."""
     layout, has_head = LAYOUTS[name], LAYOUTS[name].get("head", True)
@@ -107,6 +107,7 @@ def test_features_and_outputs_are_the_originals(name):
             PATH,
         )
         torch.testing.assert_close(exact(images(grid)), expected[:, :CLASSES], rtol=0, atol=1e-10)
+        held_against(exact(images(grid)), expected[:, :CLASSES], cases=2)
         # For fine-tuning; the classifier of a bare backbone is new.
         model, given = ours(name, grid), native_tensors(tensors)
         report = start_from(model, given, PATH, None)
@@ -125,6 +126,8 @@ def test_features_and_outputs_are_the_originals(name):
                 found.map, x[:, -patches:].unflatten(1, grid), rtol=0, atol=1e-10
             )
             torch.testing.assert_close(found.prefix, x[:, :-patches], rtol=0, atol=1e-10)
+            tokens = torch.cat([found.prefix, found.map.flatten(1, 2)], 1)
+            held_against(tokens, x, cases=0)
         torch.testing.assert_close(features.pooled, pooled, rtol=0, atol=1e-10)
         assert all(torch.equal(tensors[key], value) for key, value in before.items())
 

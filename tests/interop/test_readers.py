@@ -185,7 +185,7 @@ def their_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsys):
+def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsys, held_against):
     trained = vitinit.load(their_folder(name))
     images = torch.randn(
         2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(6), dtype=torch.float64
@@ -198,6 +198,7 @@ def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsy
     )
     assert expected.std() > 0.1
     torch.testing.assert_close(trained.model.double()(images), expected, rtol=0, atol=2e-6)
+    held_against(trained.model(images), expected, cases=2)
     has_classifier = "Classification" in KINDS[name][1]
     assert trained.classes == (tuple(LABELS.values()) if has_classifier else ())
     assert (trained.recipe.data.mean, trained.recipe.data.std) == (

@@ -71,7 +71,7 @@ def matrix(token: int, pairs: list[tuple], centred: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_attention_and_gradients_are_those_of_the_papers_rotation(name, monkeypatch):
+def test_attention_and_gradients_are_those_of_the_papers_rotation(name, monkeypatch, held_against):
     """Angles are rounded to float32 in a model; here they are kept in float64."""
     order, pairs, options = ROTATIONS[name]
     monkeypatch.setattr(Tensor, "float", Tensor.double)
@@ -112,10 +112,13 @@ def test_attention_and_gradients_are_those_of_the_papers_rotation(name, monkeypa
     expected = torch.cat(outputs, -1) @ weights["proj.weight"].T + weights["proj.bias"]
     actual = attention(x)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    for pair in zip(
-        *(torch.autograd.grad(y.square().sum(), weights.values()) for y in (actual, expected))
-    ):
+    gradients = [
+        torch.autograd.grad(y.square().sum(), weights.values()) for y in (actual, expected)
+    ]
+    for pair in zip(*gradients):
         torch.testing.assert_close(*pair, rtol=0, atol=1e-9)
+    held_against(actual, expected, cases=2)
+    held_against(*gradients, cases=0)
 
 
 @pytest.mark.parametrize("kind", ["axial", "linear", "mixed"])

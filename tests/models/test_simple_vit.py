@@ -99,7 +99,7 @@ def written_out(
 
 
 @pytest.mark.parametrize("reading, heads", [*zip(READINGS, [*HEADS, HEADS[1]], strict=True)])
-def test_logits_gradients_and_mixing_matrices_equal_a_transcription(reading, heads):
+def test_logits_gradients_and_mixing_matrices_equal_a_transcription(reading, heads, held_against):
     options = reading | heads
     model, images = redrawn(**options), drawn(2, 3, 6, 15)
     assert model.grid == (3, 5) and not model.learns_positions
@@ -111,15 +111,18 @@ def test_logits_gradients_and_mixing_matrices_equal_a_transcription(reading, hea
     expected = torch.stack([reference for reference, _ in references])
     assert (logits[0] - logits[1]).abs().max() > 0.01 and logits.shape == (2, 7)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-11)
+    held_against(logits, expected, cases=2)
     ours = torch.autograd.grad(logits.square().sum(), parameters.values())
     theirs = torch.autograd.grad(expected.square().sum(), parameters.values())
     for name, gradient, reference in zip(parameters, ours, theirs, strict=True):
         assert gradient.abs().max() > 1e-4, name
         torch.testing.assert_close(gradient, reference, rtol=1e-9, atol=1e-9, msg=name)
+    held_against(ours, theirs, cases=0)
     found = mixing_matrices(model, images)
     for block in (0, 1):
         expected = torch.stack([maps[block] for _, maps in references])
         torch.testing.assert_close(found[block], expected, rtol=0, atol=1e-11)
+        held_against(found[block], expected, cases=0)
         assert found[block].max() > 2 / 15  # not uniform
     some = mixing_matrices(model, images, blocks=[1], heads=[2, 0])
     assert torch.equal(some[1], found[1][:, [2, 0]])

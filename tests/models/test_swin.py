@@ -17,7 +17,7 @@ from vitinit.interop.weights.names import native_tensors
         ((20, 20), (4, 4), (5, 5), (2,)),  # one window, and no merge
     ],
 )
-def test_outputs_and_gradients_equal_torchvisions(image_size, patch, window, depths):
+def test_outputs_and_gradients_equal_torchvisions(image_size, patch, window, depths, held_against):
     heads = (3, 2, 4)[: len(depths)]
     theirs = redraw(
         TorchvisionSwin(
@@ -47,6 +47,7 @@ def test_outputs_and_gradients_equal_torchvisions(image_size, patch, window, dep
         ours(images),
         theirs(images),
         native_tensors(dict(theirs.named_parameters())),
+        held_against,
         atol=1e-9,
     )
 

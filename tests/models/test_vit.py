@@ -11,7 +11,7 @@ from vitinit.interop.weights.names import native_tensors
 SMALL = dict(num_classes=13, image_size=(12, 20), patch_size=4, embed_dim=12, depth=2, num_heads=3)
 
 
-def test_outputs_and_gradients_equal_torchvisions():
+def test_outputs_and_gradients_equal_torchvisions(held_against):
     theirs = redraw(
         TorchvisionViT(
             image_size=20,
@@ -34,11 +34,12 @@ def test_outputs_and_gradients_equal_torchvisions():
         ours(images),
         theirs(images),
         native_tensors(dict(theirs.named_parameters())),
+        held_against,
         atol=1e-9,
     )
 
 
-def test_a_gated_mlp_and_layer_scale_are_those_of_their_papers():
+def test_a_gated_mlp_and_layer_scale_are_those_of_their_papers(held_against):
     """arXiv 2002.05202, §2: (swish(x W) ⊗ x V) W₂; arXiv 2103.17239, §2.1: x + diag(γ) f(x)."""
     model = vitinit.build_model("vit_tiny", mlp="swiglu", mlp_ratio=1.5, layer_scale=0.25, **SMALL)
     assert {block.ls2.gamma.mean().item() for block in model.blocks} == {0.25}
@@ -48,13 +49,13 @@ def test_a_gated_mlp_and_layer_scale_are_those_of_their_papers():
     both = block.norm2(middle) @ mlp.fc1.weight.T + mlp.fc1.bias
     gate, value = both[..., :18], both[..., 18:36]
     hidden = gate / (1 + (-gate).exp()) * value @ mlp.fc2.weight.T + mlp.fc2.bias
-    for pair in zip(
-        *(
-            [y, *torch.autograd.grad(y.square().sum(), [*block.parameters()])]
-            for y in (block(x), middle + block.ls2.gamma * hidden)
-        )
-    ):
+    both_ways = [
+        [y, *torch.autograd.grad(y.square().sum(), [*block.parameters()])]
+        for y in (block(x), middle + block.ls2.gamma * hidden)
+    ]
+    for pair in zip(*both_ways):
         torch.testing.assert_close(*pair, rtol=0, atol=1e-9)
+    held_against(*both_ways, cases=2)
 
 
 def test_without_positions_patches_could_be_shuffled():
@@ -79,7 +80,9 @@ def test_without_positions_patches_could_be_shuffled():
         ("mean", False, True, "learned"),
     ],
 )
-def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_norm, pos_embed):
+def test_registers_take_part_in_attention_and_are_not_read(
+    pool, distilled, fc_norm, pos_embed, held_against
+):
     """arXiv 2309.16588, §2.2: they come after the other prefix tokens and before the patches."""
     model = redraw(
         vitinit.build_model(
@@ -117,6 +120,7 @@ def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_n
         expected = model.head(x[:, 0] if pool == "class" else model.fc_norm(x[:, 5:].mean(1)))
     logits = model(images)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+    held_against(logits, expected, cases=7)
     logits.square().sum().backward()
     assert all(p.grad.abs().max() > 1e-6 for p in model.parameters())
     model.reg_token.data.neg_()  # they are attended to
@@ -124,7 +128,7 @@ def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_n
 
 
 @pytest.mark.parametrize("pool, registers", [("class", 0), ("class", 5), ("mean", 3)])
-def test_without_positions_of_prefix_tokens_they_have_zeros(pool, registers):
+def test_without_positions_of_prefix_tokens_they_have_zeros(pool, registers, held_against):
     """DeiT III adds positions to patches alone, before the class token (arXiv 2204.07118)."""
     sizes = SMALL | dict(pool=pool, num_registers=registers)
     model = redraw(vitinit.build_model("vit_tiny", prefix_positions=False, **sizes))
@@ -135,6 +139,7 @@ def test_without_positions_of_prefix_tokens_they_have_zeros(pool, registers):
     full.load_state_dict(state | {"pos_embed": torch.cat([zeros, state["pos_embed"]], dim=1)})
     images = drawn(2, 3, 12, 20)
     torch.testing.assert_close(model(images), full(images), rtol=0, atol=1e-12)
+    held_against(model(images), full(images), cases=2)
 
 
 def test_drop_path_rises_from_block_to_block_or_is_the_same_in_all():

@@ -63,7 +63,9 @@ def learning(
 
 @pytest.mark.parametrize("two_heads", [False, True])
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_losses_are_deits_and_each_head_of_a_distilled_student_has_its_own_teacher(kind, two_heads):
+def test_losses_are_deits_and_each_head_of_a_distilled_student_has_its_own_teacher(
+    kind, two_heads, held_against
+):
     student = vitinit.build_model(
         f"vit_tiny{'_distilled' * two_heads}",
         num_classes=5,
@@ -84,6 +86,7 @@ def test_losses_are_deits_and_each_head_of_a_distilled_student_has_its_own_teach
     theirs = objective.teacher.model(images).detach().numpy()
     expected = 0.7 * base + 0.3 * written_out(of_teacher, theirs, kind, 1.7)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
+    held_against(loss, expected, cases=len(images))
     loss.backward()
     assert objective.teacher.model.weight.grad is None
 

@@ -48,7 +48,9 @@ def of_formula(loss: Loss, weights: np.ndarray) -> float:
         ("binary_cross_entropy", "any", "balanced"),
     ],
 )
-def test_a_loss_is_its_formula_with_the_weight_of_each_class(name, targets, class_weights):
+def test_a_loss_is_its_formula_with_the_weight_of_each_class(
+    name, targets, class_weights, held_against
+):
     """Balanced weights are scikit-learn's."""
     loss, counts = Loss(name, targets, class_weights), [2, 3, 5, 7, 11, 13, 17]
     expected = {
@@ -61,6 +63,7 @@ def test_a_loss_is_its_formula_with_the_weight_of_each_class(name, targets, clas
     logits, labels = map(torch.from_numpy, drawn())
     found = objective(lambda images: logits, None, (), labels)
     assert found.item() == pytest.approx(of_formula(loss, expected), rel=1e-6)
+    held_against(found, of_formula(loss, expected), cases=IMAGES)
     if class_weights == "balanced":
         np.testing.assert_allclose(weights_of(loss, counts, CPU), expected, rtol=1e-7)
         without = weights_of(loss, [0, *counts[1:]], CPU)  # as a part of a set may be

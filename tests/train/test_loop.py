@@ -121,7 +121,9 @@ def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -
 
 
 @pytest.mark.parametrize("clip_norm, size", [(0.0, 4), (0.3, GLOBAL_BATCH)])
-def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_norm, size):
+def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(
+    clip_norm, size, held_against
+):
     """Also in micro-batches. It resumes at step 3; steps 10 and 20 of the run are on record."""
     model, rows, expected, steps = small_model(), [], [], batches(21)
     optimizer = torch.optim.AdamW(
@@ -166,6 +168,7 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
         on_row=rows.append,
     )
     assert_close(state.model, model, atol=1e-5)
+    held_against([*state.model.parameters()], [*model.parameters()], cases=21)
     assert state.progress.loss_sum == pytest.approx(sum(loss for _, loss, *_ in expected), rel=1e-5)
     assert state.progress.step == 24 and [row.step for row in rows] == [10, 20]
     for row, told in zip(rows, (expected[6], expected[16])):
@@ -363,7 +366,9 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         (13, [0, 1, 2, 3, 4]),
     ],
 )
-def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, chosen):
+def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(
+    size, chosen, held_against
+):
     """However large the batches. The top 5 are measured only of more than five classes."""
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(len(chosen), (31,), generator=generator)  # of unequal frequencies
@@ -402,6 +407,8 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
     assert (result.images, result.class_hits) == (31, hits)
     assert result.class_images == [labels.tolist().count(label) for label in range(len(chosen))]
     assert result.confusion.tolist() == confusion.tolist()
+    held_against(result.loss, loss, cases=31)
+    held_against([result.top1, result.confusion], [top1, confusion], cases=0)
     assert result.class_guesses == confusion.sum(0).tolist()
     (mean,) = reconstruction.mean_losses(  # by hand it was counted in float64
         [other.train()],

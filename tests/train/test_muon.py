@@ -75,7 +75,7 @@ def test_the_recipe_chooses_the_precision_of_the_iteration(muon_dtype, dtype):
 @pytest.mark.parametrize(
     "family, by_muon", [*((family, True) for family in SMALL), ("vit", False), ("swin", False)]
 )
-def test_an_update_is_its_formula_in_float64(family, by_muon):
+def test_an_update_is_its_formula_in_float64(family, by_muon, held_against):
     """The class's docstring for the matrices of the blocks, and torch's AdamW for all other
     parameters; with layer decay. Vectors, position embeddings and tokens do not decay."""
     model, theirs = built(family), built(family)
@@ -121,6 +121,7 @@ def test_an_update_is_its_formula_in_float64(family, by_muon):
                 weight.data = weight.data * (1 - 0.3 * eta) - size * direction.view_as(weight)
     for (name, ours), other in zip(model.named_parameters(), theirs.parameters()):
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-5, msg=lambda m: f"{name}: {m}")
+    held_against([*model.parameters()], [*theirs.parameters()], cases=3)
 
 
 def operations(optimizer: torch.optim.Optimizer) -> int:

@@ -18,11 +18,13 @@ from vitinit.train.optim import LearningRate, Schedule, parameter_groups
 @pytest.mark.parametrize(
     "name, decayed, exempt", [("vit_tiny", 5_647_872, 69_544), ("vit_base", 86_292_480, 275_176)]
 )
-def test_decayed_and_exempt_counts_are_deits(name, decayed, exempt):
+def test_decayed_and_exempt_counts_are_deits(name, decayed, exempt, held_against):
     with torch.device("meta"):
         model = vitinit.build_model(name, num_classes=1000, image_size=224)
     groups = parameter_groups(model, weight_decay=0.05)
-    assert [sum(p.numel() for p in group["params"]) for group in groups] == [decayed, exempt]
+    counts = [sum(p.numel() for p in group["params"]) for group in groups]
+    assert counts == [decayed, exempt]
+    held_against(counts, [decayed, exempt])
     assert [len(group["params"]) for group in groups] == [50, 102]
     assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
     exempt_ids = {id(p) for p in groups[1]["params"]}
@@ -30,7 +32,7 @@ def test_decayed_and_exempt_counts_are_deits(name, decayed, exempt):
 
 
 @pytest.mark.parametrize("step_on", ["epoch", "update"])
-def test_the_trace_of_deit_base_is_the_published_schedule(step_on):
+def test_the_trace_of_deit_base_is_the_published_schedule(step_on, held_against):
     """By the recipe's own values and DeiT's formulas; and of a cool-down, which DeiT's has not."""
     recipe = load_recipe(RECIPES / "deit_base.toml")
     schedule, steps = recipe.schedule, 1_281_167 // recipe.optim.global_batch
@@ -44,13 +46,15 @@ def test_the_trace_of_deit_base_is_the_published_schedule(step_on):
             if time < 5
             else 1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * min(time, 300) / 300))
         )
-        assert LearningRate(schedule, recipe.optim.peak_lr, steps)(step) == pytest.approx(
-            expected, rel=1e-12
-        )
+        found = LearningRate(schedule, recipe.optim.peak_lr, steps)(step)
+        assert found == pytest.approx(expected, rel=1e-12)
+        held_against(found, expected)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_the_trace_of_swin_tiny_is_that_of_timms_scheduler_as_swins_code_sets_it(prefix):
+def test_the_trace_of_swin_tiny_is_that_of_timms_scheduler_as_swins_code_sets_it(
+    prefix, held_against
+):
     """With its WARMUP_PREFIX, which the recipe has, and without; all rates for 8 · 128 images."""
     recipe, per_epoch = load_recipe(RECIPES / "swin_tiny.toml"), 1_281_167 // (8 * 128)
     assert recipe.schedule.cosine_after_warmup and recipe.optim.global_batch == 8 * 128
@@ -66,10 +70,11 @@ def test_the_trace_of_swin_tiny_is_that_of_timms_scheduler_as_swins_code_sets_it
         schedule = replace(recipe.schedule, cosine_after_warmup=prefix)
         found = LearningRate(schedule, recipe.optim.peak_lr, per_epoch)(step)
         assert found == pytest.approx(expected, rel=1e-12)
+        held_against(found, expected)
 
 
 @pytest.mark.parametrize("step_on", ["epoch", "update"])
-def test_one_cycle_is_conv_mixers_interpolation(step_on):
+def test_one_cycle_is_conv_mixers_interpolation(step_on, held_against):
     """arXiv 2201.09792's code: numpy.interp over 0, ⅖, ⅘ and all of the epochs."""
     epochs, steps, peak = 35, 11, 0.013
     schedule = Schedule(
@@ -87,9 +92,9 @@ def test_one_cycle_is_conv_mixers_interpolation(step_on):
         expected = np.interp(
             time, [0, epochs * 2 / 5, epochs * 4 / 5, epochs], [1e-3, peak, peak / 20, 1e-4]
         )
-        assert LearningRate(schedule, peak, steps)(step) == pytest.approx(
-            expected, rel=1e-12, abs=1e-18
-        )
+        found = LearningRate(schedule, peak, steps)(step)
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-18)
+        held_against(found, expected)
 
 
 def test_a_model_without_weights_to_train_is_refused_with_the_way():

@@ -143,7 +143,7 @@ def test_a_number_is_taken_from_the_least_to_the_largest_that_a_run_has(like, le
 
 
 @pytest.mark.parametrize("skipped", [None, torch.tensor(False)])
-def test_an_update_is_its_formula_in_one_call_for_each_kind_of_tensor(skipped):
+def test_an_update_is_its_formula_in_one_call_for_each_kind_of_tensor(skipped, held_against):
     norm = nn.BatchNorm1d(5)  # with a counter, which is copied
     ema, expected = Ema(norm, decay=0.6, warmup=True), 1.0
     for number in range(7):
@@ -151,6 +151,7 @@ def test_an_update_is_its_formula_in_one_call_for_each_kind_of_tensor(skipped):
         expected += (1 - min(0.6, 1 - (1 + number) ** (-2 / 3))) * (number - expected)
         ema.update(skipped)
         assert ema.model.weight.tolist() == pytest.approx([expected] * 5)
+        held_against(ema.model.weight, [expected] * 5)
         assert ema.model.num_batches_tracked == number
     assert skipped is not None or sorted(launches_of(ema.update).by_name) == [
         "aten::_foreach_copy_",
