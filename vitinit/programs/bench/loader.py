@@ -20,9 +20,9 @@ from ...data.sources import LooseImages
 from ...recipe.sections import Recipe
 from ...train.metrics import Pace
 from ...watch.slowness import waits_for
-from ..shared.steps import given_step, measured_recipe, set_up, steps_of, train_on
+from ..shared.steps import clock_of, given_step, measured_recipe, set_up, steps_of, train_on
 from .step import synthetic_batch
-from .training import ResultRow, clock_of, interleave, row_table, times_as_fast
+from .training import ResultRow, interleave, row_table, times_as_fast
 
 PHOTOGRAPHS = 200  # files that are read; an epoch has each of them many times
 AUGMENTED_TOGETHER = 50  # images that are augmented together

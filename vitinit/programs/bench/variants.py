@@ -16,9 +16,9 @@ import torch
 
 from ...runs.model import without_data
 from ...train.device import forget_peak, matrix_rate, peak_gib
-from ..shared.steps import measured_recipe
+from ..shared.steps import clock_of, measured_recipe
 from .step import engine_of, step_seconds
-from .training import ResultRow, clock_of
+from .training import ResultRow
 
 ROUNDS = 2
 PATIENCE = 75.0  # seconds until all of a wave are ready, and those that are not are left out
@@ -138,6 +138,7 @@ def answer(pipe: Connection, seconds: float) -> dict[str, Any]:
 def serve(pipe: Connection, variant: Variant, device: torch.device, sets: Sequence[str]) -> None:
     """Compile a step, say so, then make STEPS steps whenever the pipe asks, and say how long."""
     try:
+        torch.set_num_threads(1)
         began, clock = time.monotonic(), clock_of(device)
         recipe = without_data(measured_recipe(variant.recipe, [*variant.sets, *sets], device))
         engine = engine_of(recipe, device, variant.batch)

@@ -43,9 +43,10 @@ from ...train.device import cores, this_device
 from ...train.interruption import Interrupted
 from ...watch.survey import Headers, survey
 from ..shared.command_line import Parser, add_set, integer, main_of, real
+from ..shared.steps import clock_of
 from .choice import Images, choose
 from .findings import finish
-from .measure import BY_CLOCK, clock_of, plan_of
+from .measure import plan_of
 
 HELD_OUT = 400  # images to hold out, within shares of
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.25
@@ -76,7 +77,9 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 
 def fit(args: Namespace) -> None:
     device = this_device()
-    clock, kind = clock_of(device)
+    clock = clock_of(device)
+    of_thread = clock is time.process_time
+    kind = "of one CPU thread" if of_thread else "by the clock"
     began, on_the_wall = clock(), time.perf_counter()
     out = args.out_dir or Path("runs", f"fit-{Path(args.data).resolve().name}")
     folder = RunFolder(out)
@@ -122,9 +125,9 @@ def fit(args: Namespace) -> None:
     train(run)
     finish(out)
     spent, passed = (clock() - began) / 60, (time.perf_counter() - on_the_wall) / 60
-    words = f"{spent:.1f} minutes {kind}" + (
-        "" if kind == BY_CLOCK else f", {passed:.1f} by the clock"
-    )
+    words = f"{spent:.1f} minutes {kind}"
+    if of_thread:
+        words += f", {passed:.1f} by the clock"
     say(f"took    {words}, of {args.minutes:g}")
 
 
