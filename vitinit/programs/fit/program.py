@@ -33,7 +33,6 @@ from ...data.images import FORMATS, DataError, heif_formats
 from ...data.lists import LISTS
 from ...data.sources import folder_of
 from ...recipe.files import load_recipe, overrides
-from ...recipe.sections import Recipe
 from ...run import Run
 from ...runs.data import open_sets, open_training_set
 from ...runs.folder import RunFolder
@@ -151,25 +150,23 @@ def look(args: Namespace, device: torch.device) -> Images:
         # The cores of a machine without a GPU are the model's.
         f"data.workers={0 if device.type == 'cpu' else min(AT_ONCE, cores())}",
     ]
-
-    def recipe() -> Recipe:
-        return load_recipe("photos", overrides(sets=[*sets, *args.set]))
-
-    if not recipe().eval.every_epochs:
+    recipe = load_recipe("photos", overrides(sets=[*sets, *args.set]))
+    if not recipe.eval.every_epochs:
         raise OneLineError(
             "--set eval.every_epochs=0: fit ends with how good the model is; expected 1 at least"
         )
-    whole, _ = open_training_set(recipe().data, args.seed)
+    whole, _ = open_training_set(recipe.data, args.seed)
     if whole.several_labels:
         raise OneLineError(
             f"{args.data}: its images have several labels each, and fit takes one; expected train.py "
             "with --set task.name=multi_label"
         )
-    if not whole.to_validate_on and not recipe().data.holds_out:
+    if not whole.to_validate_on and not recipe.data.holds_out:
         share = min(LARGEST_SHARE, max(LEAST_SHARE, HELD_OUT / len(whole)))
-        sets.append(f"data.held_out={share:.2f}")
-    _, train_set, val_set = open_sets(recipe())
-    use = "held out" if recipe().data.holds_out else "to validate on"
+        recipe = recipe.with_data(held_out=round(share, 2))
+        sets.append(f"data.held_out={recipe.data.held_out}")
+    _, train_set, val_set = open_sets(recipe)
+    use = "held out" if recipe.data.holds_out else "to validate on"
     say(
         f"images  {len(train_set):,} to train on, {len(val_set):,} {use}, "
         f"{counted(len(whole.classes), 'class')}"
