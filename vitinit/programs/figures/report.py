@@ -25,7 +25,7 @@ from ...train.metrics import MEASURES, balanced_accuracy
 from ...watch.verdict import best_in
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
 from ..shared.groups import Group, Groups, group_runs
-from ..shared.guesses import logits_of
+from ..shared.guesses import all_logits
 from ..shared.plot import FigureError, as_png, rounded
 from ..shared.records import Json, RunRecord, read_runs
 from ..shared.results import class_scores, compare_runs, origin, paired, t_interval
@@ -214,7 +214,7 @@ def judge(
     with ProgressBar(
         f"validate {saved.name}", len(batches), items=batches, scale=batches.batch_size
     ) as bar:
-        logits, labels = logits_of(model, bar, device, recipe.engine.amp)
+        logits, labels = all_logits(model, bar, recipe.engine.amp)
     if source.several_labels:
         found, mistakes = several_judged(
             logits, labels.bool(), recipe.task.options["threshold"], classes
