@@ -1,5 +1,6 @@
 """The figures `operations` and `batch`: what augmentation does to photographs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from ...data.images import decode_image, resize_and_centre_crop
 from ...data.loader import TrainViews
 from ...data.rand_augment import Operation, for_device, rand_augment
 from ...data.sources import LooseImages
-from ...recipe.files import load_recipe, overrides
+from ...recipe.files import load_recipe
 from ...runs.data import augmentation_of
 from ..shared.plot import pixels, save, subplots
 
@@ -46,12 +47,15 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     source = LooseImages(folder, 12)
     count = 6
     figure, axes = subplots(2, count, 1.4 * count, 3.4)
-    kinds = {"mixup": "mix.cutmix_alpha=0", "cutmix": "mix.mixup_alpha=0"}
-    for step, (row, (kind, change)) in enumerate(zip(axes, kinds.items())):
-        recipe = load_recipe("deit_base", overrides(seed=seed, sets=[change]))
-        mean, std = (
-            torch.tensor(part).view(3, 1, 1) for part in (recipe.data.mean, recipe.data.std)
-        )
+    deit = load_recipe("deit_base")
+    mean, std = (torch.tensor(part).view(3, 1, 1) for part in (deit.data.mean, deit.data.std))
+    run = replace(deit.run, seed=seed)
+    kinds = {
+        "mixup": replace(deit.mix, cutmix_alpha=0.0),
+        "cutmix": replace(deit.mix, mixup_alpha=0.0),
+    }
+    for step, (row, (kind, mixing)) in enumerate(zip(axes, kinds.items())):
+        recipe = replace(deit, mix=mixing, run=run)
         prepare = augmentation_of(recipe, 1, torch.device("cpu"))
         keys = [SampleKey(0, (step * count + column) % len(source)) for column in range(count)]
         views = TrainViews(source, prepare.augmentation)
