@@ -18,8 +18,7 @@ from vitinit import build_model
 from vitinit.models.attention import attend, attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
 from vitinit.programs.bench.step import saved_bytes
-from vitinit.programs.bench.training import clock_of
-from vitinit.programs.shared.steps import alone, given_step, train_on
+from vitinit.programs.shared.steps import alone, clock_of, given_step, train_on
 from vitinit.tasks.labels import evaluate
 from vitinit.train.interruption import StopRequest
 from vitinit.train.loop import AMP_DTYPES, autocast, set_precision

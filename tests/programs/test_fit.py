@@ -208,7 +208,7 @@ def test_an_epoch_is_planned_by_steps_on_the_images(image_tree, monkeypatch):
     data = [f"data.root={image_tree}", "data.name=image_folder", "data.num_classes=0"]
     images = Images(51, 21, 3, 10.0, data, [*TINY, "data.workers=0", "engine.amp=off"])
     now = iter(range(10**6))
-    monkeypatch.setattr(measure, "clock_of", lambda device: (lambda: float(next(now)), ""))
+    monkeypatch.setattr(measure, "clock_of", lambda device: lambda: float(next(now)))
     plan = measure.plan_of(choice.Choice("photos", images, {}, ()), torch.device("cpu"), 0.0)
     # A clock that ticks once whenever it is read: a second to load 17 images, and one to train.
     assert plan.rates == Rates(step=17.0, core=inf, prepare=17.0)

@@ -19,7 +19,7 @@ from refused import refused
 
 from vitinit.base.messages import OneLineError
 from vitinit.programs import train
-from vitinit.programs.bench import training
+from vitinit.programs.shared import steps
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.runs import data, model, resume, start
 from vitinit.runs.watching import Watchers
@@ -369,6 +369,6 @@ def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch, tmp_path
     found = Fork(partial(exec, code, {}), tmp_path / "fork", "forkserver", CUDA_VISIBLE_DEVICES="")
     assert int(found.ended().out) < 1000
     asked = []
-    monkeypatch.setattr(training, "keep_freed_memory", lambda: asked.append(True))
-    training.clock_of(torch.device("cpu"))
+    monkeypatch.setattr(steps, "keep_freed_memory", lambda: asked.append(True))
+    steps.clock_of(torch.device("cpu"))
     assert asked

@@ -52,7 +52,7 @@ from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.orders import order_taken
 from .shared.results import Finding, print_results
 from .shared.sureness import Sureness, require_one_label, store_temperature
-from .shared.views import AIRBENCH, AS_IT_IS, Shift, Views, in_words, parse_shifts, reach_of
+from .shared.views import AIRBENCH, AS_IT_IS, Views, in_words, parse_shifts, reach_of
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = (
@@ -208,33 +208,27 @@ def evaluate_checkpoints(
     pairs: Sequence[tuple[EvaluatedSet, int]],
     processes: Processes,
     stop: StopRequest,
-    *,
-    shifts: Sequence[Shift],
-    mirrored: bool,
-    fit: bool,
+    args: argparse.Namespace,
 ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
     """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
     was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
-    shifts, mirrored: as of `Views`. fit: logits are kept, and a temperature fitted to them
-    (`store_temperature`).
+    args: of the command line, which says how images are viewed, and whether logits are kept, and a
+    temperature fitted to them (`store_temperature`).
     """
     prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
+    columns = {}
     with processes.together():
         for eval_set, number in pairs:
-            require_same_images(eval_set, sources[eval_set], checkpoints[number].path.parent)
-            require_labels(checkpoints[number].recipe, sources[eval_set], str(eval_set))
-        columns = {
-            (eval_set, number): columns_of(checkpoints[number], eval_set, sources[eval_set])
-            for eval_set, number in pairs
-        }
-    for eval_set, number in pairs:
-        labels = sources[eval_set].classes
-        taken = order_taken(labels)
-        if taken and known_classes(checkpoints[number], labels) is None:
-            processes.say(f"{checkpoints[number].name}: {taken}")
-    views = in_words(shifts, mirrored)
-    models = [models_of(saved, processes, shifts, mirrored, fit=fit) for saved in checkpoints]
+            saved, source = checkpoints[number], sources[eval_set]
+            require_same_images(eval_set, source, saved.path.parent)
+            require_labels(saved.recipe, source, str(eval_set))
+            columns[eval_set, number] = columns_of(saved, eval_set, source)
+            taken = order_taken(source.classes)
+            if taken and known_classes(saved, source.classes) is None:
+                processes.say(f"{saved.name}: {taken}")
+    views = in_words(args.shifts, args.flips)
+    models = [models_of(saved, processes, args) for saved in checkpoints]
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
@@ -246,7 +240,7 @@ def evaluate_checkpoints(
             sureness = {}
             if not task.several_labels:
                 sureness = {
-                    name: Sureness(saved.recipe.loss, model.temperature, keeps=fit)
+                    name: Sureness(saved.recipe.loss, model.temperature, keeps=args.fit_temperature)
                     for name, model in models[number].items()
                 }
             results = results_of(
@@ -274,7 +268,7 @@ def evaluate_checkpoints(
                     sureness,
                 ),
             )
-            if fit and processes.is_main:
+            if args.fit_temperature and processes.is_main:
                 for name, seen in sureness.items():
                     store_temperature(saved, name, seen, eval_set.name)
 
@@ -331,28 +325,23 @@ class Tempered(nn.Module):
 
 
 def models_of(
-    saved: Saved,
-    processes: Processes,
-    shifts: Sequence[Shift],
-    mirrored: bool,
-    *,
-    fit: bool,
+    saved: Saved, processes: Processes, args: argparse.Namespace
 ) -> Mapping[str, Tempered]:
-    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU, with the
-    temperatures that are stored beside it, unless others are to `fit`. shifts, mirrored: as of
-    `Views`.
+    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU, viewing
+    images as the command line asks, with the temperatures that are stored beside it, unless others
+    are to be fitted.
     """
     models = {}
     for name in saved.weights:
         with processes.together():
             model: nn.Module = saved.model(name)
-            temperature = 1.0 if fit else saved.temperature(name)
+            temperature = 1.0 if args.fit_temperature else saved.temperature(name)
         if temperature != 1.0:
             processes.say(
                 f"{saved.name}: logits of {name} are divided by {temperature:.4f}, of calibration.json"
             )
-        if in_words(shifts, mirrored):
-            model = Views(model, shifts, mirrored)
+        if in_words(args.shifts, args.flips):
+            model = Views(model, args.shifts, args.flips)
         models[name] = Tempered(compiled(model, saved.recipe.engine), temperature)
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
@@ -433,15 +422,7 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                     pairs.append((eval_set, number))
             findings = {}
             try:
-                found = evaluate_checkpoints(
-                    checkpoints,
-                    pairs,
-                    processes,
-                    stop,
-                    shifts=args.shifts,
-                    mirrored=args.flips,
-                    fit=args.fit_temperature,
-                )
+                found = evaluate_checkpoints(checkpoints, pairs, processes, stop, args)
                 for pair, finding in found:
                     findings[pair] = finding
             finally:  # what is measured is not lost by the next set

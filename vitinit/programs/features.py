@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy import ndarray
 
 from ..base.files import in_one_line
@@ -61,16 +63,13 @@ def neighbours_of(train: ndarray, held: ndarray, count: int) -> tuple[ndarray, n
     """The most similar rows of `train` to each of `held`, (n, count): their numbers, the nearest
     first, and their cosine similarities in float64.
     """
-    train, held = (
-        rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        for rows in (train.astype(np.float64), held.astype(np.float64))
-    )
-    nearest, similarities = [], []
-    for part in np.array_split(held, 1 + len(held) * len(train) // ENTRIES):
-        rows = part @ train.T
-        nearest.append(np.argsort(-rows, axis=1, kind="stable")[:, :count])
-        similarities.append(np.take_along_axis(rows, nearest[-1], axis=1))
-    return np.concatenate(nearest), np.concatenate(similarities)
+    others, rows = (F.normalize(torch.from_numpy(part).double()) for part in (train, held))
+    found = []
+    for part in rows.split(1 + ENTRIES // len(others)):
+        similarities, nearest = (part @ others.T).sort(descending=True, stable=True)
+        found.append((nearest[:, :count], similarities[:, :count]))
+    numbers, shares = map(torch.cat, zip(*found))
+    return numbers.numpy(), shares.numpy()
 
 
 def voted(labels: ndarray, nearest: ndarray, similarities: ndarray) -> ndarray:

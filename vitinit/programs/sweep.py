@@ -165,18 +165,18 @@ def plan_run(
     folder = args.out_dir / "-".join(filter(None, parts))
     arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder)]
     arguments += ["--resume", "auto"]
-    if init:
-        arguments += ["--init", init]
-    if args.data_dir:
-        arguments += ["--data-dir", args.data_dir]
-    for text in sets:
-        arguments += ["--set", text]
-    for name in args.log:
-        arguments += ["--log", name]
+    further = {
+        "--init": [init],
+        "--data-dir": [args.data_dir],
+        "--set": sets,
+        "--log": args.log,
+        "--import": args.imports,
+    }
+    for option, values in further.items():
+        for value in filter(None, values):
+            arguments += [option, value]
     if args.trust_teacher:
         arguments.append("--trust-teacher")
-    for name in args.imports:
-        arguments += ["--import", name]
     epochs = recipe.schedule.total_epochs
     run = RunFolder(folder)
     state = "new"

@@ -110,12 +110,15 @@ def best_by_of(keys: Mapping[str, Any]) -> str:
     return str(keys.get("checkpoint.best_by", "val_top1"))
 
 
-def best_in(path: Path) -> tuple[Path, Best | None]:
-    """The file that a run's folder names as its best, and what is in it; the path itself, and None,
-    if it is no folder with a best.pt and a record of it.
+def chosen_weights(path: Path, weights: str) -> tuple[Path, str, Best | None]:
+    """Where the weights "model", "ema" or "best" of a run or checkpoint are, which of both they are,
+    and what the best are: None if others are asked for, or a folder has no best.pt and no record of
+    it; then it is the path itself.
     """
     folder = RunFolder(path)
     best = None
-    if folder.best.is_file() and folder.recipe.is_file():
-        best = best_of(folder.metrics.rows(), best_by_of(folder.keys()))
-    return (folder.best, best) if best else (path, None)
+    if weights == "best":
+        weights = "model"
+        if folder.best.is_file() and folder.recipe.is_file():
+            best = best_of(folder.metrics.rows(), best_by_of(folder.keys()))
+    return (folder.best, best.weights, best) if best else (path, weights, None)

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -20,9 +19,17 @@ from ...data.sources import LooseImages
 from ...recipe.sections import Recipe
 from ...train.metrics import Pace
 from ...watch.slowness import waits_for
-from ..shared.steps import given_step, measured_recipe, set_up, steps_of, train_on
+from ..shared.steps import (
+    clock_of,
+    given_step,
+    measured_recipe,
+    set_up,
+    steps_of,
+    train_on,
+    wall_clock,
+)
 from .step import synthetic_batch
-from .training import ResultRow, clock_of, interleave, row_table, times_as_fast
+from .training import ResultRow, interleave, row_table, times_as_fast
 
 PHOTOGRAPHS = 200  # files that are read; an epoch has each of them many times
 AUGMENTED_TOGETHER = 50  # images that are augmented together
@@ -139,7 +146,7 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Re
     Both on the wall clock, since the work is that of several processes; steps that loader processes
     had ready before the clock started are not counted. counts: numbers of loader processes.
     """
-    rows = []
+    rows, clock = [], wall_clock(device)
     batch = recipe.optim.global_batch
     state, forward = set_up(recipe, device)
     part = synthetic_batch(recipe, batch, device)
@@ -149,11 +156,9 @@ def fed_rows(recipe: Recipe, device: torch.device, counts: list[int]) -> list[Re
         given = [given_step(number, [part]) for number in range(count)]
 
         def seconds(work: Iterator) -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            began = time.perf_counter()
+            began = clock()
             train_on(state, work, forward=forward, amp=recipe.engine.amp)
-            return (time.perf_counter() - began) / count
+            return (clock() - began) / count
 
         pairs = []
         for _ in range(PAIRS):

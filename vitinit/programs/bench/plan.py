@@ -14,10 +14,10 @@ from ...base.messages import OneLineError, counted
 from ...recipe.sections import Recipe
 from ...runs.model import build, task_of, trained_model, without_data
 from ..shared.plan import Plan, Rates, plan_run
-from ..shared.steps import measured_recipe, steps_of
+from ..shared.steps import clock_of, measured_recipe, steps_of
 from .loader import image_folder, in_batches
-from .step import engine_of, memory_row, step_seconds
-from .training import ROUNDS, ResultRow, clock_of, row_table
+from .step import STEPS, engine_of, memory_row
+from .training import ROUNDS, ResultRow, row_table
 
 COPIES = 3  # of the weights that a run keeps: last.pt, previous.pt, best.pt
 # Numbers that such a file has of a parameter: itself, and its moments.
@@ -101,7 +101,10 @@ def measured_rates(recipe: Recipe, args: argparse.Namespace, device: torch.devic
     if step is None:
         batch = args.batch or recipe.optim.max_batch_per_process
         engine, clock = engine_of(without_data(recipe), device, batch), clock_of(device)
-        step = batch / step_seconds(engine, clock, device)
+        engine.run()  # which compiles
+        began = clock()
+        engine.run()
+        step = batch * STEPS[device.type] / (clock() - began)
     return Rates(step, core, prepare)
 
 

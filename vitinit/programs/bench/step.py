@@ -26,8 +26,8 @@ from ...train.loop import AMP_DTYPES, autocast
 from ...train.metrics import training_flops
 from ...train.optim import hidden_matrices
 from ...watch.slowness import BOUNDS, bound_of
-from ..shared.steps import Part, given_step, set_up, train_on
-from .training import ResultRow, clock_of, interleave, row_table, times_as_fast
+from ..shared.steps import Part, clock_of, given_step, set_up, train_on
+from .training import ResultRow, interleave, row_table, times_as_fast
 
 STEPS = {"cuda": 30, "cpu": 1}  # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}  # of a large product's matrices
@@ -106,14 +106,6 @@ def engine_of(recipe: Recipe, device: torch.device, batch: int) -> Engine:
 
     flops = training_flops(model, batch, recipe.data.image_size, recipe.data.channels)
     return Engine(run, model, forward, labelled, flops)
-
-
-def step_seconds(engine: Engine, clock: Callable[[], float], device: torch.device) -> float:
-    """The seconds of a step on a clock, by STEPS of them after as many that do not count."""
-    engine.run()
-    began = clock()
-    engine.run()
-    return (clock() - began) / STEPS[device.type]
 
 
 def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:

@@ -1,35 +1,14 @@
-"""What benchmarks share: honest times, and tables."""
+"""What benchmarks share: measurements in turn, and tables."""
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from ...train.device import keep_freed_memory
 from ..shared.results import table
 
 ROUNDS = 7
 ResultRow = dict[str, Any]  # a row of results: column → number or short text, None for no value
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """A clock in seconds for the work of this process on a device.
-
-    On a GPU it is the wall clock, read when all work is done; on a CPU one thread's processor time.
-    """
-    torch.set_num_threads(1)
-    if device.type == "cpu":
-        keep_freed_memory()
-        return time.process_time
-
-    def read() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return read
 
 
 def interleave(

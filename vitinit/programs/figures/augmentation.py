@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...data.augment import IMAGENET_MEAN, IMAGENET_STD, TrainToDevice
-from ...data.draw import Augmentation, SampleKey, Samples, unpack
+from ...data.draw import SampleKey, Samples, unpack
 from ...data.images import decode_image, resize_and_centre_crop
 from ...data.loader import TrainViews
 from ...data.rand_augment import Operation, for_device, rand_augment
 from ...data.sources import LooseImages
 from ...recipe.files import load_recipe
+from ...runs.data import augmentation_of
 from ..shared.plot import pixels, save, subplots
 
 MAGNITUDE = 9.0  # of the operations, as DeiT has it
@@ -46,26 +46,21 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     """
     source = LooseImages(folder, 12)
     count = 6
-    mean, std = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_STD))
-    deit = load_recipe("deit_base")
     figure, axes = subplots(2, count, 1.4 * count, 3.4)
+    deit = load_recipe("deit_base")
+    mean, std = (torch.tensor(part).view(3, 1, 1) for part in (deit.data.mean, deit.data.std))
+    run = replace(deit.run, seed=seed)
     kinds = {
         "mixup": replace(deit.mix, cutmix_alpha=0.0),
         "cutmix": replace(deit.mix, mixup_alpha=0.0),
     }
     for step, (row, (kind, mixing)) in enumerate(zip(axes, kinds.items())):
+        recipe = replace(deit, mix=mixing, run=run)
+        prepare = augmentation_of(recipe, 1, torch.device("cpu"))
         keys = [SampleKey(0, (step * count + column) % len(source)) for column in range(count)]
-        augmentation = Augmentation(seed, (224, 224), deit.augment, deit.rand_augment, mixing)
-        batch = TrainViews(source, augmentation)[Samples(step, keys, np.zeros(count, np.int64))]
-        to_device = TrainToDevice(
-            torch.device("cpu"),
-            augmentation,
-            num_classes=1,
-            mean=IMAGENET_MEAN,
-            std=IMAGENET_STD,
-            channels_last=False,
-        )
-        images, _ = to_device(batch)
+        views = TrainViews(source, prepare.augmentation)
+        batch = views[Samples(step, keys, np.zeros(count, np.int64))]
+        images, _ = prepare(batch)
         # Undo the normalisation; noise in erased boxes is clamped to black and white.
         mixed = (images * std + mean).clamp(0, 1)
         share = unpack(batch.draws).mixed[0, 0].item()

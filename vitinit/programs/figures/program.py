@@ -23,6 +23,7 @@ tell these colours apart.
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,15 +47,6 @@ VARIANT = ["model.options.embed_dim=288", "model.options.num_heads=9"]
 VARIANT_INITS = ["default", "mimetic", "impulse"]
 SEED = integer(0, 2**63)
 WEIGHTS = ("model", "ema")
-MODEL_ARGUMENTS = (
-    "recipe",
-    "run",
-    "init",
-    "seed",
-    "set",
-    "epochs",
-    "weights",
-)  # arguments about models
 
 
 def numbers(text: str) -> list[int] | Literal["all"]:
@@ -64,7 +56,7 @@ def numbers(text: str) -> list[int] | Literal["all"]:
 
 
 def models(figure: Parser) -> None:
-    """Add MODELS, the arguments of `subjects`."""
+    """Add the arguments of `subjects`."""
     source = figure.add_mutually_exclusive_group()
     source.add_argument(
         "--recipe",
@@ -246,7 +238,9 @@ FIGURES: dict[str, tuple[Callable[..., None], str, list]] = {
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
-    """`draw` is the figure's function; all others but MODELS are named as its parameters."""
+    """`draw` is the figure's function, whose parameters are named as the arguments; those of `models`
+    make `subjects`.
+    """
     parser = Parser(prog="vitinit figures", description=__doc__)
     commands = parser.add_subparsers(metavar="FIGURE", required=True)
     for name, (draw, text, parts) in FIGURES.items():
@@ -286,14 +280,10 @@ def subjects(args: Namespace) -> Iterator[Subject]:
 
 def figures(args: Namespace) -> None:
     pyplot()  # fails at once if matplotlib is missing
-    options = vars(args).copy()
-    draw = options.pop("draw")
-    del options["imports"]  # they have been
-    if "recipe" in options:
-        for name in MODEL_ARGUMENTS:
-            del options[name]
-        options["subjects"] = subjects(args)
-    draw(**options)
+    given = vars(args).copy()
+    if "recipe" in given:
+        given["subjects"] = subjects(args)
+    args.draw(**{name: given[name] for name in signature(args.draw).parameters})
     print(f"wrote {args.out}")
 
 

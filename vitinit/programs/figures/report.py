@@ -22,10 +22,10 @@ from ...tasks.calibration import calibration_error, reliability
 from ...tasks.multi_label import evaluation_of
 from ...train.device import this_device
 from ...train.metrics import MEASURES, balanced_accuracy
-from ...watch.verdict import best_in
+from ...watch.verdict import chosen_weights
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
 from ..shared.groups import Group, Groups, group_runs
-from ..shared.guesses import logits_of
+from ..shared.guesses import all_logits
 from ..shared.plot import FigureError, as_png, rounded
 from ..shared.records import Json, RunRecord, read_runs
 from ..shared.results import class_scores, compare_runs, origin, paired, t_interval
@@ -191,11 +191,8 @@ def judge(
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: an archive holds no weights")
-    weights_in, best = path, None
-    if weights == "best":
-        weights_in, best = best_in(path)
-        weights = best.weights if best else "model"
-    saved = open_saved(weights_in)
+    file, weights, best = chosen_weights(path, weights)
+    saved = open_saved(file)
     if not saved.recipe.task.kind.learns_classes:
         raise CheckpointError(f"{path}: learned no classes")
     recipe = saved.recipe.with_data(root=data_dir) if data_dir else saved.recipe
@@ -214,7 +211,7 @@ def judge(
     with ProgressBar(
         f"validate {saved.name}", len(batches), items=batches, scale=batches.batch_size
     ) as bar:
-        logits, labels = logits_of(model, bar, device, recipe.engine.amp)
+        logits, labels = all_logits(model, bar, recipe.engine.amp)
     if source.several_labels:
         found, mistakes = several_judged(
             logits, labels.bool(), recipe.task.options["threshold"], classes
@@ -227,11 +224,11 @@ def judge(
     for mistake in mistakes:
         index = mistake.pop("index")
         place = batches.views.indices[index]  # in the source
-        file = source.paths[place] if isinstance(source, ImageFiles) else None
+        image = source.paths[place] if isinstance(source, ImageFiles) else None
         mistake |= {
             "source": as_png(batches.views[index][0], SIDE),
-            "file": file or f"image {place}",
-            "link": address(file, folder) if file and os.path.exists(file) else None,
+            "file": image or f"image {place}",
+            "link": address(image, folder) if image and os.path.exists(image) else None,
         }
     return found | {
         "numbers": [[words, rounded(value)] for words, value in found["numbers"].items()],

@@ -70,40 +70,45 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
     weights: a checkpoint to fine-tune; "": none. Raises OneLineError if there is time for next to none
     of the images.
     """
-    if weights:
-        return fine_tuned(images, minutes, weights, planned)
-    if images.side <= SMALL:
-        choice = Choice("cifar10_10k_ahead", images, by_counts(images), ()).but(
-            {"data.images_per_class": 0, "checkpoint.keep_epochs": []},
-            f"half of the images have a shorter side of {images.side:g} px or less: a small model, "
-            "at 32 px",
-        )
-        return for_minutes(choice, minutes, planned(choice), planned)
-    side = min(LARGEST, int(images.side) // GRID * GRID)
-    choice = Choice("photos", images, by_counts(images), ()).but(
-        {"data.image_size": side, "model.options.patch_size": side // GRID},
-        f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
-    )
-    return for_minutes(choice, minutes, planned(choice), planned)
-
-
-def fine_tuned(
-    images: Images, minutes: float, weights: str, planned: Planner
-) -> tuple[Choice, Plan]:
-    """Fine-tune a checkpoint: all of it, or its classifier alone if there is no time for more."""
-    choice = Choice("photos_finetune", images, by_counts(images), ()).but(
-        {"init.checkpoint": weights} | model_of(weights),
-        f"{images.train:,} images: from the weights {weights}, which have seen many more",
-    )
+    choice = by_images(images, weights)
     plan = planned(choice)
     epochs = epochs_in(minutes, plan)
-    if epochs < LEAST_EPOCHS:
+    if weights and epochs < LEAST_EPOCHS:
         choice = choice.but(
             {"optim.train": "head", "optim.base_lr": 1e-3},
             f"{counted(epochs, 'epoch')} of all layers are few: the classifier alone",
         )
         plan = planned(choice)
-    return for_minutes(choice, minutes, plan, planned)
+    elif choice.recipe == "photos" and epochs >= MANY_EPOCHS:
+        choice = choice.but(VARIED, "so many epochs want images that vary more")
+        plan = planned(choice)  # as such images take longer
+    epochs = epochs_in(minutes, plan)
+    if epochs < 1:
+        choice, plan = of_fewer(choice, minutes, plan)
+        epochs = LEAST_EPOCHS
+    warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
+    changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}
+    return choice.but(changes, f"{counted(epochs, 'epoch')} fit into the time"), plan
+
+
+def by_images(images: Images, weights: str) -> Choice:
+    """The recipe for these images, however much time there is."""
+    if weights:
+        return Choice("photos_finetune", images, by_counts(images), ()).but(
+            {"init.checkpoint": weights} | model_of(weights),
+            f"{images.train:,} images: from the weights {weights}, which have seen many more",
+        )
+    if images.side <= SMALL:
+        return Choice("cifar10_10k_ahead", images, by_counts(images), ()).but(
+            {"data.images_per_class": 0, "checkpoint.keep_epochs": []},
+            f"half of the images have a shorter side of {images.side:g} px or less: a small model, "
+            "at 32 px",
+        )
+    side = min(LARGEST, int(images.side) // GRID * GRID)
+    return Choice("photos", images, by_counts(images), ()).but(
+        {"data.image_size": side, "model.options.patch_size": side // GRID},
+        f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
+    )
 
 
 def model_of(weights: str) -> dict[str, Any]:
@@ -161,21 +166,3 @@ def of_fewer(choice: Choice, minutes: float, plan: Plan) -> tuple[Choice, Plan]:
     changes = {"data.subset": share, "eval.every_epochs": LEAST_EPOCHS}
     reason = f"no epoch of all images fits: {100 * share:.0f} % of each class"
     return choice.but(changes, reason), replace(plan, images=round(share * plan.images))
-
-
-def for_minutes(
-    choice: Choice, minutes: float, plan: Plan, planned: Planner
-) -> tuple[Choice, Plan]:
-    """The choice with as many epochs of its plan as fit, and what depends on their number; and the
-    plan of that.
-    """
-    if choice.recipe == "photos" and epochs_in(minutes, plan) >= MANY_EPOCHS:
-        choice = choice.but(VARIED, "so many epochs want images that vary more")
-        plan = planned(choice)  # as such images take longer
-    epochs = epochs_in(minutes, plan)
-    if epochs < 1:
-        choice, plan = of_fewer(choice, minutes, plan)
-        epochs = LEAST_EPOCHS
-    warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
-    changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}
-    return choice.but(changes, f"{counted(epochs, 'epoch')} fit into the time"), plan

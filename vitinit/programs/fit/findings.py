@@ -15,7 +15,7 @@ from ...runs.data import open_sets
 from ...runs.folder import RunFolder
 from ...runs.load import open_saved
 from ...train.device import this_device
-from ...watch.verdict import best_in, margin
+from ...watch.verdict import chosen_weights, margin
 from ..shared.guesses import guessed
 
 # Which draw the report, and write the model.
@@ -61,9 +61,8 @@ class Learned(NamedTuple):
 def finish(out: Path) -> None:
     """Write the report and the predictions of the run in `out`, and print what there is to know."""
     folder = RunFolder(out)
-    file, best = best_in(out)
+    file, weights, best = chosen_weights(out, "best")
     assert best is not None  # as epochs were validated
-    weights = best.weights
     saved = open_saved(file)
     recipe, device = saved.recipe, this_device()
     model = saved.model(weights).eval().to(device)

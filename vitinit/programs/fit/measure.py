@@ -1,42 +1,22 @@
 """How long an epoch of a choice takes on this machine, by some of its steps on the real images."""
 
-import time
-from collections.abc import Callable
 from statistics import fmean
 
 import torch
 
-from ...train.device import keep_freed_memory
 from ..shared.plan import Plan, Rates, plan_run
-from ..shared.steps import given_step, measured_recipe, set_up, steps_of, train_on
+from ..shared.steps import clock_of, given_step, measured_recipe, set_up, steps_of, train_on
 from .choice import Choice
 
 STEPS = 5  # that are measured at least, after one that does not count
 SHARE, MOST_SECONDS = 0.04, 30.0  # of the minutes to measure, at most: other programs come and go
-BY_CLOCK = "by the clock"
-
-
-def clock_of(device: torch.device) -> tuple[Callable[[], float], str]:
-    """The clock by which a run is to end, and whose time it shows: on one CPU thread that of the
-    processor, on which other programs do not count; else that on the wall.
-    """
-    if device.type == "cpu" and torch.get_num_threads() == 1:
-        return time.process_time, "of one CPU thread"
-
-    def read() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return read, BY_CLOCK
 
 
 def plan_of(choice: Choice, device: torch.device, minutes: float) -> Plan:
     """The plan of a choice's run of so many minutes, by steps on its images, of which nothing stays.
     Loader processes work beside the steps, so that what counts of loading is how long a step waits.
     """
-    keep_freed_memory()
-    clock, _ = clock_of(device)
+    clock = clock_of(device)
     images = choice.images
     recipe = measured_recipe(choice.recipe, choice.sets(), device)
     recipe = recipe.with_data(num_classes=images.classes)

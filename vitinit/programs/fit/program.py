@@ -33,7 +33,6 @@ from ...data.images import FORMATS, DataError, heif_formats
 from ...data.lists import LISTS
 from ...data.sources import folder_of
 from ...recipe.files import load_recipe, overrides
-from ...recipe.sections import Recipe
 from ...run import Run
 from ...runs.data import open_sets, open_training_set
 from ...runs.folder import RunFolder
@@ -43,9 +42,10 @@ from ...train.device import cores, this_device
 from ...train.interruption import Interrupted
 from ...watch.survey import Headers, survey
 from ..shared.command_line import Parser, add_set, integer, main_of, real
+from ..shared.steps import clock_of
 from .choice import Images, choose
 from .findings import finish
-from .measure import BY_CLOCK, clock_of, plan_of
+from .measure import plan_of
 
 HELD_OUT = 400  # images to hold out, within shares of
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.25
@@ -76,7 +76,9 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 
 def fit(args: Namespace) -> None:
     device = this_device()
-    clock, kind = clock_of(device)
+    clock = clock_of(device)
+    of_thread = clock is time.process_time
+    kind = "of one CPU thread" if of_thread else "by the clock"
     began, on_the_wall = clock(), time.perf_counter()
     out = args.out_dir or Path("runs", f"fit-{Path(args.data).resolve().name}")
     folder = RunFolder(out)
@@ -122,9 +124,9 @@ def fit(args: Namespace) -> None:
     train(run)
     finish(out)
     spent, passed = (clock() - began) / 60, (time.perf_counter() - on_the_wall) / 60
-    words = f"{spent:.1f} minutes {kind}" + (
-        "" if kind == BY_CLOCK else f", {passed:.1f} by the clock"
-    )
+    words = f"{spent:.1f} minutes {kind}"
+    if of_thread:
+        words += f", {passed:.1f} by the clock"
     say(f"took    {words}, of {args.minutes:g}")
 
 
@@ -148,25 +150,23 @@ def look(args: Namespace, device: torch.device) -> Images:
         # The cores of a machine without a GPU are the model's.
         f"data.workers={0 if device.type == 'cpu' else min(AT_ONCE, cores())}",
     ]
-
-    def recipe() -> Recipe:
-        return load_recipe("photos", overrides(sets=[*sets, *args.set]))
-
-    if not recipe().eval.every_epochs:
+    recipe = load_recipe("photos", overrides(sets=[*sets, *args.set]))
+    if not recipe.eval.every_epochs:
         raise OneLineError(
             "--set eval.every_epochs=0: fit ends with how good the model is; expected 1 at least"
         )
-    whole, _ = open_training_set(recipe().data, args.seed)
+    whole, _ = open_training_set(recipe.data, args.seed)
     if whole.several_labels:
         raise OneLineError(
             f"{args.data}: its images have several labels each, and fit takes one; expected train.py "
             "with --set task.name=multi_label"
         )
-    if not whole.to_validate_on and not recipe().data.holds_out:
+    if not whole.to_validate_on and not recipe.data.holds_out:
         share = min(LARGEST_SHARE, max(LEAST_SHARE, HELD_OUT / len(whole)))
-        sets.append(f"data.held_out={share:.2f}")
-    _, train_set, val_set = open_sets(recipe())
-    use = "held out" if recipe().data.holds_out else "to validate on"
+        recipe = recipe.with_data(held_out=round(share, 2))
+        sets.append(f"data.held_out={recipe.data.held_out}")
+    _, train_set, val_set = open_sets(recipe)
+    use = "held out" if recipe.data.holds_out else "to validate on"
     say(
         f"images  {len(train_set):,} to train on, {len(val_set):,} {use}, "
         f"{counted(len(whole.classes), 'class')}"

@@ -147,24 +147,18 @@ def how_trained(run: RunRecord, folder: Path) -> str:
     if checkpoint:
         lines = [line.replace(checkpoint, without_folders(checkpoint)) for line in lines]
     receipt = [f"- {line}" for line in lines if line.startswith(RECEIPT)]
-    return "\n".join(
-        [
-            "## How it was trained",
-            "",
-            f"On {data.get('training images', 'an unknown number of')} images, "
-            f"judged by {data.get('validation images', 'an unknown number of')} others; "
-            f"{run.done} epochs in {seconds / 60:.1f} minutes on {start.get('device', 'a device')}, "
-            f"torch {start.get('torch', 'of unknown version')}, seed {run.seed}.",
-            "",
-            f"The recipe is `{run.recipe}`, with these changes:",
-            "",
-            *(changes or ["- none"]),
-            "",
-            "Its first weights:",
-            "",
-            *(receipt or [f"- `{run.keys['init.name']}`"]),
-        ]
-    )
+    parts = [
+        "## How it was trained",
+        f"On {data.get('training images', 'an unknown number of')} images, "
+        f"judged by {data.get('validation images', 'an unknown number of')} others; "
+        f"{run.done} epochs in {seconds / 60:.1f} minutes on {start.get('device', 'a device')}, "
+        f"torch {start.get('torch', 'of unknown version')}, seed {run.seed}.",
+        f"The recipe is `{run.recipe}`, with these changes:",
+        "\n".join(changes) or "- none",
+        "Its first weights:",
+        "\n".join(receipt) or f"- `{run.keys['init.name']}`",
+    ]
+    return "\n\n".join(parts)
 
 
 def limits(trained: Trained, run: RunRecord | None) -> str:

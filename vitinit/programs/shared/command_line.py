@@ -229,14 +229,11 @@ def run_arguments(args: Namespace) -> dict[str, Any]:
     """What `vitinit.load` takes, of the arguments that `add_run` has added. A line on standard error
     says which weights are the best.
     """
-    path, weights = args.run, args.weights
-    if weights == "best":
-        from ...watch.verdict import best_in  # here, as a run needs no watchers yet
+    from ...watch.verdict import chosen_weights  # here, as a run needs no watchers yet
 
-        path, best = best_in(Path(args.run))
-        weights = best.weights if best else "model"
-        if best:
-            say(f"weights {path}, {best}; --weights model or ema: of the last epoch", sys.stderr)
+    path, weights, best = chosen_weights(Path(args.run), args.weights)
+    if best:
+        say(f"weights {path}, {best}; --weights model or ema: of the last epoch", sys.stderr)
     return {
         "path": path,
         "weights": weights,

@@ -12,7 +12,7 @@ from ...data.lists import as_csv
 from ...data.sources import Source
 from ...recipe.sections import Recipe
 from ...runs.data import evaluation_batches
-from ...train.loop import autocast
+from ...tasks.labels import logits_of
 
 PAIRS = 3  # of classes that are confused, at most
 
@@ -51,15 +51,13 @@ class Guessed(NamedTuple):
 
 
 @torch.no_grad()
-def logits_of(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, amp: str
+def all_logits(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], amp: str
 ) -> tuple[Tensor, Tensor]:
     """The model's logits (n, K) of all images of the batches, and their labels, on the CPU."""
     found, labels = [], []
     for images, of_images in batches:
-        with autocast(device, amp):
-            logits = model(images)  # (B, K)
-        found.append(logits.float().cpu())
+        found.append(logits_of(model, images, amp, None).cpu())
         labels.append(of_images.cpu())
     return torch.cat(found), torch.cat(labels)
 
@@ -67,6 +65,6 @@ def logits_of(
 def guessed(model: nn.Module, recipe: Recipe, source: Source, device: torch.device) -> Guessed:
     """What a model on the device takes each image of the source for, as its recipe evaluates it."""
     batches = evaluation_batches(recipe, source, recipe.data.image_size, device)
-    logits, labels = logits_of(model, batches, device, recipe.engine.amp)
+    logits, labels = all_logits(model, batches, recipe.engine.amp)
     likeliest = recipe.loss.probabilities(logits).max(1)
     return Guessed(labels, likeliest.indices, likeliest.values)

@@ -250,13 +250,12 @@ def read_archive(path: Path) -> list[RunRecord]:
             )
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
-    return [parse_member(path / name, files[named[name]]) for name in sorted(named)]
-
-
-def parse_member(path: Path, files: Mapping[str, bytes]) -> RunRecord:
-    """The run of an archive whose FILES have these contents."""
-    lines = io.BytesIO(files.get("metrics.jsonl", b""))
-    return parse_run(path, files, parse_lines(lines, path / "metrics.jsonl", "epoch"))
+    runs = []
+    for name in sorted(named):
+        texts, run = files[named[name]], path / name
+        lines = io.BytesIO(texts.get("metrics.jsonl", b""))
+        runs.append(parse_run(run, texts, parse_lines(lines, run / "metrics.jsonl", "epoch")))
+    return runs
 
 
 def write_archive(runs: Sequence[RunRecord], out: Path) -> None:

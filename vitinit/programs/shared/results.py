@@ -113,14 +113,16 @@ class Finding(NamedTuple):
         """A Markdown table of all classes with images by their accuracy, lowest first: the share of
         their images that are taken for them; of images with several labels, average precision.
         """
-        totals = self.results["model"].class_images
-        shares_of = [shares_right(result) for result in self.results.values()]
-        present = [row for row in zip(self.classes, totals, *shares_of) if row[1]]
-        present.sort(key=lambda row: row[2])
-        rows = [
-            [one_line(label), f"{total:,}", *(f"{share:.2f}" for share in shares)]
-            for label, total, *shares in present
+        key = "average_precision" if self.results["model"].precisions else "recall"
+        of_weights = [
+            as_dict(result, self.classes)["per_class"] for result in self.results.values()
         ]
+        present = [of_class for of_class in zip(*of_weights) if of_class[0]["total"]]
+        present.sort(key=lambda of_class: of_class[0][key])
+        rows = []
+        for of_class in present:
+            label, total = one_line(of_class[0]["class"]), of_class[0]["total"]
+            rows.append([label, f"{total:,}", *(f"{one[key]:.2f}" for one in of_class)])
         return table(
             ["class", "images", *(f"{name} {self.measure}" for name in self.results)], rows
         )
@@ -129,14 +131,6 @@ class Finding(NamedTuple):
     def measure(self) -> str:
         """What `by_class` shows of a class."""
         return "average precision" if self.results["model"].precisions else "top-1"
-
-
-def shares_right(result: Evaluation) -> list[float]:
-    """What `Finding.by_class` shows, in percent; 0 for a class without images."""
-    if result.precisions:
-        return [100.0 * (share or 0.0) for share in result.precisions]
-    pairs = zip(result.class_hits, result.class_images)
-    return [100.0 * hits / images if images else 0.0 for hits, images in pairs]
 
 
 def as_dict(result: Evaluation, classes: Sequence[str]) -> Json:

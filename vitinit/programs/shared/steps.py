@@ -1,7 +1,8 @@
 """A run's own steps, on images of a folder or on tensors that are given, for measurements."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ...runs.data import open_data
 from ...runs.model import build, task_of, trained_model
 from ...runs.start import draw_weights, model_to_train, new_state
 from ...tasks.labels import cross_entropy
-from ...train.device import automatic_values
+from ...train.device import automatic_values, keep_freed_memory
 from ...train.distributed import Processes
 from ...train.interruption import StopRequest
 from ...train.loop import Keeper, Training, train_epochs
@@ -37,6 +38,28 @@ def measured_recipe(
     """
     changes = overrides(init="default", sets=["init.checkpoint=", *sets])
     return load_recipe(name, changes).with_automatic(automatic or automatic_values(device))
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock in seconds for the work of this process on a device: on one CPU thread that of the
+    processor, on which other programs do not count; else that on the wall, on a GPU once its work is
+    done. From then on freed memory is kept, as in a run.
+    """
+    keep_freed_memory()
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.process_time
+    return wall_clock(device)
+
+
+def wall_clock(device: torch.device) -> Callable[[], float]:
+    """A clock on the wall, in seconds, that is read once a GPU has done its work."""
+
+    def read() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read
 
 
 def alone(device: torch.device) -> Processes:
