@@ -1,10 +1,12 @@
 """The measurements run and count what they claim to; how fast anything is, is not tested."""
 
 import gc
+import multiprocessing
 import platform
 import re
 import shutil
 import subprocess
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,9 +26,11 @@ from vitinit.programs.bench import (
     program as bench,
     step,
     training,
+    variants,
 )
 from vitinit.programs.bench.step import saved_bytes
 from vitinit.programs.bench.training import interleave, times_as_fast
+from vitinit.programs.bench.variants import MASKED, Variant
 from vitinit.programs.shared import steps as shared_steps
 from vitinit.programs.shared.plan import Plan, Rates, plan_run
 from vitinit.programs.shared.steps import measured_recipe
@@ -381,6 +385,48 @@ def test_the_machine_says_on_which_file_system_images_are(tmp_path, monkeypatch,
         mounts.write_text("".join(f"source {place} {kind} rw 0 0\n" for place, kind in lines))
         assert bench.main(["machine", "--device", "cpu", "--data-dir", str(photos)]) == 0
         assert f", data {photos} on {kind}, " in capsys.readouterr().out
+
+
+def test_variants_are_measured_in_turn_and_one_that_fails_says_why():
+    """What a process does, in threads: it answers that it is ready, then each turn, then ends."""
+    tiny = tuple(TINY[1::2])
+    given = [
+        Variant("deit_tiny", 2, 1.0, tiny),
+        Variant("deit_tiny", 2, 1.0, (*tiny, *MASKED)),
+        Variant("?", 2, 1.0),
+    ]
+    for variant in given:
+        ours, theirs = multiprocessing.Pipe()
+        arguments = theirs, variant, torch.device("cpu"), []
+        threading.Thread(target=variants.serve, args=arguments, daemon=True).start()
+        fact = variants.answer(ours, 60.0)
+        row = variants.row_of(variant, fact, [])
+        if variant.recipe == "?":
+            assert row["failed"].startswith("RecipeError: recipe ?: no such file")
+            continue
+        assert row["failed"] is None and variants.answer(ours, 0.0) == {
+            "failed": "not ready in time"
+        }
+        ours.send("turn")
+        (second,) = variants.answer(ours, 60.0)["seconds"]
+        row = variants.row_of(variant, fact | {"card": 2.0}, [second, 9.0, second])
+        assert row["images/s"] == 2 / second
+        assert row["% of the card's rate"] == 100 * row["images/s"] * fact["flops"] / 2e12
+        ours.close()
+    left, right = multiprocessing.Pipe()
+    right.close()
+    assert variants.answer(left, 1.0) == {"failed": "its process ended"}
+    recipes = [measured_recipe(one.recipe, one.sets) for one in variants.VARIANTS]
+    assert len(recipes) == len(set(variants.VARIANTS))
+
+
+def test_as_many_variants_are_compiled_at_once_as_fit(monkeypatch):
+    card = SimpleNamespace(total_memory=50 * 2**30)  # of which 45 GiB are taken
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    given = [Variant("?", 2, gib) for gib in (11.0, 23.0, 11.0, 7.0, 47.0, 2.0)]
+    found = variants.waves(given, torch.device("cuda"))
+    assert [[one.gib for one in wave] for wave in found] == [[11, 23, 11], [7], [47], [2]]
+    assert variants.waves(given, torch.device("cpu")) == [given]
 
 
 def test_rows_become_a_table():

@@ -16,7 +16,7 @@ from ...runs.model import build, task_of, trained_model, without_data
 from ..shared.plan import Plan, Rates, plan_run
 from ..shared.steps import clock_of, measured_recipe, steps_of
 from .loader import image_folder, in_batches
-from .step import STEPS, engine_of, memory_row
+from .step import engine_of, memory_row, step_seconds
 from .training import ROUNDS, ResultRow, row_table
 
 COPIES = 3  # of the weights that a run keeps: last.pt, previous.pt, best.pt
@@ -101,10 +101,7 @@ def measured_rates(recipe: Recipe, args: argparse.Namespace, device: torch.devic
     if step is None:
         batch = args.batch or recipe.optim.max_batch_per_process
         engine, clock = engine_of(without_data(recipe), device, batch), clock_of(device)
-        engine.run()  # which compiles
-        began = clock()
-        engine.run()
-        step = batch * STEPS[device.type] / (clock() - began)
+        step = batch / step_seconds(engine, clock, device)
     return Rates(step, core, prepare)
 
 

@@ -26,6 +26,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     everything.add_argument("--minutes", type=real(above=0.0), default=8.0)
     here = commands.add_parser("machine", help="the hardware and the versions of the software")
     step = commands.add_parser("step", help="images/s of a training step")
+    variants = commands.add_parser("variants", help="several steps, compiled at once")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
     loader.add_argument(
         "--workers",
@@ -81,13 +82,13 @@ def parse_arguments(arguments: list[str]) -> Namespace:
             type=integer(1),
             help="images per step (in `step` fewer if they do not fit); default: the recipe's",
         )
-    for command in (step, loader, plan, memory):
+    for command in (step, variants, loader, plan, memory):
         add_set(command, "override any key of the recipe; may be repeated")
     for command in (everything, here, loader, plan):
         command.add_argument(
             "--data-dir", type=Path, help="folder of photographs; default: drawn ones"
         )
-    for command in (everything, here, step, loader, plan):
+    for command in (everything, here, step, variants, loader, plan):
         command.add_argument(
             "--device",
             type=one_of(["cuda", "cpu"]),
@@ -104,6 +105,7 @@ def run_bench(args: Namespace) -> int:
     from .plan import print_plan
     from .step import memory_row, print_step
     from .training import row_table
+    from .variants import VARIANTS, variant_rows, waves
 
     if args.bench == "all":
         return bench_all(
@@ -119,6 +121,9 @@ def run_bench(args: Namespace) -> int:
     elif args.bench == "step":
         for recipe in [measured_recipe(name, args.set, device) for name in args.recipe]:
             print_step(recipe, device, args.batch or recipe.optim.max_batch_per_process)
+    elif args.bench == "variants":
+        for wave in waves(VARIANTS, device):
+            print("\n" + row_table(variant_rows(wave, device, args.set)), flush=True)
     elif args.bench == "plan":
         print_plan(args, device)
     elif args.bench == "loader":

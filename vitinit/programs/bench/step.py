@@ -108,6 +108,14 @@ def engine_of(recipe: Recipe, device: torch.device, batch: int) -> Engine:
     return Engine(run, model, forward, labelled, flops)
 
 
+def step_seconds(engine: Engine, clock: Callable[[], float], device: torch.device) -> float:
+    """The seconds of a step on a clock, by STEPS of them after as many that do not count."""
+    engine.run()
+    began = clock()
+    engine.run()
+    return (clock() - began) / STEPS[device.type]
+
+
 def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     engine, model, forward, labelled, flops = engine_of(recipe, device, batch)

@@ -1,4 +1,4 @@
-"""What benchmarks share: measurements in turn, and tables."""
+"""What benchmarks share: honest times, and tables."""
 
 import math
 import statistics
