@@ -18,9 +18,10 @@ from called import start_in
 from forks import Fork
 from pages import PAGES, README, REPOSITORY
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitinit.data.datasets import DATA_SETS, open_split
-from vitinit.models import MODELS
+from vitinit.models import MODELS, build_model
 from vitinit.programs import export, features, predict, recipe
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.model import build
@@ -148,6 +149,21 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     )
     exec(timms, {})
     assert "blocks.0.attn.qkv.weight" in names["weights"]
+
+
+def test_the_models_of_the_readme_have_the_sizes_that_it_states():
+    """Multiplications are counted by PyTorch, on tensors without values."""
+    row = re.compile(r"^\| [^|]+ \| `(\w+)`[^|]*\| ([\d.]+ M) \| ([\d.]+ G) \|", re.MULTILINE)
+    sizes = {name: shown for name, *shown in row.findall(README.section("The models").prose)}
+    assert len(sizes) == 7
+    for name, shown in sizes.items():
+        recipe = load_recipe(name).model
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            model = build_model(recipe.name, num_classes=1000, image_size=224, **recipe.options)
+            model(torch.empty(1, 3, 224, 224))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        flops = counter.get_total_flops() / 2  # which counts additions, too
+        assert [f"{parameters / 1e6:.1f} M", f"{flops / 1e9:.1f} G"] == shown, name
 
 
 @pytest.mark.parametrize(
