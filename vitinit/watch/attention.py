@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..mixing import run, shares_of_patches
-from ..models.attention import Attention
-from ..models.simple_vit import SimpleAttention, SimpleViT
+from ..models.shift import Shift
+from ..models.simple_vit import SimpleViT
 from ..models.vit import VisionTransformer
 from ..recipe.files import RecipeError
 from ..runs.data import training_views
@@ -34,21 +34,19 @@ BY_BLOCK = {
 }
 
 
-def attention_of(model: nn.Module) -> dict[int, Attention | SimpleAttention]:
-    """The attention of a ViT or SimpleViT by block, without blocks that have none, but shifts; of
-    another model nothing.
-    """
+def attention_of(model: nn.Module) -> dict[int, Any]:
+    """The attention of a ViT or SimpleViT by block, without blocks of shifts; of others nothing."""
     if not isinstance(model, (VisionTransformer, SimpleViT)):
         return {}
     return {
         number: block.attn
         for number, block in enumerate(model.blocks)
-        if isinstance(block.attn, (Attention, SimpleAttention))
+        if not isinstance(block.attn, Shift)
     }
 
 
 class AttentionWatcher:
-    """Adds BY_BLOCK to the rows of steps.jsonl: lists with a value per block, None for shifts.
+    """Adds BY_BLOCK to the rows of steps.jsonl, each as "logits/0" and so on by block; None for shifts.
 
     logits: the largest of all heads, queries and keys, in the precision of the run. entropy: the mean
     over heads and queries, at most log N for N tokens. mass: as at the start of a run, the mean over
@@ -71,18 +69,18 @@ class AttentionWatcher:
         if self.images is None:
             self.images = training_views(recipe, train_set, WATCHED_IMAGES)
         heads = [block.attn.num_heads for block in model.blocks]
-        row |= {key: [None] * len(heads) for key in BY_BLOCK}
+        row |= {f"{key}/{block}": None for key in BY_BLOCK for block in range(len(heads))}
         targets = targets_in(model, recipe.init.name, recipe.init.options, heads)
 
         def read(block: int, inputs: tuple, _: Tensor) -> None:
             logits = mixers[block].mixing_logits(*inputs)  # (n, h, N, N), or one for all images
             weights = logits.float().softmax(-1)
-            row["logits"][block] = logits.abs().max().item()
-            row["entropy"][block] = torch.special.entr(weights).sum(-1).mean().item()
+            row[f"logits/{block}"] = logits.abs().max().item()
+            row[f"entropy/{block}"] = torch.special.entr(weights).sum(-1).mean().item()
             if targets:
                 shares = shares_of_patches(weights, model.grid).mean(0)  # (h, cells, cells)
                 masses = masses_on([targets[block]], [shares], [model.grid])[1]
-                row["mass"][block] = mean(masses[0])
+                row[f"mass/{block}"] = mean(masses[0])
 
         mixers = attention_of(model)
         images = self.images.to(next(model.parameters()).device)

@@ -66,17 +66,6 @@ def wandb(folder: RunFolder, step: int, rows: Iterator[Item]) -> None:
     run.finish()
 
 
-def flat(row: Values) -> dict[str, Any]:
-    """A row whose lists, of values by block, are an entry per block: "logits/0", "logits/1", …"""
-    entries: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, list):
-            entries |= {f"{key}/{block}": of_block for block, of_block in enumerate(value)}
-        else:
-            entries[key] = value
-    return entries
-
-
 LOGGERS = {"tensorboard": tensorboard, "wandb": wandb}
 
 
@@ -101,7 +90,7 @@ class LiveCurves(Thread):
         else:
             moment = 2 * self.steps_per_epoch * row["epoch"] + 1
         values = {}
-        for key, value in flat(row).items():
+        for key, value in row.items():
             if key != "step" and value is not None and math.isfinite(value):
                 values[f"{lines.path.stem}/{key}"] = value
         return moment, values

@@ -17,7 +17,6 @@ from torch import Tensor
 from ...base.messages import counted
 from ...runs.folder import RunFolder
 from ...train.metrics import MEASURES
-from ...watch.live import flat
 from .groups import Group, Groups, experiment, text_of
 from .plot import FigureError, Line, Look, add_legend, looks_of, pyplot, save, subplots
 from .records import RunRecord, columns_of
@@ -64,15 +63,15 @@ def by_epoch(groups: Groups, metric: str) -> Iterator[Band]:
 
 
 def by_step(groups: Groups, keys: Iterable[str] = tuple(QUANTITIES)) -> dict[str, list[Band]]:
-    """Quantities of steps.jsonl by step, those by block as `flat` names them, a band per group. Only
-    steps that all seeds of a group have reached have a point, which is NaN where one did not measure.
-    Raises FigureError for a group without a recorded step that all seeds share.
+    """What steps.jsonl has under these keys, by step, a band per group. Only steps that all seeds of
+    a group have reached have a point. Raises FigureError for a group without a recorded step that
+    all seeds share.
     """
     bands: dict[str, list[Band]] = {key: [] for key in keys}
     for group, look in zip(groups, looks(groups)):
         recorded = []
         for run in group.runs.values():
-            rows = map(flat, RunFolder(run.path).steps.rows())
+            rows = RunFolder(run.path).steps.rows()
             recorded.append(columns_of(rows, "step", bands))
         for key in bands:
             curves = [(columns["step"], columns[key].filled(math.nan)) for columns in recorded]
