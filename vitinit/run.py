@@ -148,6 +148,7 @@ class Run:
             # The model, as its constructor draws it, and its init.
             classifier = build(recipe)
             model = trained_model(task, classifier, recipe)  # the classifier, or what holds it
+            self.watchers.require_model(model)
             notes: list[str] = []
             if not resumed:
                 notes = draw_weights(
@@ -211,6 +212,7 @@ class Run:
                 return False
             classifier = build(recipe)
             model = trained_model(task, classifier, recipe)
+            self.watchers.require_model(model)
             notes = draw_weights(
                 model, classifier, recipe, task, processes, data.train_set, self.watchers
             )

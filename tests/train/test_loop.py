@@ -324,7 +324,8 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
 def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evaluating(monkeypatch):
     """A step takes a second for its data and three for itself. Reading the losses waits for the
     device, one second more at every reading: it is training time of the steps that were read, also
-    at checkpoints and at the end of the epoch. A row's rates are since the row before."""
+    at checkpoints and at the end of the epoch. A row's rates are since the row before, and what is
+    measured for it is not training."""
     now, waits = [0.0], itertools.count(1)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
 
@@ -346,7 +347,7 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         save=take_long,
         learning_rate=lambda step: after(3, 1e-3),
         end_epoch=take_long,
-        on_row=rows.append,
+        on_row=lambda row: after(500, rows.append(row)),
     )
     check_finite(state, ALONE)  # as after an evaluation that was stopped
     since_last = [10 * 4.0 + 1.0, 10 * 4.0 + 2.0 + 3.0]

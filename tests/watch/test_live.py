@@ -77,7 +77,7 @@ def test_the_curves_of_a_run_that_was_stopped_and_killed_are_its_rows(
 ):
     """4 steps are an epoch; steps 10 and 20 have a row, and are saved, beside a stop's."""
     monkeypatch.setitem(sys.modules, "wandb", library := WeightsAndBiases())
-    folder, log = tmp_path / "run", ["--log", "tensorboard", "wandb"]
+    folder, log = tmp_path / "run", ["--log", "tensorboard", "wandb", "attention"]
     command = small_run(
         folder,
         *log,
@@ -109,6 +109,7 @@ def test_the_curves_of_a_run_that_was_stopped_and_killed_are_its_rows(
     assert [row["step"] for row in rows_of(folder, "steps")] == [10, 20]
     assert [row["epoch"] for row in rows_of(folder)] == [1, 2, 3, 4, 5, 6]
     assert_shown(folder, 4)
+    assert ("steps/logits/1", 20) in expected(folder, 4)
     (sent,) = library.rows.values()
     same = {
         (tag, values["step"]): value

@@ -23,20 +23,29 @@ from .rotary import Rotary
 FOR_BIAS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def attention_weights(
+def attention_logits(
     query: Tensor, key: Tensor, bias: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """softmax(Q Kᵀ · scale + bias), the spatial mixing ("Attention Is All You Need", §3.2.1).
+    """Q Kᵀ · scale + bias, of which the softmax is attention, (..., N, N).
 
     query, key: (..., N, d). bias: broadcastable to (..., N, N), added to the logits (a relative
-    position bias, a shift mask). scale: 1 / √d if None. Returns (..., N, N), rows summing to 1.
+    position bias, a shift mask). scale: 1 / √d if None.
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
     logits = query @ key.transpose(-2, -1) * scale  # (..., N, N)
     if bias is not None:
         logits = logits + bias
-    return logits.softmax(dim=-1)
+    return logits
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, bias: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """The softmax of `attention_logits`, the spatial mixing ("Attention Is All You Need", §3.2.1):
+    (..., N, N), rows summing to 1.
+    """
+    return attention_logits(query, key, bias, scale).softmax(dim=-1)
 
 
 def attend(
@@ -134,10 +143,14 @@ class Attention(nn.Module):
             q, k = self.rotary(q, k, tokens)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
+    def mixing_logits(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The logits of `mixing_weights`."""
+        q, k, _ = self.queries_keys_values(x, tokens)
+        return attention_logits(q, k)
+
     def mixing_weights(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The attention matrices that `forward` applies to the values: (B, N, C) → (B, h, N, N)."""
-        q, k, _ = self.queries_keys_values(x, tokens)
-        return attention_weights(q, k)
+        return self.mixing_logits(x, tokens).softmax(dim=-1)
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         q, k, v = self.queries_keys_values(x, tokens)

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..base.values import Count, NonNegative, Proportion
-from .attention import attend, attention_weights
+from .attention import attend, attention_logits
 from .layers import (
     Classifier,
     Features,
@@ -116,10 +116,14 @@ class SimpleAttention(nn.Module):
         query, key = rearrange(self.qk(z), "b n (two h d) -> two b h n d", two=2, h=self.num_heads)
         return query, key
 
+    def mixing_logits(self, x: Tensor, pos_embed: Tensor) -> Tensor:
+        """The logits of `mixing_weights`."""
+        query, key = self.queries_keys(x, pos_embed)
+        return attention_logits(query, key, scale=self.logit_scale)
+
     def mixing_weights(self, x: Tensor, pos_embed: Tensor) -> Tensor:
         """The attention matrices of `forward`: (B, h, N, N), or (1, h, N, N) as `queries_keys`."""
-        query, key = self.queries_keys(x, pos_embed)
-        return attention_weights(query, key, scale=self.logit_scale)
+        return self.mixing_logits(x, pos_embed).softmax(dim=-1)
 
     def forward(self, x: Tensor, pos_embed: Tensor) -> Tensor:
         values = self.value(x)  # (B, N, h·d)

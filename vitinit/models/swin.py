@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..base.messages import times
-from .attention import Attention, attend, attention_weights
+from .attention import Attention, attend, attention_logits
 from .layers import (
     Classifier,
     Features,
@@ -85,11 +85,11 @@ class WindowAttention(Attention):
         )
         return q, k, v
 
-    def mixing_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The attention matrices that `forward` applies: (B·M, w², C) → (B·M, h, w², w²)."""
+    def mixing_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The logits of the attention that `forward` applies: (B·M, w², C) → (B·M, h, w², w²)."""
         q, k, _ = self.folded(x, mask)
-        weights = attention_weights(q, k, self.bias(mask))
-        return rearrange(weights, "b (m h) q k -> (b m) h q k", h=self.num_heads)
+        logits = attention_logits(q, k, self.bias(mask))
+        return rearrange(logits, "b (m h) q k -> (b m) h q k", h=self.num_heads)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (B·M, w², C), the windows of one image after those of another; mask: see `bias`."""

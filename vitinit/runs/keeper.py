@@ -192,11 +192,13 @@ class RunKeeper(Keeper):
         self.tell("row", lines, row)
 
     def add_row(self, row: StepRow) -> None:
-        """Append a row to steps.jsonl."""
-        processes = self.training.processes
+        """Append a row to steps.jsonl, with what watchers measure for it."""
+        state, processes = self.training.state, self.training.processes
         with processes.together():
             if processes.is_main:
-                self.append(self.folder.steps, row._asdict())
+                entries = row._asdict()
+                self.tell("measured", entries, state.model, self.recipe, self.data.train_set)
+                self.append(self.folder.steps, entries)
 
     def tell_paces(self, paces: Sequence[Pace]) -> None:
         """Warn of what the run waits for. paces: of the first steps of each process."""

@@ -6,6 +6,7 @@ one fails, a warning says so, and the run goes on without the watcher.
     opened(data, recipe)                        a new run's images are opened
     initialised(model, recipe, train_set)       a new run's model has its init, still on the CPU
     started(folder, step, steps_per_epoch)      the run begins, or goes on, at this step
+    measured(row, model, recipe, train_set)     a row of steps is to be written; it may get entries
     row(lines, row)                             a row was appended to the folder's steps or metrics
     paced(paces, recipe, processes)             how fast the first steps of each process were
     finished(folder)                            all epochs are done
@@ -19,6 +20,8 @@ To add one: a class without arguments, here or elsewhere, and a row.
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from ..base.messages import in_brief, warn
 from ..base.table import find
 from ..recipe.files import RecipeError
@@ -30,6 +33,7 @@ WATCHERS: dict[str, Any] = {
     "verdict": ".watch.verdict:VerdictWatcher",
     "tensorboard": ".watch.live:TensorBoard",
     "wandb": ".watch.live:WeightsAndBiases",
+    "attention": ".watch.attention:AttentionWatcher",
 }
 LOGGERS_NEED = "tensorboard and wandb need pip install 'vitinit[tensorboard]' or 'vitinit[wandb]'"
 BY_DEFAULT = ("images", "mass", "waiting", "verdict")  # of every run
@@ -49,6 +53,11 @@ class Watchers:
                 raise RecipeError(f"--log {name}: expected {others}; {LOGGERS_NEED}")
             self.kinds[name] = find(WATCHERS[name])
             getattr(self.kinds[name], "require", no_answer)()
+
+    def require_model(self, model: nn.Module) -> None:
+        """Raise RecipeError if one of them can see nothing of such a model, as it says itself."""
+        for kind in self.kinds.values():
+            getattr(kind, "require_model", no_answer)(model)
 
     def tell(self, event: str, *facts: Any) -> list[str]:
         """Tell each watcher, by its method of this name; return the lines with which they answer."""

@@ -141,6 +141,7 @@ class StepMeter(Meter):
             self.progress.read_losses(self.processes)
             row = self.row(update)
             self.on_row(row)
+            self.progress.clock.start()  # what watchers measure for a row is not training
             self.tell_paces(after=EARLY_ROWS)
         self.show_loss()
         self.bar.update()

@@ -101,6 +101,18 @@ def targets_of(name: str, options: InitOptions, heads: Sequence[int]) -> list[li
     ]
 
 
+def targets_in(
+    model: nn.Module, name: str, options: InitOptions, heads: Sequence[int]
+) -> list[list[list[Offset]]]:
+    """`targets_of` an init of this model, of which only the options that were given are known; [] of
+    one that has none.
+    """
+    if not has_targets(model, name, options):
+        return []
+    complete = with_defaults(init_function(name, family_of(model)), options)
+    return targets_of(name, complete, heads)
+
+
 def with_defaults(function: Callable, options: InitOptions) -> dict[str, Any]:
     """All options of an init, by name: those given, and the defaults of the others."""
     parameters = inspect.signature(function).parameters
@@ -146,8 +158,7 @@ def mass_on_images(model: nn.Module, name: str, options: InitOptions, images: Te
         for attention in attentions
     ]
     shares = mean_shares(model, images, readers, grids)
-    complete = with_defaults(init_function(name, family_of(model)), options)
-    aimed = targets_of(name, complete, list(map(len, shares)))
+    aimed = targets_in(model, name, options, list(map(len, shares)))
     mass = Mass([], [], [])
     for grid, targets, masses in zip(grids, *masses_on(aimed, shares, grids)):
         by_head = list(zip(targets, masses))

@@ -111,6 +111,37 @@ def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
     assert dict(one["facts"])["top-1, last"] == "68.00 %" and meta["notes"] == []
 
 
+def test_what_a_run_watched_of_attention_is_drawn_by_block_where_it_is_on_record(
+    report, contents, written_run
+):
+    """The first, middle and last block; of two runs one watched, and not at all of its steps, and
+    its first block is a shift."""
+    folders = [written_run(init, [50.0], init=init) for init in ("default", "impulse")]
+    for init, folder in zip(("default", "impulse"), folders):
+        rows = [{"step": step, "loss": 1.0, "lr": 0.1, "grad_norm": 2.0} for step in (10, 20)]
+        if init == "impulse":
+            watched = {"logits": [None, 23.0, 31.0, 47.0], "entropy": [None, 1.0, 2.0, 3.0]}
+            for key, values in (watched | {"mass": [None] * 4}).items():
+                rows[1] |= {f"{key}/{block}": value for block, value in enumerate(values)}
+        (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    panels = {panel["title"]: panel["lines"] for panel in contents(report(*folders))[0]["curves"]}
+    assert list(panels)[1:] == [
+        "training loss",
+        "learning rate",
+        "gradient norm",
+        "largest |logit| of attention",
+        "entropy of attention (nats)",
+    ]
+    middle, last = panels["largest |logit| of attention"]
+    assert [line["label"] for line in (middle, last)] == [
+        "impulse (1 seed), block 2",
+        "impulse (1 seed), block 3",
+    ]
+    assert middle["mean"] == [None, 31.0] and last["mean"] == [None, 47.0]
+    assert middle["colour"] == last["colour"] and middle["dash"] != last["dash"]
+    assert [line["mean"][1] for line in panels["entropy of attention (nats)"]] == [2.0, 3.0]
+
+
 def test_a_run_is_judged_on_its_validation_images(report, contents, photographs, tmp_path):
     meta, levels = contents(report("cifar10_small", "--data-dir", photographs))
     (run,) = meta["runs"]

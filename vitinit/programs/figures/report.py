@@ -22,11 +22,12 @@ from ...tasks.calibration import calibration_error, reliability
 from ...tasks.multi_label import evaluation_of
 from ...train.device import this_device
 from ...train.metrics import MEASURES, balanced_accuracy
+from ...watch.attention import BY_BLOCK
 from ...watch.verdict import chosen_weights
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
 from ..shared.groups import Group, Groups, group_runs
 from ..shared.guesses import all_logits
-from ..shared.plot import FigureError, as_png, rounded
+from ..shared.plot import LINES, FigureError, as_png, rounded
 from ..shared.records import Json, RunRecord, read_runs
 from ..shared.results import class_scores, compare_runs, origin, paired, t_interval
 from .page import write_page
@@ -98,8 +99,11 @@ def write_report(
 def panels(groups: Groups) -> tuple[list[Json], list[str]]:
     """The panels of curves, and lines about those by step where there are none, and about means."""
     titles, notes = dict(EPOCHS), []  # of panels by epoch
+    depth = max(group.first.keys.get("model.options.depth", 1) for group in groups)
+    blocks = sorted({0, depth // 2, depth - 1})  # of what `train.py --log attention` records
+    watched = [f"{key}/{block}" for key in BY_BLOCK for block in blocks]
     try:
-        bands = by_step(groups)
+        bands = by_step(groups, [*QUANTITIES, *watched])
         del titles["train_loss"]  # which is drawn by step
     except FigureError as error:
         bands = {}
@@ -109,9 +113,19 @@ def panels(groups: Groups) -> tuple[list[Json], list[str]]:
     for key, words in titles.items():
         lines = list(by_epoch(groups, key))
         drawn.append(panel(words + joined_in_words(lines), "epoch", lines))
-    for key, lines in bands.items():
-        words = QUANTITIES[key] + joined_in_words(lines)
+    for key, words in QUANTITIES.items():
+        lines = bands.get(key, [])
+        words += joined_in_words(lines)
         drawn.append(panel(words, "step", lines) | {"log": key == "grad_norm"})
+    for key, words in BY_BLOCK.items():
+        lines = []
+        for block, line in zip(blocks, LINES):
+            for curve in bands.get(f"{key}/{block}", []):
+                if curve.values.isfinite().any():
+                    label = f"{curve.label}, block {block}"
+                    lines.append(curve._replace(label=label, line=line))
+        words += joined_in_words(lines)
+        drawn.append(panel(words, "step", lines))
     return [curves for curves in drawn if curves["lines"]], notes
 
 

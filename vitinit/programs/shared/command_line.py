@@ -278,7 +278,7 @@ def add_log(parser: Parser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="show live curves: tensorboard, wandb, or both",
+        help="show live curves: tensorboard, wandb; record by block what attention does: attention",
     )
 
 

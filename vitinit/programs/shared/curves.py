@@ -62,17 +62,18 @@ def by_epoch(groups: Groups, metric: str) -> Iterator[Band]:
             yield curve
 
 
-def by_step(groups: Groups) -> dict[str, list[Band]]:
-    """The QUANTITIES of steps.jsonl by step. Only steps that all seeds of a group have reached have
-    a point. Raises FigureError for a group without a recorded step that all seeds share.
+def by_step(groups: Groups, keys: Iterable[str] = tuple(QUANTITIES)) -> dict[str, list[Band]]:
+    """What steps.jsonl has under these keys, by step, a band per group. Only steps that all seeds of
+    a group have reached have a point. Raises FigureError for a group without a recorded step that
+    all seeds share.
     """
-    bands: dict[str, list[Band]] = {key: [] for key in QUANTITIES}
+    bands: dict[str, list[Band]] = {key: [] for key in keys}
     for group, look in zip(groups, looks(groups)):
         recorded = []
         for run in group.runs.values():
             rows = RunFolder(run.path).steps.rows()
-            recorded.append(columns_of(rows, "step", QUANTITIES))
-        for key in QUANTITIES:
+            recorded.append(columns_of(rows, "step", bands))
+        for key in bands:
             curves = [(columns["step"], columns[key].filled(math.nan)) for columns in recorded]
             curve = band(group, look, curves)
             if not len(curve.across):
