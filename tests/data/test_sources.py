@@ -378,6 +378,16 @@ def numbered(sizes: Sequence[int]) -> ImagesInMemory:
     return ImagesInMemory(images, labels, [f"class {label}" for label in range(len(sizes))])
 
 
+WITHOUT_TENSORS_OF_UINT8 = (torch.ones(7, 3, 5, 5), np.ones((7, 3, 5, 5), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("images", WITHOUT_TENSORS_OF_UINT8, ids=["float", "numpy"])
+def test_images_in_memory_of_other_values_than_uint8_are_refused(images):
+    message = "image 2: has torch.float32 values; expected a tensor of torch.uint8"
+    wanted = message.replace("torch.float32", str(images.dtype))
+    assert refusal(ImagesInMemory(images, [0] * 7, ["a"]).image, 2) == wanted
+
+
 def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
     """So a smaller part lies in every larger one, and no image is trained on and held out."""
     rng = np.random.default_rng(2)

@@ -77,9 +77,13 @@ class Source:
 
     def image(self, index: int, view: Callable = lambda image: image) -> Any:
         """Image `index`, (3, H, W) uint8, or what `view` makes of it: DataError if there is too
-        little memory for either, or if it cannot be decoded.
+        little memory for either, or if it cannot be decoded or is no tensor of uint8.
         """
-        return view(with_channels(self.pixels(index), self.channels))
+        pixels = self.pixels(index)
+        kind = getattr(pixels, "dtype", None)  # numpy's, of an array
+        if kind != torch.uint8:  # values from 0 to 1 would be cut to 0
+            raise DataError(f"image {index}: has {kind} values; expected a tensor of torch.uint8")
+        return view(with_channels(pixels, self.channels))
 
     def path(self, index: int) -> str:
         """The file of an image; "" of one in memory."""
