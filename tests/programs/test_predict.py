@@ -269,7 +269,12 @@ def test_what_cannot_be_predicted_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.png").write_bytes(b"text")
     for arguments, problem in (
-        ("nowhere x.png", "nowhere: no such checkpoint"),
+        (
+            "nowhere x.png",
+            "nowhere: no such checkpoint; expected a run's folder, a file of weights, or a name such "
+            "as cifar10_small",
+        ),
+        ("runs/nowhere x.png", "runs/nowhere: no such checkpoint; expected a run's folder"),
         (f"{RUN} x.png", "x.png: no such file or folder"),
         (f"{RUN} empty", "empty: no images in it"),
         (

@@ -165,7 +165,13 @@ def open_file(
     described: by a recipe that is given, which counts more than one of a .safetensors file.
     """
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
-    state, path = read_checkpoint(by_name(path), mmap=True)
+    path = by_name(path)
+    if not path.exists():
+        raise NoCheckpoint(
+            f"{path}: no such checkpoint; expected a run's folder, a file of weights, or a name such "
+            "as cifar10_small"
+        )
+    state, path = read_checkpoint(path, mmap=True)
     state = {
         key: part
         for key, part in state.items()
