@@ -11,6 +11,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
 
 from vitinit.init import INITS
+from vitinit.programs.shared import plot
 from vitinit.programs.shared.plot import (
     FONT,
     LOOKS,
@@ -117,6 +118,15 @@ def test_letters_are_of_a_font_that_has_them_or_a_line_says_that_none_has(
     save(figure, tmp_path / "x.png", "a")
     assert axis.title.get_fontfamily() == [FONT, "Cats"] and families_for("a") == [FONT]
     assert capsys.readouterr().err == ""
+
+
+def test_letters_are_of_as_few_fonts_as_have_them(monkeypatch):
+    """A font with some of them, though it is found first, is left out where a later one has all."""
+    letters = {"some": {"\u732b"}, "all": {"\u732b", "\u72ac"}}
+    fonts = [font_manager.FontEntry(fname=name, name=name) for name in letters]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
+    monkeypatch.setattr(plot, "letters_in", lambda font: letters.get(font, set()))
+    assert families_for("\u732b\u72ac") == [FONT, "all"]
 
 
 QUICK = "--recipe quickstart --set model.options.depth=2 "

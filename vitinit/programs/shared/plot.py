@@ -126,11 +126,18 @@ def families_for(text: str) -> list[str]:
 
     families = [FONT]
     lacking = set(filter(str.isprintable, text)) - letters_in(findfont(FONT))
-    for font in fontManager.ttflist if lacking else ():
-        found = lacking & letters_in(font.fname)
-        if found and not font.name.startswith("Last Resort"):  # which has a box for each letter
-            families.append(font.name)
-            lacking -= found
+    if not lacking:
+        return families
+    had = {
+        entry.name: lacking & letters_in(entry.fname)
+        for entry in fontManager.ttflist
+        if not entry.name.startswith("Last Resort")  # which has a box for each letter
+    }
+    # The one that has most comes first, so that a name is not drawn in several where one has it all.
+    for family in sorted(had, key=lambda name: -len(had[name])):
+        if had[family] & lacking:
+            families.append(family)
+            lacking -= had[family]
     if lacking:
         warn(
             f"no installed font has {shortened(sorted(lacking))}: boxes are drawn; of Chinese, "
