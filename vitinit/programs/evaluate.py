@@ -52,7 +52,7 @@ from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.orders import order_taken
 from .shared.results import Finding, print_results
 from .shared.sureness import Sureness, require_one_label, store_temperature
-from .shared.views import AIRBENCH, AS_IT_IS, Views, in_words, parse_shifts, reach_of
+from .shared.views import AIRBENCH, AS_IT_IS, Shift, Views, in_words, parse_shifts, reach_of
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = (
@@ -208,12 +208,15 @@ def evaluate_checkpoints(
     pairs: Sequence[tuple[EvaluatedSet, int]],
     processes: Processes,
     stop: StopRequest,
-    args: argparse.Namespace,
+    *,
+    shifts: Sequence[Shift],
+    mirrored: bool,
+    fit: bool,
 ) -> Iterator[tuple[tuple[EvaluatedSet, int], Finding]]:
     """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
     was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
-    args: of the command line, which says how images are viewed, and whether logits are kept, and a
-    temperature fitted to them (`store_temperature`).
+    shifts, mirrored: as of `Views`. fit: logits are kept, and a temperature fitted to them
+    (`store_temperature`).
     """
     prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
@@ -227,8 +230,8 @@ def evaluate_checkpoints(
             taken = order_taken(source.classes)
             if taken and known_classes(saved, source.classes) is None:
                 processes.say(f"{saved.name}: {taken}")
-    views = in_words(args.shifts, args.flips)
-    models = [models_of(saved, processes, args) for saved in checkpoints]
+    views = in_words(shifts, mirrored)
+    models = [models_of(saved, processes, shifts, mirrored, fit=fit) for saved in checkpoints]
     for eval_set, source in sources.items():
         made: dict[tuple, EvaluationBatches] = {}  # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
@@ -240,7 +243,7 @@ def evaluate_checkpoints(
             sureness = {}
             if not task.several_labels:
                 sureness = {
-                    name: Sureness(saved.recipe.loss, model.temperature, keeps=args.fit_temperature)
+                    name: Sureness(saved.recipe.loss, model.temperature, keeps=fit)
                     for name, model in models[number].items()
                 }
             results = results_of(
@@ -268,7 +271,7 @@ def evaluate_checkpoints(
                     sureness,
                 ),
             )
-            if args.fit_temperature and processes.is_main:
+            if fit and processes.is_main:
                 for name, seen in sureness.items():
                     store_temperature(saved, name, seen, eval_set.name)
 
@@ -325,23 +328,28 @@ class Tempered(nn.Module):
 
 
 def models_of(
-    saved: Saved, processes: Processes, args: argparse.Namespace
+    saved: Saved,
+    processes: Processes,
+    shifts: Sequence[Shift],
+    mirrored: bool,
+    *,
+    fit: bool,
 ) -> Mapping[str, Tempered]:
-    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU, viewing
-    images as the command line asks, with the temperatures that are stored beside it, unless others
-    are to be fitted.
+    """A checkpoint's model and, if it has one, its moving average, by name, on the CPU, with the
+    temperatures that are stored beside it, unless others are to `fit`. shifts, mirrored: as of
+    `Views`.
     """
     models = {}
     for name in saved.weights:
         with processes.together():
             model: nn.Module = saved.model(name)
-            temperature = 1.0 if args.fit_temperature else saved.temperature(name)
+            temperature = 1.0 if fit else saved.temperature(name)
         if temperature != 1.0:
             processes.say(
                 f"{saved.name}: logits of {name} are divided by {temperature:.4f}, of calibration.json"
             )
-        if in_words(args.shifts, args.flips):
-            model = Views(model, args.shifts, args.flips)
+        if in_words(shifts, mirrored):
+            model = Views(model, shifts, mirrored)
         models[name] = Tempered(compiled(model, saved.recipe.engine), temperature)
     if processes.is_main and not saved.brings_recipe:
         say(f"{saved.path}: {saved.assumptions()}", sys.stderr)
@@ -422,7 +430,15 @@ def main(arguments: list[str] | None = None, name: str = "eval.py") -> int:
                     pairs.append((eval_set, number))
             findings = {}
             try:
-                found = evaluate_checkpoints(checkpoints, pairs, processes, stop, args)
+                found = evaluate_checkpoints(
+                    checkpoints,
+                    pairs,
+                    processes,
+                    stop,
+                    shifts=args.shifts,
+                    mirrored=args.flips,
+                    fit=args.fit_temperature,
+                )
                 for pair, finding in found:
                     findings[pair] = finding
             finally:  # what is measured is not lost by the next set
