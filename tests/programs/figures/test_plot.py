@@ -22,6 +22,7 @@ from vitinit.programs.shared.plot import (
     draw_heat,
     families_for,
     looks_of,
+    pyplot,
     save,
 )
 
@@ -33,6 +34,17 @@ def test_every_init_has_one_look_for_good():
     assert again[:2] == [LOOKS["impulse"], LOOKS["default"]] and again[3] == OTHER
     assert again[2][0] == again[0][0] and len({*again}) == len(again)  # as after other epochs
     assert len({*looks_of(["impulse"] * 19)}) == 19
+
+
+def test_a_notebook_goes_on_showing_what_it_draws(monkeypatch):
+    asked = []
+    monkeypatch.setattr("matplotlib.use", asked.append)
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    pyplot()
+    assert not asked
+    monkeypatch.delenv("MPLBACKEND")
+    pyplot()
+    assert asked == ["Agg"]
 
 
 def test_a_legend_of_any_labels_stays_within_the_figure():

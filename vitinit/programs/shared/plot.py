@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import os
 import textwrap
 import warnings
 import zlib
@@ -70,7 +71,8 @@ def pyplot() -> ModuleType:
             "vitinit figures needs matplotlib: pip install 'vitinit[figures]'"
         ) from None
     matplotlib.rcdefaults()  # else a file of this folder may ask for LaTeX
-    matplotlib.use("Agg")
+    if "inline" not in os.environ.get("MPLBACKEND", ""):  # a notebook, which shows what it draws
+        matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     return plt
