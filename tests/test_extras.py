@@ -146,7 +146,7 @@ def test_the_workflow_runs_the_versions_that_are_promised(setup, repository):
         assert f"'{name}=={oldest}.*'" in workflow
     page = (repository / "CONTRIBUTING.md").read_text("utf-8")
     jobs = re.findall(r"^  (\w+):\n    name:", workflow, re.MULTILINE)
-    assert len(jobs) == 5
+    assert len(jobs) == 6
     rows = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
     assert [name for name in dict.fromkeys(rows) if name in jobs] == jobs
 

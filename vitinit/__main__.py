@@ -24,7 +24,7 @@ PROGRAMS = {
     "recipe": Program(".programs.recipe:main", "print a recipe, or what several differ in"),
     "figures": Program(".programs.figures.program:main", "draw models, data and runs; reports"),
     "export": Program(".programs.export:main", "write weights or a program for other libraries"),
-    "lessons": Program(".programs.lessons.program:main", "run the code of the nine lessons"),
+    "lessons": Program(".programs.lessons.program:main", "run the code of the lessons"),
     "bench": Program(".programs.bench.program:main", "check and measure this machine"),
 }
 HELP = "\n".join(

@@ -1,5 +1,6 @@
 """The lessons' pages: their code runs, and prints and draws what they show."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitinit.base.files import CheckpointError
+from vitinit.programs.fit import program as fit
 from vitinit.programs.lessons import FOLDER, PICTURES, lesson_paths, program as command
 from vitinit.programs.lessons.page import (
     PICTURE,
@@ -42,6 +45,37 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
             assert drawn.size == shown.size
         levels = np.abs(thumbnail(tmp_path / picture) - thumbnail(own))
         assert levels.mean() <= 1.0, picture  # of 255
+
+
+def test_the_last_lesson_looks_at_the_model_and_the_images_of_ones_own_folder(
+    tmp_path, monkeypatch
+):
+    def no_network(published):
+        raise CheckpointError("cannot be fetched")
+
+    monkeypatch.setattr(fit, "fetch_published", no_network)
+    draw, photos = np.random.default_rng(0), tmp_path / "photos"
+    for name, brightest in (("dark", 90), ("bright", 256)):
+        (photos / name).mkdir(parents=True)
+        for number in range(13):
+            pixels = draw.integers(brightest // 2, brightest, (37, 41, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(photos / name / f"{number}.png")
+    text = PATHS[10].read_text(encoding="utf-8")
+    for line, own in (
+        ("FOLDER = PHOTOGRAPHS ", f"FOLDER = {str(photos)!r} "),
+        ("MINUTES = 3 ", "MINUTES = 0.3 "),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, own)
+    path = tmp_path / "10_page.md"
+    path.write_text(text, encoding="utf-8")
+    printed = "".join(words for _, words in run_page(read_page(path), tmp_path, train=False))
+    with open(tmp_path / "runs" / "photos-0.3-minutes" / "predictions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = sum(row["truth"] == row["label"] for row in rows)
+    assert f"{right} of {len(rows)} right: " in printed and len(rows) == 6
+    assert f"from  0 % on: 6 answered, {right} of them right" in printed
+    assert "airplane" not in printed and re.search(r"^(dark|bright) +\d+ %$", printed, re.MULTILINE)
 
 
 @lessons

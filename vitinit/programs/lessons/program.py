@@ -10,6 +10,7 @@ Without --train, blocks of code that train for minutes take two steps.
 """
 
 import json
+import shutil
 import tempfile
 import time
 from argparse import Namespace
@@ -88,7 +89,10 @@ def lessons(options: Namespace) -> None:
             )
         deliver(text, options.notebook)
     elif options.update:
-        page = updated_page(page, page.path.parent / PICTURES)
+        with tempfile.TemporaryDirectory() as folder:
+            page = updated_page(page, Path(folder))
+            for picture in Path(folder).glob("*.png"):
+                shutil.copy(picture, page.path.parent / PICTURES)
         deliver(page.text(), page.path)
     else:
         run_lesson(page, train=options.train)
