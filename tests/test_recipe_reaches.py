@@ -35,7 +35,7 @@ WRITTEN = {
                   eps=5e-5, clip_norm=0.61, layer_decay=0.89, muon_factor=1.7, muon_momentum=0.79,
                   muon_dtype="bf16_on_gpu"),
     "schedule": dict(shape="cosine", epochs=3, cooldown_epochs=2, warmup_epochs=1, warmup_lr=2e-5,
-                     cosine_after_warmup=True, min_lr=1e-6, step_on="epoch"),
+                     cosine_after_warmup=True, min_lr=1e-6, step_on="epoch", shift_epochs=2),
     "ema": dict(decay=0.71, warmup=True),
     "engine": dict(amp="bf16", compile=True, compile_mode="reduce-overhead", recompute=True,
                    channels_last=True, tf32=True),
@@ -78,7 +78,8 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
         return save(self, state, path)
 
     monkeypatch.setattr(RunFolder, "save", saved)
-    recomputed, modes = [], set()
+    recomputed, modes, held = [], set(), []
+    monkeypatch.setattr(start, "hold_to_shifts", lambda _, **options: held.append(options["held"]))
     monkeypatch.setattr(start, "recompute_blocks", recomputed.append)
 
     def compile_it(model, mode):
@@ -92,6 +93,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
         for title, body in WRITTEN.items()
         for key, value in body.items()
     }
+    sets["model__options__pool"] = "mean"
     assert train_program.main(small_run(tmp_path / "run", **sets)) == 0
 
     def options(name: str) -> dict:
@@ -127,6 +129,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     training, *_ = seen["train_epochs"][0][0]
     assert recomputed == [training.state.model] and modes == {"reduce-overhead"}
     assert training.epochs == 5  # with the cool-down
+    assert held == [True, *[True] * 2, *[False] * 3]  # once before the first epoch
     assert (training.amp, training.clip_norm, training.save_every) == ("bf16", 0.61, 3)
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.

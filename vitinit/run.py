@@ -38,6 +38,7 @@ from .runs.start import (
     objective_of,
     open_task,
     restore,
+    shifts_of,
 )
 from .runs.summary import at_a_glance, rehearsal, start_lines
 from .runs.watching import BY_DEFAULT, Watchers
@@ -258,6 +259,7 @@ class Run:
             amp=recipe.engine.amp,
             clip_norm=recipe.optim.clip_norm,
             save_every=recipe.checkpoint.every_steps,
+            mixing=shifts_of(cast(Classifier, state.model), recipe),
         )
 
     def _show(self, start: Sequence[str], processes: Processes, elsewhere: str) -> None:

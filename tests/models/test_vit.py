@@ -7,6 +7,7 @@ from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
 from vitinit.interop.weights.names import native_tensors
+from vitinit.models.attention import hold_to_shifts
 
 SMALL = dict(num_classes=13, image_size=(12, 20), patch_size=4, embed_dim=12, depth=2, num_heads=3)
 
@@ -199,3 +200,52 @@ def test_shifts_refuse_other_tokens_than_those_of_a_whole_grid():
     assert torch.equal(index, torch.arange(15))  # the first offset is the token itself
     with pytest.raises(ValueError, match="some are hidden here"):
         model.blocks[0](torch.zeros(2, 7, 12), tokens=torch.zeros(2, 7, dtype=torch.int64))
+
+
+def test_attention_that_is_held_is_the_shift_in_training_and_attention_in_evaluation():
+    """The impulse's own, at mass .9: only values and what follows them have gradients."""
+    sizes = SMALL | dict(embed_dim=48, pool="mean", pos_embed="rope", rope_frequencies="linear")
+    model = vitinit.build_model("vit_tiny", **sizes)
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0))
+    model, shifts = (
+        model.double(),
+        vitinit.build_model("vit_tiny", shift_blocks=2, **sizes).double(),
+    )
+    state = model.state_dict()
+    for name in [name for name in state if ".qkv." in name]:
+        state[name.replace("qkv", "v")] = state.pop(name)[96:]
+    shifts.load_state_dict(state)
+    images = drawn(2, 3, 12, 20)
+    attention = model(images)
+    hold_to_shifts(model, held=True)
+    held = model(images)
+    assert_close = torch.testing.assert_close
+    assert_close(held, shifts(images), rtol=0, atol=1e-12)
+    assert (held - attention).abs().max() > 1e-3
+    for logits in (held, shifts(images)):
+        logits.square().sum().backward()
+    for block, shift in zip(model.blocks, shifts.blocks):
+        for name in ("weight", "bias"):
+            gradient = getattr(block.attn.qkv, name).grad
+            assert not gradient[:96].any()
+            assert_close(gradient[96:], getattr(shift.attn.v, name).grad, rtol=0, atol=1e-12)
+    assert torch.equal(model.eval()(images), attention)
+    hold_to_shifts(model.train(), held=False)
+    assert torch.equal(model(images), attention)
+
+
+@pytest.mark.parametrize(
+    "init, options",
+    [
+        ("default", {}),
+        ("impulse", dict(pos_embed="learned")),
+        ("impulse", dict(rope_frequencies="mixed")),  # which are parameters
+        ("impulse", dict(qkv_bias=False)),  # by content, of channel 0
+    ],
+)
+def test_attention_whose_biases_choose_no_token_is_not_held(init, options):
+    sizes = SMALL | dict(embed_dim=144, pool="mean", pos_embed="rope", rope_frequencies="linear")
+    model = vitinit.build_model("vit_tiny", **sizes | options)
+    vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="has a mass of .* on one token by place alone"):
+        hold_to_shifts(model, held=True)

@@ -182,6 +182,30 @@ def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, re
     assert "resumed at step 3" in capsys.readouterr().out
 
 
+def test_a_run_that_begins_as_shifts_goes_on_as_such_and_then_by_attention(
+    train_program, stopped, straight
+):
+    """Stopped in the first of two epochs of three; queries and keys have learned in the third."""
+    changes = {
+        "model__options__pool": "mean",
+        "model__options__pos_embed": "rope",
+        "model__options__rope_frequencies": "linear",
+        "optim__weight_decay": "0.0",
+        "checkpoint__keep_epochs": "[0, 2]",
+        "schedule__shift_epochs": "2",
+        "init": "impulse",
+    }
+    folder, arguments = stopped(**changes)
+    assert train_program.main(arguments) == 0
+    assert_same_run(folder, straight(**changes))
+    first, second, last = (
+        checkpoint(folder, name)["model"]["blocks.1.attn.qkv.weight"].split([24, 12])
+        for name in ("epoch_0000.pt", "epoch_0002.pt", "last.pt")
+    )
+    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+    assert not torch.equal(second[0], last[0])
+
+
 def test_what_belongs_to_the_machine_may_change_and_stays_changed(
     train_program, stopped, capsys, image_tree
 ):

@@ -86,6 +86,7 @@ def test_one_cycle_is_conv_mixers_interpolation(step_on, held_against):
         cosine_after_warmup=False,
         min_lr=1e-4,
         step_on=step_on,
+        shift_epochs=0,
     )
     for step in range((epochs + 1) * steps):
         time = step // steps if step_on == "epoch" else step / steps

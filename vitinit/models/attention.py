@@ -17,10 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .layers import head_width
 from .rotary import Rotary
+from .shift import moved
 
 # Kernels for attention with a bias: not cuDNN's, whose gradients have been NaN on Hopper with one
 # among 64 tokens (pytorch issue 196678). Without a bias PyTorch prefers cuDNN's there.
 FOR_BIAS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+PACKED = ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]  # an attention's own parameters
+LEAST_MASS = 0.5  # of a shift, by the biases of queries and keys
 
 
 def attention_logits(
@@ -93,6 +96,8 @@ class Attention(nn.Module):
         self.q_norm = self.new_norm(qk_norm_eps)
         self.k_norm = self.new_norm(qk_norm_eps)
         self.rotary = rotary
+        # (h, N), in training the one token whose value each token gets; see `hold_to_shifts`.
+        self.held_to: Tensor | None = None
 
     def new_norm(self, eps: float | None) -> nn.Module:
         """A norm of each head's queries, or of its keys; the identity if eps is None."""
@@ -152,8 +157,50 @@ class Attention(nn.Module):
         """The attention matrices that `forward` applies to the values: (B, N, C) → (B, h, N, N)."""
         return self.mixing_logits(x, tokens).softmax(dim=-1)
 
+    def chosen_by_biases(self) -> Tensor:
+        """The token that each attends to by the biases of Q and K, thus by place alone: (h, N).
+        Raises ValueError where these do not decide: not rotary, other parameters, too little mass.
+        """
+        mass = 0.0
+        others = {name for name, _ in self.named_parameters()} - set(PACKED)
+        if self.rotary is not None and not others:
+            without_content = self.qkv.weight.new_zeros(
+                1, len(self.rotary.fixed), self.qkv.in_features
+            )
+            masses, chosen = self.mixing_weights(without_content)[0].max(-1)  # (h, N) each
+            mass = masses.mean(1).min().item()
+        if mass < LEAST_MASS:
+            raise ValueError(
+                f"attention has a mass of {mass:.2g} on one token by place alone; expected at least "
+                f"{LEAST_MASS}, as a rotary impulse has with fixed frequencies and qkv_bias"
+            )
+        return chosen
+
+    def values(self, x: Tensor) -> Tensor:
+        """V alone, of all heads: (B, N, C)."""
+        bias = None if self.qkv.bias is None else self.qkv.bias.chunk(3)[2]
+        return F.linear(x, self.qkv.weight.chunk(3)[2], bias)
+
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        if self.held_to is not None and self.training:
+            return self.proj(moved(self.values(x), self.held_to))
         q, k, v = self.queries_keys_values(x, tokens)
         x = attend(q, k, v)  # (B, h, N, d)
         x = rearrange(x, "b h n d -> b n (h d)")  # (B, N, C)
         return self.proj(x)
+
+
+@torch.no_grad()
+def hold_to_shifts(model: nn.Module, *, held: bool) -> None:
+    """Let each attention of a model be in training the shift that the biases of its queries and
+    keys make of it; or, if not `held`, be attention again.
+
+    Held, it moves values alone, and the gradients of queries and keys are 0. For an impulse of a
+    mass near 1 neither change is a jump. Evaluation is by attention at all times. Raises ValueError
+    for attention that is not rotary, has further parameters, or whose biases choose no token.
+    """
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    for attention in attentions:
+        attention.held_to = attention.chosen_by_biases() if held else None
+    if held and not attentions:
+        raise ValueError(f"a {type(model).__name__} has no such attention")

@@ -35,6 +35,14 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)  # a stable sort
 
 
+def moved(values: Tensor, index: Tensor) -> Tensor:
+    """The values of other tokens, side by side: values (B, N, C), index (h, N) → (B, N, C). Token n
+    gets, in the channels of head i, those of token index[i, n].
+    """
+    by_head = rearrange(values, "b n (h d) -> b n h d", h=len(index))
+    return by_head.gather(1, index.T[..., None].expand_as(by_head)).flatten(2)
+
+
 class Shift(nn.Module):
     """The value of the token at an offset, for each head another: (B, N, C) → (B, N, C).
 
@@ -83,6 +91,4 @@ class Shift(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         if tokens is not None:
             raise ValueError("shifts move the tokens of a whole grid, and some are hidden here")
-        values = rearrange(self.v(x), "b n (h d) -> b n h d", h=self.num_heads)
-        index = self.index.T[..., None].expand_as(values)  # (B, N, h, d)
-        return self.proj(values.gather(1, index).flatten(2))
+        return self.proj(moved(self.v(x), self.index))

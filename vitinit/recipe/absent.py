@@ -29,6 +29,7 @@ KEYS_LEFT_OUT: Table = {
     "engine.compile_mode": "default",
     "engine.recompute": False,
     "schedule.cosine_after_warmup": False,
+    "schedule.shift_epochs": 0,
 }
 MEANT_IN_RECIPES = flat(SECTIONS_LEFT_OUT)
 # Records lack these, too, which came after the first of them were made, or went after them.

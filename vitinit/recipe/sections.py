@@ -290,6 +290,8 @@ def _of_schedule(recipe: Recipe) -> Iterator[Contradiction]:
     schedule, peak = recipe.schedule, recipe.optim.peak_lr
     if schedule.warmup_epochs > schedule.epochs:
         yield ("schedule.warmup_epochs", "schedule.epochs"), "no more than these"
+    if schedule.shift_epochs > schedule.total_epochs:
+        yield ("schedule.shift_epochs", "schedule.epochs"), "no more than these"
     if schedule.shape == "one_cycle":
         if schedule.warmup_epochs:
             yield ("schedule.warmup_epochs", "schedule.shape"), "0, as it has a warm-up of its own"

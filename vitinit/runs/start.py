@@ -18,6 +18,7 @@ from ..data.pipeline import Data
 from ..data.sources import Source
 from ..init import family_of, init_weights, reads_images
 from ..models import MODELS
+from ..models.attention import hold_to_shifts
 from ..models.layers import Classifier, draw_drop_path, recompute_blocks
 from ..recipe.files import RecipeError, building
 from ..recipe.sections import Recipe
@@ -205,6 +206,23 @@ def drop_path_of(model: Classifier, recipe: Recipe) -> Callable[[int], Tensor | 
         return draw_drop_path(rates, recipe.optim.global_batch, generator)
 
     return scales
+
+
+def shifts_of(model: Classifier, recipe: Recipe) -> Callable[[int], None]:
+    """Epoch, from 0 → lets the attention be shifts, in the first schedule.shift_epochs, or itself.
+    Raises RecipeError if it cannot be.
+    """
+    epochs = recipe.schedule.shift_epochs
+    if epochs:
+        key = f"recipe {recipe.name}: schedule.shift_epochs = {epochs}"
+        with building(key, "schedule"):
+            if model.num_prefix_tokens:
+                raise ValueError(
+                    "a class token or register has no place from which to look; expected 0, or "
+                    'pool = "mean" and num_registers = 0'
+                )
+            hold_to_shifts(model, held=True)
+    return lambda epoch: hold_to_shifts(model, held=epoch < epochs)
 
 
 def fine_tune(model: Classifier, recipe: Recipe, task: Task) -> list[str]:

@@ -67,6 +67,8 @@ class Reconstruction(Task):
             yield ("model.name", "task.name"), "a ViT, which need not see all patches"
         if recipe.mix.mixes:
             yield ("mix.probability", "task.name"), "0.0"
+        if recipe.schedule.shift_epochs:
+            yield ("schedule.shift_epochs", "task.name"), "0, as shifts need all patches"
         yield from Task.contradictions(recipe)
         if recipe.optim.train == "head":
             yield ("optim.train", "task.name"), "all"

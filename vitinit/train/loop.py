@@ -69,6 +69,8 @@ class Training:
     amp: str = "off"  # "off", "bf16" or "fp16"
     clip_norm: float = 0.0  # the largest norm of the gradients; 0: no clipping
     save_every: int = 0  # steps of the run from one `Keeper.save` to the next; 0: none
+    # Called before the steps of an epoch, from 0: lets attention be shifts in the first ones.
+    mixing: Callable[[int], None] = lambda epoch: None
 
 
 class Keeper:
@@ -96,6 +98,7 @@ def train_epoch(training: Training, epoch: int, keeper: Keeper, meter: Meter) ->
     """Train on the steps of an epoch, from 0, that are not done yet; see `train_epochs`."""
     state, processes, save_every = training.state, training.processes, training.save_every
     training.forward.train()
+    training.mixing(epoch)
     with meter.epoch(epoch):
         steps = meter.loading(training.steps(epoch, state.progress.epoch_steps))
         for item in agreed(steps, processes, training.stop):

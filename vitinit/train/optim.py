@@ -82,6 +82,7 @@ class Schedule:
     cosine_after_warmup: bool  # false: the cosine begins at epoch 0
     min_lr: NonNegative  # where the decay ends; at most the peak
     step_on: Literal["epoch", "update"]  # when the learning rate changes
+    shift_epochs: Count  # the first epochs, in which rotary attention is held to shifts; 0: none
 
     @property
     def total_epochs(self) -> int:
