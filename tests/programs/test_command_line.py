@@ -11,7 +11,9 @@ from refused import refused
 from torch.distributed import run as distributed_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from vitinit.__main__ import PROGRAMS
 from vitinit.base.messages import warn
+from vitinit.base.table import find
 from vitinit.programs.shared.command_line import HABITS, complain
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.train.distributed import LostProcess, Processes
@@ -66,6 +68,13 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, m
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1
         assert printed.err.startswith("train.py: ") and words in printed.err
+
+
+def test_what_is_missing_is_refused_with_an_example(capsys):
+    for program, example in (("fit", "vitinit fit photos/ --minutes 20"), ("predict", "photo.jpg")):
+        assert find(PROGRAMS[program].main)(["photos"], f"vitinit {program}") == 2
+        error = capsys.readouterr().err
+        assert "arguments are required: " in error and error.endswith(f"{example}\n")
 
 
 def test_habits_mean_keys_that_there_are_and_no_flag_of_ours(train_program):

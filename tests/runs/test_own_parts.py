@@ -121,7 +121,7 @@ def test_every_program_imports_before_it_looks_at_another_word(name, tmp_path, i
     (tmp_path / "noted.py").write_text(
         "from vitinit.base.messages import OneLineError\nraise OneLineError('so far')"
     )
-    line = "so far"
+    line = f"--import: {tmp_path / 'noted.py'}, line 2: OneLineError: so far"
     for words in (
         ["--nowhere", "--import", str(tmp_path / "noted.py")],
         [f"--import={tmp_path / 'noted.py'}"],
@@ -238,11 +238,12 @@ def test_what_is_not_there_or_has_the_name_of_another_is_one_line(tmp_path, impo
         (tmp_path / name).write_text("raise AssertionError")
     for name, words in (
         (tmp_path / "two.dots.py", "as two.dots, Python has nothing"),
-        (tmp_path / "json.py", f"as json, Python has {json.__file__}"),
+        (tmp_path / "json.py", "as json, Python has one of its own, which registers nothing"),
         (tmp_path / "nowhere.py", "as nowhere, Python has nothing"),
         ("nowhere_at_all", "as nowhere_at_all, Python has nothing"),
         ("nowhere.at_all", "as nowhere.at_all, Python has nothing"),
-        ("sys", "built-in: "),
+        ("sys", "as sys, Python has one of its own, which registers nothing"),
+        ("json.decoder", "as json.decoder, Python has one of its own"),
     ):
         line = refused(OneLineError, import_parts, [name])
         assert words in line
@@ -258,6 +259,29 @@ def test_an_error_of_the_file_is_passed_on_and_what_it_says_later_is_not_taken(t
     assert first == {str(part): digest_of(part)}
     part.write_text("value = 'two'")
     assert import_parts([part]) == first and sys.modules["noted"].value == 1
+
+
+def test_an_error_of_an_imported_file_is_one_line_with_its_place(
+    train_program, imports, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_it.py").write_text("\n\nvalue = [][1]")
+    for number, (text, place) in enumerate(
+        {
+            "def f():\n    1 / 0\n\nf()": "{}, line 2: ZeroDivisionError: division by zero",
+            "x = 1\nx = (": "{}, line 2: SyntaxError: '(' was never closed",
+            "import beside_it": "beside_it.py, line 3: IndexError: list index out of range",
+            "import json\njson.loads('x')": "{}, line 2: JSONDecodeError: Expecting value",
+            "from vitinit import build_model\nbuild_model('vit', 1.5)": "{}, line 2: ",
+            "raise SystemExit(3)": "{}, line 1: SystemExit: 3",
+        }.items()
+    ):
+        file = tmp_path / f"wrong_{number}.py"
+        file.write_text(text)
+        assert train_program.main(["--import", file.name, "--recipe", "quickstart"]) == 2
+        error = capsys.readouterr().err
+        where = f"train.py: --import: {tmp_path / place.format(file.name)}"
+        assert error.startswith(where) and error.count("\n") == 1
 
 
 def test_a_file_by_its_path_and_by_its_name_is_one_module(tmp_path, imports, monkeypatch):

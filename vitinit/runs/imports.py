@@ -43,10 +43,13 @@ def import_part(name: str) -> str:
     with suppress(ImportError, ValueError):  # of a package that is not there; of an empty name
         spec = find_spec(module)
     file = spec.origin if spec else None
+    has = file or "nothing"
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        file, has = None, "one of its own, which registers nothing"
     if file is None or is_path and os.path.realpath(file) != os.path.realpath(name):
         raise OneLineError(
             f"--import {name}: expected a file (.py) or a module that is there, whose name is that "
-            f"of no other; as {module}, Python has {file or 'nothing'}"
+            f"of no other; as {module}, Python has {has}"
         )
     digest = sha256(read_bytes(file)).hexdigest()
     return vars(module_named(module)).setdefault("__sha256__", digest)

@@ -1,5 +1,6 @@
 """What all programs share: the parser, types of arguments, one-line errors and exit statuses."""
 
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NoReturn
+
+import vitinit
 
 from ...base.files import STDOUT, FileError, require_no_input, require_replaceable
 from ...base.messages import OneLineError, environment_rank, in_brief, nearest, one_line, say
@@ -65,6 +69,11 @@ HABITS = {
     "--workers": "data.workers",
     "-j": "data.workers",
 }
+# How the files begin that import a part: those of this package, and Python's own.
+IMPORTING = (
+    *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (vitinit, importlib)),
+    "<frozen importlib",
+)
 
 
 class Parser(ArgumentParser):
@@ -85,13 +94,19 @@ class Parser(ArgumentParser):
             trains = "--seed" in usage  # by any key of a recipe
             expected = trains and meant(words) or "--set section.key=value for keys of a recipe"
             message += f"; expected {expected}"
+        examples = [line.strip() for line in str(self.description).splitlines() if line[:1] == " "]
+        if "required" in message and examples:
+            message += f", as in: {examples[0]}"
         raise RecipeError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """ArgumentParser's, once what --import names is imported, as other words may be checked by
         it; an error, too, if an `Output` would replace what it may not.
         """
-        import_parts(named_imports(args))
+        try:
+            import_parts(named_imports(args))
+        except (Exception, SystemExit) as error:
+            raise where_it_failed(error) or error
         parsed, rest = super().parse_known_args(args, namespace)
         outputs = []
         inputs: list[str] = []
@@ -128,6 +143,22 @@ def named_imports(words: Sequence[str] | None) -> list[str]:
         return alone.parse_known_args(words)[0].imports
     except ArgumentError:  # it names nothing, which `Parser` refuses
         return []
+
+
+def where_it_failed(error: BaseException) -> OneLineError | None:
+    """What an error of an imported part of the user's says, in a line that begins with its place:
+    the last one in the folder of that part. None if no code but our own was run.
+    """
+    places = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    places = [place for place in places if not place[0].startswith(IMPORTING)]
+    if not places:
+        return None
+    folder = os.path.join(os.path.dirname(places[0][0]), "")
+    file, line = [place for place in places if place[0].startswith(folder)][-1]
+    words = in_brief(getattr(error, "msg", error))
+    return OneLineError(f"--import: {file}, line {line}: {type(error).__name__}: {words}")
 
 
 def meant(words: str) -> str:
