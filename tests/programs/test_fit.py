@@ -15,9 +15,11 @@ import torch
 
 from vitinit.base.files import CheckpointError
 from vitinit.base.messages import OneLineError
+from vitinit.data.sources import ImageFolder
 from vitinit.programs.fit import choice, measure, program
 from vitinit.programs.fit.choice import Images, choose
 from vitinit.programs.fit.findings import Learned
+from vitinit.programs.fit.unreadable import unreadable_in
 from vitinit.programs.shared.guesses import Guessed
 from vitinit.programs.shared.plan import Plan, Rates
 from vitinit.recipe.files import load_recipe, overrides
@@ -151,7 +153,7 @@ def test_fit_looks_chooses_trains_and_says_how_good_it_is(
     assert program.main([*words, "--weights", "none", "--dry-run"]) == 0
     assert "why     " in capsys.readouterr().out and not out.exists()
     assert program.main([*words, "--weights", "none"]) == 0
-    printed = capsys.readouterr().out
+    printed, complaints = capsys.readouterr()
     recipe = RunFolder(out).keys()
     assert recipe["model.options.depth"] == 1 and recipe["data.root"] == str(image_tree)
     assert len(list(RunFolder(out).metrics.rows())) == recipe["schedule.epochs"] > 1
@@ -164,7 +166,9 @@ def test_fit_looks_chooses_trains_and_says_how_good_it_is(
     judged = f'"top-1, judged here",{100 * right / 21:.2f}'.rstrip("0").rstrip(".")
     report = (out / "report.html").read_text()
     assert f'"epoch":{best}' in report and judged in report
-    assert ("so there is no" in printed) == bool(find_spec("safetensors"))  # as timm has no such
+    note = f"note    there is no {out / 'model'}, which timm and transformers would open (vitinit export"
+    assert (note in printed) == bool(find_spec("safetensors")) and not complaints
+    assert re.search(r"(?s)\nmeasure .* 2 to 5 seconds .*\nchoice .*\nshown .*EMA", printed)
     shown = [line[:8].strip() for line in printed.splitlines()]
     assert shown[-4:] == ["good", "mixed", "more", "took"]
     assert program.main(words) == 0  # the run that is there, whatever is measured
@@ -172,6 +176,41 @@ def test_fit_looks_chooses_trains_and_says_how_good_it_is(
     shutil.copytree(image_tree, tmp_path / "others")
     assert program.main([str(tmp_path / "others"), *words[1:]]) == 2
     assert f"holds a run on the images in {image_tree}" in capsys.readouterr().err
+
+
+def test_images_that_cannot_be_read_are_named_and_left_out_of_the_run_and_its_record(
+    image_tree, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(program, "plan_of", lambda one, **how: plan_for(5.0, one.images.train))
+    broken = sorted(image_tree.glob("train/*/05.png")) + sorted(image_tree.glob("val/*/03.png"))
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:70])  # its header is whole
+    out = tmp_path / "run"
+    words = [str(image_tree), "--minutes", "1", "--weights", "none", "--out-dir", str(out)]
+    for one in TINY:
+        words += ["--set", one]
+    assert program.main([*words, "--dry-run"]) == 0 and not out.exists()
+    assert f"6 images of 72 left out, as unreadable: {broken[0]}, " in capsys.readouterr().out
+    assert program.main(words) == 0
+    facts = RunFolder(out).data_of(0)
+    assert (facts["training images"], facts["validation images"]) == (48, 18)
+    with open(out / "predictions.csv", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 18
+    assert program.main(words) == 0 and "goes on with" in capsys.readouterr().out
+    others = shutil.copytree(image_tree, tmp_path / "others")
+    assert program.main([str(others), *words[1:]]) == 2
+    for path in (others / "train" / "blue").iterdir():
+        path.write_bytes(b"no image")
+    words[5:7] = ["--out-dir", str(tmp_path / "another")]
+    assert program.main([str(others), *words[1:]]) == 2
+    assert "class 'blue': none of its images can be read" in capsys.readouterr().err
+
+
+def test_images_are_read_as_long_as_there_is_time(image_tree, capsys):
+    source = ImageFolder(image_tree / "train")
+    left = iter([True] * 12 + [False])
+    assert unreadable_in([source], lambda: next(left)) == set()
+    assert "13 of 51 images were read" in capsys.readouterr().out
 
 
 def test_a_run_that_is_stopped_says_that_the_same_command_goes_on(capsys):
@@ -188,7 +227,7 @@ def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp
 
     def opened(*words: str) -> Images:
         args = program.parse_arguments([*words, "--minutes", "1"])
-        return program.look(args, device)
+        return program.look(args, device, tmp_path, lambda: True)
 
     split = opened(str(image_tree))
     assert (split.train, split.val, split.side) == (51, 21, 10)

@@ -1,6 +1,6 @@
 """The data of a run: its images, this process's batches of them, and views for the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -365,9 +365,11 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     return as_input(torch.stack(views), recipe)
 
 
-def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
-    """Decode each image of the run once, print a line for each that cannot be, and count these.
-    Threads do so, data.workers per process, since decoders do not hold Python's lock.
+def problems(
+    images: Sequence[tuple[Source, int]], threads: int, *, shown: bool = True
+) -> Iterator[str]:
+    """Decode each image of a source by its number, and yield what is wrong with it, or "". Threads
+    do so, since decoders do not hold Python's lock. shown: with a bar.
     """
 
     def problem(image: tuple[Source, int]) -> str:
@@ -377,20 +379,27 @@ def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
             return str(error)
         return ""
 
+    bar = ProgressBar("read", len(images), shown=shown)
+    with bar, ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(images), 1_024):  # all at once, they would take gigabytes
+            for line in pool.map(problem, images[start : start + 1_024]):
+                bar.update()
+                yield line
+
+
+def read_images(recipe: Recipe, data: Data, processes: Processes) -> int:
+    """Decode each image of the run once, by data.workers threads per process, print a line for each
+    that cannot be, and count these.
+    """
     images = [
         (source, index)
         for source in (data.train_set, data.val_set)
         for index in range(processes.rank, len(source), processes.world_size)
     ]
     found = 0
-    bar = ProgressBar("read", len(images), shown=processes.is_main)
-    with bar, ThreadPoolExecutor(recipe.data.workers or 1) as pool:
-        for start in range(0, len(images), 1_024):  # all at once, they would take gigabytes
-            for line in pool.map(problem, images[start : start + 1_024]):
-                bar.update()
-                if line:
-                    say(line)
-                    found += 1
+    for line in filter(None, problems(images, recipe.data.workers or 1, shown=processes.is_main)):
+        say(line)
+        found += 1
     total, broken = processes.sum(torch.tensor([len(images), found])).tolist()
     if broken:
         processes.say(f"images  {broken:,} of {total:,} cannot be read; nothing was written")

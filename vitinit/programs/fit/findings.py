@@ -1,7 +1,9 @@
 """What a finished run has to say: how good, what it confuses, and what would help most."""
 
 import math
+from contextlib import redirect_stderr
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,16 +80,20 @@ def finish(out: Path) -> None:
     say(f"wrote   {predictions}")
     if find_spec("safetensors") and not model_folder.exists():
         words = [str(file), "--weights", weights, "--to", "folder", "--out", str(model_folder)]
-        if find(PROGRAMS["export"])(words):
+        with redirect_stderr(StringIO()) as why:
+            failed = find(PROGRAMS["export"])(words)
+        if failed:
             say(
-                f"note    so there is no {model_folder}; to hand the model on, vitinit export "
-                f"{folder.in_commands} --to run --out small"
+                f"note    there is no {model_folder}, which timm and transformers would open "
+                f"({why.getvalue().strip()}); to hand the model on, a folder for vitinit: vitinit "
+                f"export {folder.in_commands} --to run --out small, or a file for torch alone: "
+                "--to torch --out model.pt2"
             )
     say(f"next    vitinit predict {folder.in_commands} new/")
     right = 100 * (1 - others.errors)
     chance = 100 * val_set.class_images.max() / len(val_set)
     say(
-        f"good    {right:.1f} ± {margin(right, len(val_set)):.1f} % of {len(val_set):,} images, by the "
+        f"good    {right:.1f} ± {margin(right, len(val_set)):.1f} % of {len(val_set):,} images are right, by the "
         f"weights after epoch {best.row['epoch']}, chosen by these images, so a little too high; "
         f"guessing the largest class {chance:.1f} %"
     )

@@ -12,6 +12,11 @@ STEPS = 5  # that are measured at least, after one that does not count
 SHARE, MOST_SECONDS = 0.04, 30.0  # of the minutes to measure, at most: other programs come and go
 
 
+def measuring_seconds(minutes: float) -> float:
+    """How long a choice for so many minutes is measured."""
+    return min(60 * SHARE * minutes, MOST_SECONDS)
+
+
 def plan_of(choice: Choice, device: torch.device, minutes: float) -> Plan:
     """The plan of a choice's run of so many minutes, by steps on its images, of which nothing stays.
     Loader processes work beside the steps, so that what counts of loading is how long a step waits.
@@ -24,7 +29,7 @@ def plan_of(choice: Choice, device: torch.device, minutes: float) -> Plan:
     steps = steps_of(recipe, device)
     prepares: list[float] = []  # seconds of an image, as the following
     trains: list[float] = []
-    began, least = clock(), min(60 * SHARE * minutes, MOST_SECONDS)
+    began, least = clock(), measuring_seconds(minutes)
     while len(trains) <= STEPS or clock() - began < least:
         asked = clock()
         number, (micro_batch, *_) = next(steps)

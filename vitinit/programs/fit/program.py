@@ -20,9 +20,11 @@ processor's time, otherwise of the clock.
 
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -45,12 +47,19 @@ from ..shared.command_line import Parser, add_set, integer, main_of, real
 from ..shared.steps import clock_of
 from .choice import Images, choose
 from .findings import finish
-from .measure import plan_of
+from .measure import measuring_seconds, plan_of
+from .unreadable import list_others, lists_images_of, unreadable_in
 
 HELD_OUT = 400  # images to hold out, within shares of
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.25
 LOOKED_AT = 500  # files whose size is read
 AT_ONCE = 4  # loader processes beside a GPU
+READ_SHARE = 0.1  # of the minutes, in which all images are read, or as many as can be
+COLUMNS = (
+    "shown   of each epoch, a pass over the images to train on: loss, how wrong the model is on "
+    "them; where it was looked at, val, how wrong on those to validate on, and top-1, % of these "
+    "that are right; EMA, the same by weights averaged over the last steps; images per second"
+)
 SMALL_WEIGHTS = "deit_tiny"  # published ones, to fine-tune for few images
 
 
@@ -83,8 +92,9 @@ def fit(args: Namespace) -> None:
     out = args.out_dir or Path("runs", f"fit-{Path(args.data).resolve().name}")
     folder = RunFolder(out)
     if folder.holds_checkpoint() and not args.dry_run:
-        root = folder.data_of(-1).get("root", args.data)
-        if Path(root).resolve() != folder_of(args.data).resolve():
+        photos = folder_of(args.data)
+        root = Path(folder.data_of(-1).get("root", photos))
+        if root.resolve() != photos.resolve() and not lists_images_of(root, photos):
             raise OneLineError(
                 f"{out}: holds a run on the images in {root}; expected another --out-dir for those "
                 f"in {args.data}"
@@ -96,11 +106,19 @@ def fit(args: Namespace) -> None:
         train(Run(resume=out, quiet=True, imports=args.imports))
         finish(out)
         return
-    images = look(args, device)
-    weights = weights_for(images, args.weights, dry_run=args.dry_run)
-    left = args.minutes - (clock() - began) / 60
-    planned = partial(plan_of, device=device, minutes=args.minutes)
-    choice, plan = choose(images, left, weights, planned)
+    with TemporaryDirectory() as spare:  # as a dry run writes nothing
+        until = began + 60 * READ_SHARE * args.minutes
+        lists = Path(spare) if args.dry_run else out / "readable"
+        images = look(args, device, lists, in_time=lambda: clock() < until)
+        weights = weights_for(images, args.weights, dry_run=args.dry_run)
+        seconds = measuring_seconds(args.minutes)
+        say(
+            "measure how long images take to train on here: "
+            f"{seconds:.0f} to {2 * seconds:.0f} seconds {kind}"
+        )
+        left = args.minutes - (clock() - began) / 60
+        planned = partial(plan_of, device=device, minutes=args.minutes)
+        choice, plan = choose(images, left, weights, planned)
     epochs = choice.changes["schedule.epochs"]
     say(f"choice  the recipe {choice.recipe} with {', '.join(choice.in_words())}")
     for reason in choice.reasons:
@@ -112,6 +130,7 @@ def fit(args: Namespace) -> None:
     if args.dry_run:
         say("dry run: nothing was written")
         return
+    say(COLUMNS)
     run = Run(
         choice.recipe,
         seed=args.seed,
@@ -127,7 +146,7 @@ def fit(args: Namespace) -> None:
     words = f"{spent:.1f} minutes {kind}"
     if of_thread:
         words += f", {passed:.1f} by the clock"
-    say(f"took    {words}, of {args.minutes:g}")
+    say(f"took    {words}, of {args.minutes:g} asked for")
 
 
 def train(run: Run) -> None:
@@ -139,8 +158,10 @@ def train(run: Run) -> None:
         raise
 
 
-def look(args: Namespace, device: torch.device) -> Images:
-    """Open the images, and say what they are like. Raises DataError."""
+def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[], bool]) -> Images:
+    """Open the images, and say what they are like. lists: the folder for lists of those that can be
+    read, if some cannot. in_time: whether there is still time to read them all. Raises DataError.
+    """
     root = folder_of(args.data)
     listed = any((root / name).is_file() for name in LISTS)
     sets = [
@@ -166,6 +187,13 @@ def look(args: Namespace, device: torch.device) -> Images:
         recipe = recipe.with_data(held_out=round(share, 2))
         sets.append(f"data.held_out={recipe.data.held_out}")
     _, train_set, val_set = open_sets(recipe)
+    sources = [whole] if recipe.data.holds_out else [whole, val_set]
+    unreadable = unreadable_in(sources, in_time)
+    if unreadable:
+        list_others(sources, unreadable, lists)
+        sets += [f"data.root={to_toml(str(lists))}", "data.name=image_list"]
+        recipe = recipe.with_data(root=str(lists), name="image_list")
+        _, train_set, val_set = open_sets(recipe)
     use = "held out" if recipe.data.holds_out else "to validate on"
     say(
         f"images  {len(train_set):,} to train on, {len(val_set):,} {use}, "
@@ -198,7 +226,7 @@ def weights_for(images: Images, stated: str | None, *, dry_run: bool) -> str:
     try:
         fetch_published(published)
     except CheckpointError as error:
-        say(f"weights {error}")
+        say(f"weights none, so from scratch: {error}")
         return ""
     return SMALL_WEIGHTS
 
