@@ -245,6 +245,20 @@ def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
     assert "image=1&model=1&beside=-1&block=0&head=0&x=0.6&y=0.075" in found["address"]
 
 
+def test_blocks_run_the_same_way_alone_and_beside_another_model(explored, in_browser):
+    """Of four blocks of three heads, where the screen is wide."""
+    page = explored("quickstart", ["model.options.embed_dim=48", "model.options.num_heads=3"])
+    headings = [
+        in_browser(
+            page,
+            f"model=0&beside={beside}",
+            'return [...document.querySelectorAll(".panel h3")].map((part) => part.innerText)',
+        )
+        for beside in (-1, 1)
+    ]
+    assert headings == [["block →, head ↓"], [f"{init}: block →, head ↓" for init in INITS]]
+
+
 def test_a_convmixer_and_too_many_weights_are_refused(photographs, tmp_path, capsys, monkeypatch):
     command = ["explore", str(photographs[0]), "--out", str(tmp_path / "page.html"), "--recipe"]
     assert main([*command, "cifar10_convmixer"]) == 2
