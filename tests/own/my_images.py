@@ -18,4 +18,4 @@ def open_stripes(root, split: str) -> Stripes:
     return Stripes(2 + torch.arange(count) % 7, np.arange(count) % 2, ["across", "down"])
 
 
-DATA_SETS["stripes"] = DataSet(open_stripes, "anything, as they are drawn", 2)
+DATA_SETS["stripes"] = DataSet(open_stripes, "drawn and needs no folder", 2, drawn=True)

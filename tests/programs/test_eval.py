@@ -688,7 +688,8 @@ WRONG = [  # arguments after a run's folder, part of the error message
     (["--train-images", "--data-dir", "nowhere"], "nowhere: no such folder; image_folder is"),
     (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
-    (["--data", "cifar10"], "cifar10: expected NAME=DIR"),
+    (["--data", "cifar10"], "cifar10: expected cifar10=DIR"),
+    (["--data", "shapes=x"], "shapes=x: expected shapes, which needs no folder"),
     (
         ["--data", "shapes"],
         "shapes: class 'disc' is none of the model's 3 classes (blue, green, red); the model is",

@@ -38,7 +38,7 @@ CHANGES = {
     "model.options": {},
     "init.name": "zero_branches",
     "data.name": "stripes",
-    "data.root": ".",
+    "data.root": "",  # as they are drawn
     "data.num_classes": 2,
     "data.on_device_gib": 0.0,
     "data.workers": 1,

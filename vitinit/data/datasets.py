@@ -268,6 +268,7 @@ class DataSet(NamedTuple):
     holds: str  # what the root folder has to hold, for error messages
     num_classes: int | None  # how many classes the set has; None: any number
     torchvision: str = ""  # its class that downloads the set; "": none does
+    drawn: bool = False  # its images are drawn, so that it needs no folder
 
 
 # The data sets by name, with what each folder has to hold.
@@ -275,7 +276,7 @@ class DataSet(NamedTuple):
 DATA_SETS = {
     "shapes": DataSet(
         lambda root, split: shapes.Shapes(split),
-        "drawn and needs no folder: leave out --data-dir", 10),
+        "drawn and needs no folder: leave out --data-dir", 10, drawn=True),
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),

@@ -29,7 +29,14 @@ from torch import Tensor, nn
 
 from ..base.messages import nearest, say, times
 from ..data.classes import class_indices
-from ..data.datasets import DATA_SETS, EVAL_SETS, download, is_wnid, unnamed_classes
+from ..data.datasets import (
+    DATA_SETS,
+    EVAL_SETS,
+    data_set_of,
+    download,
+    is_wnid,
+    unnamed_classes,
+)
 from ..data.images import DataError
 from ..data.loader import prepare_workers
 from ..data.pipeline import EvaluationBatches
@@ -71,13 +78,15 @@ EVALUATION_KEYS = (
 
 
 def named_set(text: str) -> EvaluatedSet:
-    """Parse an argument of --data: NAME=DIR, or `shapes` alone, which needs no folder."""
+    """Parse an argument of --data: NAME=DIR, or the name alone of a set that is drawn."""
     name, _, root = text.partition("=")
     known = [*DATA_SETS, *EVAL_SETS]
     if name not in known:
         raise argparse.ArgumentTypeError(f"there is no data set '{name}'{nearest(name, known)}")
-    if bool(root) == (name == "shapes"):
-        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, or shapes without a folder")
+    drawn = data_set_of(name).drawn
+    if bool(root) == drawn:
+        expected = f"{name}, which needs no folder" if drawn else f"{name}=DIR"
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
     return EvaluatedSet(name, root, whole=name in ("image_folder", "image_list"))
 
 

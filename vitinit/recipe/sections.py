@@ -25,6 +25,7 @@ from ..base.values import (
     plain,
     to_toml,
 )
+from ..data import datasets
 from ..data.draw import Augment, Mix
 from ..data.rand_augment import RandAugment
 from ..data.three_augment import NO_THREE_AUGMENT, ThreeAugment
@@ -52,7 +53,7 @@ class RunSection:
 @dataclass(frozen=True)
 class DataSection:
     name: str  # in `vitinit.data.datasets.DATA_SETS`
-    root: str  # folder of the data set; "" for `shapes`
+    root: str  # folder of the data set; "" for one that is drawn
     num_classes: Count  # 0: as many as the data set has
     subset: Fraction  # share of each class that is trained on
     images_per_class: Count  # number of images instead; 0: no limit
@@ -270,7 +271,8 @@ def _of_images(recipe: Recipe) -> Iterator[Contradiction]:
         yield ("data.held_out", "data.held_out_per_class"), "0.0, or 0 per class"
     if data.sampling == "balanced" and data.name == "images":
         yield ("data.sampling", "data.name"), "shuffled, as these have no classes"
-    if not data.root and data.name != "shapes":
+    data_set = datasets.DATA_SETS.get(data.name)  # a set of one's own may not be imported here
+    if not data.root and data_set and not data_set.drawn:
         yield ("data.root", "data.name"), "a folder, given by --data-dir"
 
 

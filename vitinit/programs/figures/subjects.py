@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...base.files import CheckpointError
-from ...data.datasets import open_split
+from ...data.datasets import data_set_of, open_split
 from ...data.images import decode_image
 from ...data.sources import LooseImages, Source, folder_of, read_as
 from ...init import reads_images, stated_family
@@ -155,14 +155,14 @@ def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
     """The first `count` photographs under `folder` as the model's inputs, (count, 3, H, W).
 
     They are resized, cropped and normalised as the recipe does for evaluation. folder: None for a
-    recipe of the data set `shapes`, whose validation images are drawn. Raises FigureError if there
+    recipe whose data set is drawn, of which validation images are taken. Raises FigureError if there
     are fewer than `count`.
     """
     source: Source
     if folder:
         source = LooseImages(folder, count)
-    elif recipe.data.name == "shapes":
-        source = open_split("shapes", "", "val", recipe.data.num_classes)
+    elif data_set_of(recipe.data.name).drawn:
+        source = open_split(recipe.data.name, "", "val", recipe.data.num_classes)
     else:
         raise FigureError(
             f"recipe {recipe.name} has no images of its own: --data-dir names a "
@@ -170,7 +170,7 @@ def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
         )
     if len(source) < count:
         raise FigureError(
-            f"{folder or 'shapes'}: holds {len(source)} images, and {count} are asked for"
+            f"{folder or recipe.data.name}: holds {len(source)} images, and {count} are asked for"
         )
     source = read_as(source, recipe.data.channels, True)
     views = [source.image(index, evaluation_view(recipe)) for index in range(count)]
