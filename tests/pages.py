@@ -247,6 +247,13 @@ def bad_words(page: Page) -> Iterator[str]:
                 yield f"{key}: no such key"
 
 
+def bad_lines(page: Page) -> Iterator[str]:
+    """Lines of prose that are longer than 120 columns, and no row of a table."""
+    for line in page.prose.splitlines():
+        if len(line) > 120 and not line.startswith("|"):
+            yield f"{line}: {len(line)} columns"
+
+
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     """Which of our programs a command starts, and its arguments: ("train.py", ["--recipe", …])."""
     for place, word in enumerate(words):
@@ -290,4 +297,13 @@ def parser_of(program: str):
     return importlib.import_module(find(PROGRAMS[name].main).__module__).parse_arguments
 
 
-CHECKS = (bad_links, bad_files, bad_commits, bad_outputs, bad_formulas, bad_words, bad_commands)
+CHECKS = (
+    bad_links,
+    bad_files,
+    bad_commits,
+    bad_outputs,
+    bad_formulas,
+    bad_words,
+    bad_lines,
+    bad_commands,
+)

@@ -19,6 +19,7 @@ from pages import (
     bad_commits,
     bad_files,
     bad_formulas,
+    bad_lines,
     bad_links,
     bad_outputs,
     bad_words,
@@ -125,6 +126,7 @@ def test_each_output_that_is_compared_is_on_its_page_and_its_test_is_there():
             "with\n`--set init.options.target_mas=1`",
             "init.options.target_mas: no such key",
         ),
+        (bad_lines, f"| {120 * 'a'} |\n{121 * 'b'}\n```\n{121 * 'c'}\n```", "bbb: 121 columns"),
     ],
 )
 def test_a_planted_mistake_is_found(check, text, found):
