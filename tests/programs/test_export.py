@@ -454,7 +454,7 @@ def test_a_model_to_hand_on_is_read_back_with_its_temperature_and_has_a_card(
     right = found["results"][0]["metrics"][0]["value"]
     row = list(RunFolder(run).metrics.rows())[-1]
     assert right == pytest.approx(row["val_top1"] / 100, abs=1e-4)
-    assert "On 51 images, judged by 21 others; 1 epoch" in text
+    assert "On 51 images, judged by 21 others; 1 epoch in" in text
     assert text.count("\n| red | 7 |") == text.count("\n| blue | 7 |") == 1
     assert "`schedule.epochs` = 1, not 9" in text and "temperature of 1.700" in text
     assert str(tmp_path) not in card and str(image_tree) not in card
@@ -470,14 +470,15 @@ def test_a_card_is_of_the_model_as_it_is_exported_which_stays_on_its_device(
     starts[0]["arguments"]["recipe"] = "gone.toml"
     (run / "run.json").write_text(json.dumps(starts))
 
-    def card_in(name: str) -> str:
+    def card_in(name: str, file: str = "last.pt") -> str:
         out = tmp_path / name
-        assert exported(run / "last.pt", "--to", "folder", "--image-size", 16, "--out", out) == 0
+        assert exported(run / file, "--to", "folder", "--image-size", 16, "--out", out) == 0
         return (out / "README.md").read_text()
 
     text = card_in("enlarged ü")
     assert re.search(r"\n\d+\.\d ± \d+\.\d % of 21 validation images", text)
     assert '"name": "enlarged ü"' in text
+    assert "too high" not in text and "too high" in card_in("best", "best.pt")
     assert "the recipe is not at hand" in text and "- none" not in text
 
     def no_images(model: nn.Module, *_: object) -> None:

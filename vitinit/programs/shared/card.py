@@ -84,20 +84,29 @@ def about(trained: Trained, name: str, library: str, classes: list[str]) -> str:
     """What it is, and how it is opened."""
     recipe = trained.recipe
     weights = sum(parameter.numel() for parameter in trained.model.parameters())
-    load = f'model = timm.create_model("local-dir:{name}", pretrained=True)'
+    load = f"""model = timm.create_model("local-dir:{name}", pretrained=True).eval()
+prepare = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+logits = model(prepare(Image.open("photo.jpg"))[None])"""
     if library == "transformers":
-        load = f'model = transformers.AutoModelForImageClassification.from_pretrained("{name}")'
+        load = f"""model = transformers.AutoModelForImageClassification.from_pretrained("{name}")
+prepare = transformers.AutoImageProcessor.from_pretrained("{name}")
+logits = model(**prepare(Image.open("photo.jpg"), return_tensors="pt")).logits"""
     return f"""# {name}
 
 A `{recipe.model.name}` of {weights:,} weights for images of {times(trained.image_size)} pixels, which tells
 {counted(len(classes), "class")} apart: {", ".join(classes) or "none"}. Made by vitinit {__version__}.
 
 ```python
-import {library}
-{load}
-
 import vitinit
-vitinit.load("{name}").predict("photo.jpg")
+vitinit.load("{name}").predict("photo.jpg")     # classes and their probabilities
+```
+
+Without vitinit:
+
+```python
+import {library}
+from PIL import Image
+{load}
 ```"""
 
 
@@ -105,10 +114,12 @@ def quality(trained: Trained, run: RunRecord | None, found: Guessed | None) -> l
     """How good these weights are, or else what the record of their run says."""
     if found is not None:
         right, images = 100.0 * (1.0 - found.errors), len(found.labels)
-        return [
-            f"{right:.1f} ± {margin(right, images):.1f} % of {counted(images, 'validation image')}; "
-            "if the epoch was chosen by them, a little too high."
-        ]
+        line = (
+            f"{right:.1f} ± {margin(right, images):.1f} % of {counted(images, 'validation image')}"
+        )
+        if trained.path.name == RunFolder(trained.path.parent).best.name:
+            line += "; as the epoch of these weights was chosen by them, a little too high"
+        return [line + "."]
     assert run is not None
     return [
         f"These are the weights in {trained.path.name} of a run, whose record says:",
@@ -132,7 +143,12 @@ def by_class(found: Guessed, classes: list[str]) -> str:
 def how_trained(run: RunRecord, folder: Path) -> str:
     """The data, the recipe with what differs from its base, hardware, time, and first weights."""
     data, start = run.began.get("data", {}), run.starts[-1] if run.starts else {}
+    seen, others = (
+        f"{data[key]:,}" if key in data else "an unknown number of"
+        for key in ("training images", "validation images")
+    )
     seconds = sum(run.measured("seconds"))
+    device = start.get("device", "a device").replace(" 1 threads", " 1 thread")  # as in a summary
     found, checkpoint = run.changes(), run.keys["init.checkpoint"]
     changes = ["- not known, as the recipe is not at hand"]
     if not isinstance(found, str):
@@ -149,9 +165,8 @@ def how_trained(run: RunRecord, folder: Path) -> str:
     receipt = [f"- {line}" for line in lines if line.startswith(RECEIPT)]
     parts = [
         "## How it was trained",
-        f"On {data.get('training images', 'an unknown number of')} images, "
-        f"judged by {data.get('validation images', 'an unknown number of')} others; "
-        f"{run.done} epochs in {seconds / 60:.1f} minutes on {start.get('device', 'a device')}, "
+        f"On {seen} images, judged by {others} others; "
+        f"{counted(run.done, 'epoch')} in {seconds / 60:.1f} minutes on {device}, "
         f"torch {start.get('torch', 'of unknown version')}, seed {run.seed}.",
         f"The recipe is `{run.recipe}`, with these changes:",
         "\n".join(changes) or "- none",
