@@ -2,7 +2,6 @@
 
 import math
 from contextlib import redirect_stderr
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -78,16 +77,15 @@ def finish(out: Path) -> None:
         table.write(others.as_csv(val_set))
     find(PROGRAMS["figures"])(["report", str(out), "--weights", "best", "--out", str(report)])
     say(f"wrote   {predictions}")
-    if find_spec("safetensors") and not model_folder.exists():
-        words = [str(file), "--weights", weights, "--to", "folder", "--out", str(model_folder)]
-        with redirect_stderr(StringIO()) as why:
-            failed = find(PROGRAMS["export"])(words)
-        if failed:
+    if not model_folder.exists():
+        export = find(PROGRAMS["export"])
+        words = [str(file), "--weights", weights, "--out", str(model_folder), "--to"]
+        with redirect_stderr(StringIO()) as why:  # without safetensors, or timm has no such model
+            refused = export([*words, "folder"])
+        if refused and not export([*words, "run"]):
             say(
-                f"note    there is no {model_folder}, which timm and transformers would open "
-                f"({why.getvalue().strip()}); to hand the model on, a folder for vitinit: vitinit "
-                f"export {folder.in_commands} --to run --out small, or a file for torch alone: "
-                "--to torch --out model.pt2"
+                f"note    {model_folder} is for vitinit alone, with weights in half precision "
+                f"({why.getvalue().strip()})"
             )
     say(f"next    vitinit predict {folder.in_commands} new/")
     right = 100 * (1 - others.errors)

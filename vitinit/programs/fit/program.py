@@ -10,7 +10,7 @@ writes into --out-dir, beside what every run writes:
 
     report.html       curves, classes, mistakes
     predictions.csv   what the model says of each image to validate on
-    model/            the model to hand on (with the extra `safetensors`)
+    model/            the model to hand on; for timm, too, if `safetensors` is installed
 
 Its last lines say how good the model is, what it confuses, and whether more images or more minutes
 would help most. The choice is a recipe like any other, recipe.toml in that folder. The same command
