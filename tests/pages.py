@@ -38,6 +38,8 @@ COMPARED = {
         "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
     ("vitinit/models/README.md", "(2, 10)"): (
         "test_readme.py", "test_the_code_of_a_page_gives_the_shape_that_it_states"),
+    ("recipes/exact_convolution.md", "linear     100"): (
+        "test_readme.py", "test_the_logits_of_the_note_are_what_its_code_finds"),
     ("vitinit/README.md", "__main__.py"): (
         "test_pages.py", "test_the_map_of_the_package_is_what_its_command_writes"),
     ("vitinit/data/README.md", "left out: "): (

@@ -181,6 +181,15 @@ def test_the_code_of_a_page_gives_the_shape_that_it_states(name, result, shape):
     assert names[result].shape == shape
 
 
+def test_the_logits_of_the_note_are_what_its_code_finds(capsys):
+    note = next(page for page in PAGES if page.name == "recipes/exact_convolution.md")
+    exec(note.blocks("python")[0], {})
+    found, shown = capsys.readouterr().out, note.blocks("text")[0]
+    for line, expected in zip(found.splitlines(), shown.splitlines(), strict=True):
+        numbers = [re.findall(r"\d+\.\d", text) for text in (line, expected)]
+        assert [*map(float, numbers[0])] == pytest.approx([*map(float, numbers[1])], abs=0.2)
+
+
 def test_a_recipe_is_added_as_the_page_shows(tmp_path, monkeypatch, train_program, capsys):
     monkeypatch.chdir(tmp_path)
     page = next(page for page in PAGES if page.name == "recipes/README.md")

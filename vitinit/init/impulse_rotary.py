@@ -6,8 +6,9 @@ have a constant part, of length √A and phases ω · δ and 0 in each pair, tha
     ℓ Σ a cos(ω · (Δ − δ)),        Σ a = 1,        A = ℓ a √d,
 
 at the key that is Δ away: a kernel of the displacement alone, largest, ℓ, at Δ = δ. Nothing in the
-residual stream is reserved for it, and nothing fades with depth. Among weights a ≥ 0, a ∝ |ω|²
-needs nearly the least logit. No paper describes this.
+residual stream is reserved for it, and nothing fades with depth. a ∝ |ω|², in closed form, needs
+1.1 to 1.8 times the least logit that any a ≥ 0 does (recipes/exact_convolution.md). No paper
+describes this.
 """
 
 import math
