@@ -129,7 +129,7 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     training, *_ = seen["train_epochs"][0][0]
     assert recomputed == [training.state.model] and modes == {"reduce-overhead"}
     assert training.epochs == 5  # with the cool-down
-    assert held == [True, *[True] * 2, *[False] * 3]  # once before the first epoch
+    assert held == [True, False, *[True] * 2, *[False] * 3]  # tried before the first epoch
     assert (training.amp, training.clip_norm, training.save_every) == ("bf16", 0.61, 3)
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.

@@ -243,6 +243,7 @@ class Run:
         stop: StopRequest,
     ) -> Training:
         """All that the loop is given. forward: the state's model, as it is called."""
+        classifier = cast(Classifier, state.model)
         epochs = recipe.schedule.total_epochs
         if self.request.first_epochs is not None:
             epochs = min(epochs, self.request.first_epochs)
@@ -252,14 +253,14 @@ class Run:
             steps=data.train_batches.steps,
             loss=self.objective or objective_of(recipe, data, task, processes),
             learning_rate=learning_rate,
-            drop_path=drop_path_of(cast(Classifier, state.model), recipe),
+            drop_path=drop_path_of(classifier, recipe),
             processes=processes,
             stop=stop,
             epochs=epochs,
             amp=recipe.engine.amp,
             clip_norm=recipe.optim.clip_norm,
             save_every=recipe.checkpoint.every_steps,
-            mixing=shifts_of(cast(Classifier, state.model), recipe),
+            mixing=shifts_of(classifier, recipe, state.progress.epochs),
         )
 
     def _show(self, start: Sequence[str], processes: Processes, elsewhere: str) -> None:

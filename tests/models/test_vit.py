@@ -229,6 +229,8 @@ def test_attention_that_is_held_is_the_shift_in_training_and_attention_in_evalua
             gradient = getattr(block.attn.qkv, name).grad
             assert not gradient[:96].any()
             assert_close(gradient[96:], getattr(shift.attn.v, name).grad, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="some are hidden here"):
+        model.blocks[0](torch.zeros(2, 7, 48).double(), tokens=torch.zeros(2, 7, dtype=torch.int64))
     assert torch.equal(model.eval()(images), attention)
     hold_to_shifts(model.train(), held=False)
     assert torch.equal(model(images), attention)

@@ -524,6 +524,16 @@ PEAK = 1e-3 * 47 / 512  # base_lr · global_batch / 512
             "schedule.warmup_epochs = 4 with schedule.epochs = 3; expected no more",
         ),
         (
+            ["schedule.epochs=3", "schedule.warmup_epochs=1", "schedule.shift_epochs=3"],
+            "schedule.shift_epochs=2",
+            "schedule.shift_epochs = 3 with schedule.epochs = 3; expected fewer",
+        ),
+        (
+            ["schedule.shift_epochs=1", "optim.train=head"],
+            "optim.train=all",
+            'schedule.shift_epochs = 1 with optim.train = "head"; expected 0',
+        ),
+        (
             ["schedule.warmup_epochs=1", "schedule.shape=one_cycle"],
             "schedule.shape=cosine",
             'schedule.warmup_epochs = 1 with schedule.shape = "one_cycle"; expected 0',

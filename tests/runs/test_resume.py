@@ -19,9 +19,12 @@ from vitinit.data.folders import since_left_out
 from vitinit.programs import train
 from vitinit.programs.figures.subjects import of_runs
 from vitinit.programs.shared.records import read_run
+from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.runs import resume as choosing
 from vitinit.runs.folder import RunFolder
+from vitinit.runs.model import build
 from vitinit.runs.resume import resumed_run
+from vitinit.runs.start import shifts_of
 from vitinit.train.distributed import Processes
 
 STORED = Path(__file__).parent / "data"  # runs of earlier commits
@@ -204,6 +207,18 @@ def test_a_run_that_begins_as_shifts_goes_on_as_such_and_then_by_attention(
     )
     assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
     assert not torch.equal(second[0], last[0])
+
+
+def test_attention_that_went_on_from_its_shifts_need_not_be_able_to_return():
+    """The biases of a model that has no init choose no token, as those of a trained one may not."""
+    options = {"pool": "mean", "pos_embed": "rope"}
+    values = {f"model.options.{key}": value for key, value in options.items()}
+    sets = overrides(sets=values | {"schedule.shift_epochs": 2})
+    recipe = load_recipe("quickstart", sets)
+    model = build(recipe)
+    shifts_of(model, recipe, 2)(2)
+    with pytest.raises(RecipeError, match="schedule.shift_epochs = 2: attention has a mass of"):
+        shifts_of(model, recipe, 1)
 
 
 def test_what_belongs_to_the_machine_may_change_and_stays_changed(

@@ -183,6 +183,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         if self.held_to is not None and self.training:
+            if tokens is not None:
+                raise ValueError("shifts move the tokens of a whole grid, and some are hidden here")
             return self.proj(moved(self.values(x), self.held_to))
         q, k, v = self.queries_keys_values(x, tokens)
         x = attend(q, k, v)  # (B, h, N, d)
@@ -195,12 +197,14 @@ def hold_to_shifts(model: nn.Module, *, held: bool) -> None:
     """Let each attention of a model be in training the shift that the biases of its queries and
     keys make of it; or, if not `held`, be attention again.
 
-    Held, it moves values alone, and the gradients of queries and keys are 0. For an impulse of a
-    mass near 1 neither change is a jump. Evaluation is by attention at all times. Raises ValueError
-    for attention that is not rotary, has further parameters, or whose biases choose no token.
+    Held, it moves values alone, the gradients of queries and keys are 0, and a token whose target
+    is off the grid gets the one that it attends to most. Evaluation is by attention at all times.
+    Raises ValueError, and changes nothing, for attention that is not rotary, has further
+    parameters, or whose biases choose no token.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    for attention in attentions:
-        attention.held_to = attention.chosen_by_biases() if held else None
     if held and not attentions:
         raise ValueError(f"a {type(model).__name__} has no such attention")
+    chosen = [attention.chosen_by_biases() if held else None for attention in attentions]
+    for attention, index in zip(attentions, chosen):
+        attention.held_to = index

@@ -292,8 +292,14 @@ def _of_schedule(recipe: Recipe) -> Iterator[Contradiction]:
     schedule, peak = recipe.schedule, recipe.optim.peak_lr
     if schedule.warmup_epochs > schedule.epochs:
         yield ("schedule.warmup_epochs", "schedule.epochs"), "no more than these"
-    if schedule.shift_epochs > schedule.total_epochs:
-        yield ("schedule.shift_epochs", "schedule.epochs"), "no more than these"
+    if schedule.shift_epochs:
+        if schedule.shift_epochs >= schedule.total_epochs:
+            yield ("schedule.shift_epochs", "schedule.epochs"), "fewer than these, for attention"
+        if recipe.optim.train == "head":
+            yield (
+                ("schedule.shift_epochs", "optim.train"),
+                "0, as the head reads attention's tokens",
+            )
     if schedule.shape == "one_cycle":
         if schedule.warmup_epochs:
             yield ("schedule.warmup_epochs", "schedule.shape"), "0, as it has a warm-up of its own"

@@ -208,12 +208,12 @@ def drop_path_of(model: Classifier, recipe: Recipe) -> Callable[[int], Tensor | 
     return scales
 
 
-def shifts_of(model: Classifier, recipe: Recipe) -> Callable[[int], None]:
+def shifts_of(model: Classifier, recipe: Recipe, done: int) -> Callable[[int], None]:
     """Epoch, from 0 → lets the attention be shifts, in the first schedule.shift_epochs, or itself.
-    Raises RecipeError if it cannot be.
+    done: how many epochs are. Raises RecipeError if it cannot be shifts, and still has to be.
     """
     epochs = recipe.schedule.shift_epochs
-    if epochs:
+    if done < epochs:
         key = f"recipe {recipe.name}: schedule.shift_epochs = {epochs}"
         with building(key, "schedule"):
             if model.num_prefix_tokens:
@@ -221,7 +221,8 @@ def shifts_of(model: Classifier, recipe: Recipe) -> Callable[[int], None]:
                     "a class token or register has no place from which to look; expected 0, or "
                     'pool = "mean" and num_registers = 0'
                 )
-            hold_to_shifts(model, held=True)
+            hold_to_shifts(model, held=True)  # which raises if it cannot be
+            hold_to_shifts(model, held=False)
     return lambda epoch: hold_to_shifts(model, held=epoch < epochs)
 
 
