@@ -48,7 +48,7 @@ class Shift(nn.Module):
 
     The N tokens are those of the grid, by row, and no others. Where the offset leads off it, the
     value is the nearest token's, or, in a rotary model, that of what its frequencies hold for
-    nearest, as its attention has it. kernel_size: the heads go through its offsets in turn, from
+    nearest, as its attention has it at large logits. kernel_size: the heads go through its offsets in turn, from
     number `first`. frequencies: (h, d / 2, 2), of `Rotary`; None: the model is not rotary.
     """
 
