@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from optimisers import muon
 from pages import README, read_page
+from torchvision.models import VisionTransformer
 
 import vitinit
 from vitinit.init import INITS
@@ -29,11 +30,26 @@ def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(m
     assert torch.equal(model.blocks[0].attn.qkv.weight, other.blocks[0].attn.qkv.weight)
 
 
-def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
+def test_the_examples_for_ones_own_code_print_what_the_page_shows(monkeypatch, capsys):
+    """The first on three of the twelve blocks: attentions as large, and MLPs of a few channels."""
+    sizes = dict(image_size=224, patch_size=32, num_heads=12, hidden_dim=768)
+    monkeypatch.setattr(
+        "torchvision.models.vit_b_32",
+        lambda num_classes: VisionTransformer(
+            num_layers=3, mlp_dim=7, num_classes=num_classes, **sizes
+        ),
+    )
     first, own, _ = HERE.blocks("python")
     exec(first, {})
     printed = capsys.readouterr().out.splitlines()
     (shown,) = (block for block in HERE.blocks("") if block.startswith("Vision"))
+    for of_twelve, of_three in (
+        ("12 blocks", "3 blocks"),
+        ("wrote 25 tensors", "wrote 7 tensors"),  # two of each block, and the positions
+        ("all 144 heads", "all 36 heads"),
+    ):
+        assert of_twelve in shown
+        shown = shown.replace(of_twelve, of_three)
     for line, expected in zip(printed, shown.splitlines(), strict=True):
         before, _, after = expected.partition("…")
         assert line.startswith(before.rstrip()) and line.endswith(after.strip())
