@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,23 @@ from vitinit.programs.lessons.page import (
     updated_page,
 )
 from vitinit.programs.lessons.program import main
+from vitinit.programs.shared.plan import Plan, Rates
 
 PATHS = lesson_paths()
+
+
+@pytest.fixture(autouse=True)
+def an_epoch_takes_a_second(monkeypatch):
+    """Instead of measuring this machine for seconds: a run then has few epochs."""
+    monkeypatch.setattr(
+        fit,
+        "plan_of",
+        lambda one, *rest, **how: Plan(
+            one.images.train, 0, 1, gpus=1, cores=1, rates=Rates(one.images.train, inf, inf)
+        ),
+    )
+
+
 lessons = pytest.mark.parametrize("path", PATHS.values(), ids=lambda path: path.stem)
 
 
