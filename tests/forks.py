@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 PATIENCE = 240  # seconds
-PRELOAD = ["vitinit.run"]
+# What test files import, and what a run imports when it reads its first JPEG.
+PRELOAD = ["vitinit.run", "pytest", "torchvision.io"]
 
 
 class Ended(NamedTuple):
@@ -31,7 +32,7 @@ class Fork:
     """A process that calls a function; what that returns and prints is in files in `folder`.
     method: "fork" copies this process, which may hold threads. Where one has run a backward pass
         on a fake device, a fork can run none; "forkserver" copies one that has only imported
-        vitinit.run, and takes a function that can be pickled.
+        PRELOAD, and takes a function that can be pickled.
     environment: variables that are set there alone."""
 
     def __init__(
