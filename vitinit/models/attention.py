@@ -183,9 +183,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         if self.held_to is not None and self.training:
-            if tokens is not None:
-                raise ValueError("shifts move the tokens of a whole grid, and some are hidden here")
-            return self.proj(moved(self.values(x), self.held_to))
+            return self.proj(moved(self.values(x), self.held_to, tokens))
         q, k, v = self.queries_keys_values(x, tokens)
         x = attend(q, k, v)  # (B, h, N, d)
         x = rearrange(x, "b h n d -> b n (h d)")  # (B, N, C)

@@ -35,10 +35,13 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)  # a stable sort
 
 
-def moved(values: Tensor, index: Tensor) -> Tensor:
+def moved(values: Tensor, index: Tensor, tokens: Tensor | None) -> Tensor:
     """The values of other tokens, side by side: values (B, N, C), index (h, N) → (B, N, C). Token n
-    gets, in the channels of head i, those of token index[i, n].
+    gets, in the channels of head i, those of token index[i, n]. tokens: None, for all of a grid;
+    ValueError if it names some.
     """
+    if tokens is not None:
+        raise ValueError("shifts move the tokens of a whole grid, and some are hidden here")
     by_head = rearrange(values, "b n (h d) -> b n h d", h=len(index))
     return by_head.gather(1, index.T[..., None].expand_as(by_head)).flatten(2)
 
@@ -48,8 +51,9 @@ class Shift(nn.Module):
 
     The N tokens are those of the grid, by row, and no others. Where the offset leads off it, the
     value is the nearest token's, or, in a rotary model, that of what its frequencies hold for
-    nearest, as its attention has it at large logits. kernel_size: the heads go through its offsets in turn, from
-    number `first`. frequencies: (h, d / 2, 2), of `Rotary`; None: the model is not rotary.
+    nearest, as its attention has it at large logits. kernel_size: the heads go through its offsets
+    in turn, from number `first`. frequencies: (h, d / 2, 2), of `Rotary`; None: the model is not
+    rotary.
     """
 
     index: Tensor  # (h, N), the token whose value each token gets
@@ -89,6 +93,4 @@ class Shift(nn.Module):
         return nn.functional.one_hot(self.index, x.shape[1]).to(x.dtype)[None]
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
-        if tokens is not None:
-            raise ValueError("shifts move the tokens of a whole grid, and some are hidden here")
-        return self.proj(moved(self.v(x), self.index))
+        return self.proj(moved(self.v(x), self.index, tokens))

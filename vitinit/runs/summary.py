@@ -19,7 +19,7 @@ from ..models.layers import Classifier
 from ..recipe.files import building
 from ..recipe.sections import Recipe
 from ..tasks import Task
-from ..train.device import cores, describe_device, fastest_amp, on_apples_gpu
+from ..train.device import cores, describe_device, fastest_amp, for_people, on_apples_gpu
 from ..train.loop import Training
 from ..train.state import TrainState
 from .data import REHEARSED_IMAGES
@@ -77,8 +77,7 @@ def crowded(device: torch.device) -> list[str]:
 
 def summary(recipe: Recipe, data: Data, training: Training, notes: Sequence[str]) -> list[str]:
     """Describe the run in lines. notes: on the first weights, and the task."""
-    # run.json keeps the plural, or new runs would differ from older ones in a comparison.
-    device = describe_device(training.processes.device).replace(" 1 threads", " 1 thread")
+    device = for_people(describe_device(training.processes.device))
     precision = recipe.engine.amp.replace("off", "float32")
     model, init = training.state.model, recipe.init
     weights = sum(parameter.numel() for parameter in model.parameters())

@@ -43,6 +43,13 @@ def describe_device(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
 
 
+def for_people(description: str) -> str:
+    """What `describe_device` says, without the plural of one. run.json keeps the plural, or new runs
+    would differ from older ones in a comparison.
+    """
+    return description.replace(" 1 threads", " 1 thread")
+
+
 def matrix_rate(device: torch.device) -> float | None:
     """The card's peak TFLOP/s in `MATRIX_RATES`; None for a CPU, and a card that is not listed."""
     return MATRIX_RATES.get(describe_device(device))

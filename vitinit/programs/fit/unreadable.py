@@ -9,11 +9,11 @@ import torch
 from ...base.files import written_atomically
 from ...base.messages import counted, say, shortened
 from ...data.images import DataError
-from ...data.lists import as_csv, open_list
+from ...data.lists import LISTS, as_csv, open_list
 from ...data.sources import Source
 from ...runs.data import problems
 
-LISTS = ("train.csv", "val.csv")
+TO_TRAIN_ON = next(iter(LISTS))  # train.csv, which val.csv follows
 
 
 def unreadable_in(sources: Sequence[Source], in_time: Callable[[], bool]) -> set[str]:
@@ -52,7 +52,7 @@ def list_others(sources: Sequence[Source], unreadable: set[str], folder: Path) -
             if path not in unreadable:
                 rows.append([os.path.abspath(path), source.classes[label]])
         lost = {*source.classes} - {label for _, label in rows}
-        if lost and name == LISTS[0]:
+        if lost and name == TO_TRAIN_ON:
             raise DataError(f"class '{min(lost)}': none of its images can be read")
         with written_atomically(folder / name) as file:
             file.write(as_csv(rows))
@@ -60,7 +60,7 @@ def list_others(sources: Sequence[Source], unreadable: set[str], folder: Path) -
 
 def lists_images_of(folder: Path, root: Path) -> bool:
     """Whether the lists in a folder, if there are any, are of images in `root`."""
-    if not (folder / LISTS[0]).is_file():
+    if not (folder / TO_TRAIN_ON).is_file():
         return False
     first = Path(open_list(folder, "train").path(0))
     return first.is_relative_to(os.path.abspath(root))

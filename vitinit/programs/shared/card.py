@@ -13,7 +13,7 @@ from ...base.messages import OneLineError, counted, one_line, times
 from ...runs.evaluated import own_set, require_same_images
 from ...runs.folder import RunFolder
 from ...runs.trained import Trained
-from ...train.device import this_device
+from ...train.device import for_people, this_device
 from ...watch.verdict import margin
 from .guesses import Guessed, guessed
 from .records import RunRecord, read_run, without_folders
@@ -148,7 +148,7 @@ def how_trained(run: RunRecord, folder: Path) -> str:
         for key in ("training images", "validation images")
     )
     seconds = sum(run.measured("seconds"))
-    device = start.get("device", "a device").replace(" 1 threads", " 1 thread")  # as in a summary
+    device = for_people(start.get("device", "a device"))
     found, checkpoint = run.changes(), run.keys["init.checkpoint"]
     changes = ["- not known, as the recipe is not at hand"]
     if not isinstance(found, str):
