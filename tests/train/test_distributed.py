@@ -372,3 +372,21 @@ def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch, tmp_path
     monkeypatch.setattr(steps, "keep_freed_memory", lambda: asked.append(True))
     steps.clock_of(torch.device("cpu"))
     assert asked
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system with large pages"
+)
+def test_large_pages_are_asked_for_on_a_cpu(tmp_path):
+    code = (
+        "import torch; from vitinit.train.distributed import start; start()\n"
+        "there = torch.empty(2**22).data_ptr() + 2**23\n"  # in its middle
+        "for line in open('/proc/self/smaps'):\n"
+        "    first, *rest = line.split()\n"
+        "    if '-' in first:\n"  # a range of addresses
+        "        low, high = (int(end, 16) for end in first.split('-'))\n"
+        "    elif first == 'VmFlags:' and low <= there < high:\n"
+        "        print(*rest)"
+    )
+    found = Fork(partial(exec, code, {}), tmp_path / "fork", "forkserver", CUDA_VISIBLE_DEVICES="")
+    assert "hg" in found.ended().out.split()
