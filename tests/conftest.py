@@ -26,9 +26,11 @@ from vitinit.data.images import heif_formats
 from vitinit.programs import evaluate, train
 from vitinit.programs.shared.records import METRICS
 from vitinit.recipe.files import load_recipe, overrides
+from vitinit.train.device import keep_freed_memory
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+keep_freed_memory()  # as programs do: it saves time
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -295,7 +295,7 @@ def fetch_published(weights: Weights) -> None:
     except (OSError, RuntimeError, ValueError, HTTPException) as error:
         raise CheckpointError(
             f"{address}: cannot be fetched ({in_brief(error)}); put the file at {file}, "
-            "or name its path by --set init.checkpoint=…"
+            "or give the path of one in place of the name"
         ) from None
 
 
