@@ -109,10 +109,10 @@ def keep_freed_memory() -> None:
 def ask_for_large_pages(library: ctypes.CDLL) -> None:
     """Ask Linux for pages of 2 MiB in place of 4 KiB where the heap of glibc will grow.
 
-    The processor looks addresses up page by page; on a virtual machine whose host is busy that was
-    over half of a training step's time (cifar10_10k_ahead, one thread: README.md). Many systems give
-    large pages only to those who ask, and only for addresses that are reserved: so the heap grows
-    once by RESERVED of the memory, of which nothing is taken before it is used.
+    The processor looks addresses up page by page; on a virtual machine whose host was busy that took
+    over half of a training step's time (README.md, "On a CPU"). Many systems give large pages only to
+    those who ask, and only for addresses that are there: so the heap grows once by RESERVED of the
+    memory, of which nothing is taken before it is used.
     """
     library.malloc.restype = ctypes.c_void_p
     library.malloc.argtypes = [ctypes.c_size_t]
