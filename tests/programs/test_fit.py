@@ -120,15 +120,21 @@ def test_what_the_user_sets_counts_most():
     assert sets.index(f"schedule.epochs={found.changes['schedule.epochs']}") < len(sets) - 1
 
 
-def test_more_images_mend_what_is_wrong_with_unseen_ones_and_more_minutes_what_with_seen_ones():
+def test_more_images_mend_all_errors_and_more_minutes_those_on_seen_ones():
     learned = Learned(on_trained=0.13, on_others=0.41)
     assert learned.with_images(1) == learned.with_minutes(1) == 0.41
-    assert learned.with_images(4) == pytest.approx(0.13 + (0.41 - 0.13) * 4**-0.35)
-    assert learned.with_minutes(16) == pytest.approx(0.41 - 0.13 * (1 - 16**-0.2))
+    assert learned.with_images(4) == pytest.approx(0.41 * 4**-0.2)
+    assert learned.with_minutes(16) == pytest.approx(0.28 + 0.13 * 16**-0.2)
     assert "more images would help most" in learned.advice()
     assert "more minutes would help most" in Learned(0.40, 0.41).advice()
-    assert Learned(0.5, 0.41).with_images(7) == 0.41  # seen ones may vary more, and be worse
     assert "help" not in Learned(0.13, 0.0).advice()
+
+
+@pytest.mark.parametrize("on_trained", [0.0, 0.13, 0.41, 0.5])  # seen ones may vary more: be worse
+def test_images_and_minutes_are_never_worth_less_than_minutes_alone(on_trained):
+    learned = Learned(on_trained, on_others=0.41)
+    for times in (1, 2, 17):
+        assert learned.with_images(times) <= learned.with_minutes(times) <= 0.41
 
 
 def test_confusions_are_counted_of_the_true_class():
