@@ -111,7 +111,7 @@ def test_what_cannot_be_fetched_is_one_line_and_leaves_no_file(
     with pytest.raises(CheckpointError) as caught:
         fetch_published(weights)
     message, kept = str(caught.value), kept_file(weights)
-    assert reason in message and f"put the file at {kept}, or name its path" in message
+    assert reason in message and f"put the file at {kept}, or give the path of one" in message
     assert "\n" not in message and not list(kept.parent.glob("*"))
     with pytest.raises(NoCheckpoint):
         by_name(kept.relative_to(kept.parent).with_name("deit_tiny"))
