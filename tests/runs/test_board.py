@@ -28,13 +28,15 @@ def test_archives_are_small_and_each_is_a_row():
 
 @pytest.mark.parametrize("row", RECORDS, ids=lambda row: row[0][:3])
 def test_a_record_keeps_the_rules(row):
-    target, _, epochs, *_, link = row
+    target, _, epochs, _, interval, *_, link = row
     runs = read_archive(RECIPES / "board" / re.search(r"\(board/(.+)\)", link)[1])
     assert [run.seed for run in runs] == [*range(len(runs))] and len(runs) >= 3
     assert all(experiment(run) == experiment(runs[0]) for run in runs)
     assert len({start["git_commit"] for run in runs for start in run.starts}) == 1
-    results = [run.rows[-1]["val_top1"] for run in runs]
-    assert fmean(results) >= float(re.search(r"([\d.]+) %", target)[1])
+    reached = fmean([run.rows[-1]["val_top1"] for run in runs])
+    if "steps" in target:  # rule 9
+        reached -= float(interval.partition(" ± ")[2])
+    assert reached >= float(re.search(r"([\d.]+) %", target)[1])
     for run in runs:
         assert run.finished and len(run.rows) == run.epochs == int(epochs)
         assert run.measured("val_top1") == [run.rows[-1]["val_top1"]]  # looked at once
