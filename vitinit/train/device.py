@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -93,6 +94,7 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+@cache  # once for a process
 def keep_freed_memory() -> None:
     """Let the C library keep what tensors free for the next ones, in large pages, if it is glibc.
 
