@@ -90,6 +90,9 @@ DEFAULTS = {  # function → option → its default, and where that is from
         "base": ("torch", OURS),
         "kernel_size": (3, "arXiv 2505.19985"),
         "target_mass": (0.9, OURS),
+        "value_init": ("base", OURS),
+        "value_alpha": (0.4, MIMETIC),
+        "value_beta": (0.4, MIMETIC),
         "patch_init": ("base", OURS),
     },
     "deep_impulse": {
@@ -105,6 +108,9 @@ DEFAULTS = {  # function → option → its default, and where that is from
     "deep_impulse_rotary": {
         "base": ("torch", OURS),
         "kernel_size": (3, "arXiv 2505.19985"),
+        "value_init": ("base", OURS),
+        "value_alpha": (0.4, MIMETIC),
+        "value_beta": (0.4, MIMETIC),
         "patch_init": ("base", OURS),
         "target_mass": ((0.9, 0.3), OURS),
     },

@@ -151,3 +151,31 @@ def test_prefix_tokens_are_without_the_constants_in_every_block(name):
     for block in model.blocks:
         x = block(x)
         assert not x[:, prefix:, -1].any() and x[:, :prefix, -1].std() < 1e-4
+
+
+@torch.no_grad()
+def test_mimetic_values_are_a_noisy_negative_identity_also_in_blocks_of_shifts():
+    """proj · V = αZ − βI over all heads, Z uniform of variance 1/D; by default as they were drawn."""
+    sizes = dict(image_size=(28, 44), patch_size=4, embed_dim=132, depth=3, num_heads=3)
+    kinds = dict(pos_embed="rope", rope_frequencies="linear", pool="mean", shift_blocks=2)
+    drawn_alone, by_default, mimetic = (
+        written(
+            init, vitinit.build_model("vit_tiny", num_classes=5, **sizes, **kinds), 3, **options
+        )
+        for init, options in (
+            ("torch", {}),
+            ("impulse", {}),
+            ("impulse", dict(value_init="mimetic", value_alpha=0.3, value_beta=0.5)),
+        )
+    )
+    layouts = map(layout_of, (drawn_alone, by_default, mimetic))
+    parts = [[*layout.shifting, *layout.blocks] for layout in layouts]
+    assert len(parts[0]) == 3
+    for before, kept, new in zip(*parts):
+        assert torch.equal(before.v, kept.v) and torch.equal(before.proj, kept.proj)
+        noise = torch.einsum("chd, hdk -> ck", new.proj, new.v) + 0.5 * torch.eye(132)
+        bound = 0.3 * (3 / 132) ** 0.5
+        assert 0.99 * bound < noise.abs().max() <= bound * 1.001
+        assert noise.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
+        sizes_of_heads = new.v.square().sum((1, 2))  # alike, as no head carries more
+        assert sizes_of_heads.max() < 1.5 * sizes_of_heads.min()

@@ -97,6 +97,7 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         recipe, _ = read_tables(path)
         name, sizes = recipe["model"]["name"], recipe["model"]["options"]
         sizes.pop("drop_path", None)
+        sizes.pop("shift_blocks", None)  # the one block that is left attends
         sizes["image_size"] = recipe["data"]["image_size"]
         cut = "depths" if "depths" in MODELS[name][1] else "depth"
         sizes[cut] = (1,) * len(MODELS[name][1][cut]) if cut == "depths" else 1

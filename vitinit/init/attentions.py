@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..mixing.filters import Grid, Offset, neighbours
 from ..models.attention import attention_weights
 
-__all__ = ["Block", "Layout", "Rotation", "SwinLayout", "WindowBlock"]
+__all__ = ["Block", "Layout", "Rotation", "ShiftBlock", "SwinLayout", "WindowBlock"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ class Rotation:
                 "float32 and convert then"
             )
         return omega
+
+
+@dataclass(frozen=True)
+class ShiftBlock:
+    """What a block that mixes by fixed shifts has of an attention, as views, as in `Block`."""
+
+    v: Tensor  # (h, d, D)
+    proj: Tensor  # (D, h, d)
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,7 @@ class Layout(Attentions):
     learned: bool = True  # whether pos_embed is a parameter, and no frozen sines and cosines
     tokens: tuple[Tensor, ...] = ()  # the prefix tokens, (…, D)
     _: KW_ONLY
-    shifts: int = 0  # blocks before the first of `blocks`, which have no queries and keys
+    shifting: tuple[ShiftBlock, ...] = ()  # before the first of `blocks`, without queries and keys
     entry: nn.Module = nn.Identity()  # between the sum with positions and the first block: CLIP
     family = "vit"
 

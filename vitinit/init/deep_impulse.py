@@ -44,10 +44,10 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
 
     A head reads two channels per wave: K is 4, or less for a head_dim below 8. Raises ValueError.
     """
-    if vit.shifts:
+    if vit.shifting:
         raise ValueError(
             "init 'deep_impulse' reserves channels in every block, and the first "
-            f"{vit.shifts} mix by shifts; expected shift_blocks = 0, or another init"
+            f"{len(vit.shifting)} mix by shifts; expected shift_blocks = 0, or another init"
         )
     _, head_dim, dim = vit.first.q.shape
     count = min(len(WAVES), head_dim // 2)
@@ -266,7 +266,7 @@ def deep_impulse(
         block = vit.blocks[number]
         block.v[..., :first] = 0.0
         if value_init == "mimetic":
-            write_values(block, value_alpha, value_beta, generator, first=first)
+            write_values(block, value_alpha, value_beta, generator, first=first, shuffled=True)
         heads = len(block.q)
         targets = head_offsets(heads, offsets, "ordered", generator, first=number * heads)
         turn = torch.tensor(targets).to(waves) @ waves.T  # (h, K)

@@ -17,11 +17,12 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from ..base.values import AtLeastOne, ProperFraction
+from ..base.values import AtLeastOne, NonNegative, ProperFraction
 from ..mixing.filters import Grid, Offset, head_offsets, neighbours, offsets_on_grid, smallest_logit
 from .attentions import Block, Layout
 from .baseline import Base, draw_base, whiten_patches
 from .layout import vit_layout
+from .mimetic import write_values
 from .residual_stream import stream_of
 
 LOUD = 2.0  # std over channels of prefix tokens, nearly all in one of them
@@ -130,6 +131,9 @@ def impulse_rotary(
     base: Base = "torch",
     kernel_size: AtLeastOne = 3,
     target_mass: ProperFraction = 0.9,
+    value_init: Literal["mimetic", "base"] = "base",
+    value_alpha: NonNegative = 0.4,
+    value_beta: float = 0.4,
     patch_init: Literal["whitened", "base"] = "base",
     images: Tensor | None = None,
 ) -> None:
@@ -142,6 +146,8 @@ def impulse_rotary(
     |   columns 0 of Q, K; of V              | the constant, or 0 beside a bias; 0                |
     | with prefix tokens, the last channel:  | 2√D in these; 0 in what writes to it and in V;     |
     |                                        | −constant / √(D − 1) in Q and K                    |
+    | every block, also of shifts: V,        | value_init "mimetic": factors of αZ − βI, with     |
+    |   proj.weight                          | their inner channels in random order               |
     | patch_embed                            | "whitened": whitened patches                       |
     | everything else                        | as `base` drew it                                  |
 
@@ -150,6 +156,8 @@ def impulse_rotary(
         is not what is nearest (recipes/exact_convolution.md).
     target_mass: the mass of a query on its target, among patches, on average over the queries that
         have one and over what random weights make of content.
+    value_init, value_alpha, value_beta: as for `mimetic`; worth points on photographs, and none on
+        CIFAR-10 (recipes/README.md, "Photographs").
     patch_init: "whitened": as `whitened` writes them. images: as there.
     """
     deep_impulse_rotary(
@@ -158,6 +166,9 @@ def impulse_rotary(
         base=base,
         kernel_size=kernel_size,
         target_mass=(target_mass,) * 2,
+        value_init=value_init,
+        value_alpha=value_alpha,
+        value_beta=value_beta,
         patch_init=patch_init,
         images=images,
     )
@@ -172,6 +183,9 @@ def deep_impulse_rotary(
     kernel_size: AtLeastOne = 3,
     patch_init: Literal["whitened", "base"] = "base",
     target_mass: tuple[ProperFraction, ProperFraction] = (0.9, 0.3),
+    value_init: Literal["mimetic", "base"] = "base",
+    value_alpha: NonNegative = 0.4,
+    value_beta: float = 0.4,
     images: Tensor | None = None,
 ) -> None:
     """As `impulse_rotary`; target_mass: in the first block and the last, and linearly between."""
@@ -180,10 +194,13 @@ def deep_impulse_rotary(
     draw_base(vit.model, base, generator)
     if patch_init == "whitened":
         whiten_patches(vit.model, images, generator)
+    if value_init == "mimetic":
+        for part in (*vit.shifting, *vit.blocks):
+            write_values(part, value_alpha, value_beta, generator, shuffled=True)
     if vit.tokens:
         mute_prefix(vit)
     masses = torch.linspace(*target_mass, len(vit.blocks), dtype=torch.float64).tolist()
-    for number, (block, mass) in enumerate(zip(vit.blocks, masses), vit.shifts):
+    for number, (block, mass) in enumerate(zip(vit.blocks, masses), len(vit.shifting)):
         heads = len(block.q)
         targets = head_offsets(heads, offsets, "ordered", generator, first=number * heads)
         write_constants(block, targets, mass, vit.grid, muted=bool(vit.tokens))

@@ -5,6 +5,7 @@ interop/in_place/foreign_layouts.py.
 """
 
 import torch
+from einops import rearrange
 from torch import nn
 
 from ..models.attention import Attention
@@ -12,7 +13,7 @@ from ..models.rotary import Rotary
 from ..models.shift import Shift
 from ..models.swin import SwinBlock, SwinTransformer
 from ..models.vit import VisionTransformer, VitBlock
-from .attentions import Attentions, Block, Layout, Rotation, SwinLayout, WindowBlock
+from .attentions import Attentions, Block, Layout, Rotation, ShiftBlock, SwinLayout, WindowBlock
 
 
 def layout_of(model: nn.Module | Attentions) -> Attentions:
@@ -48,6 +49,7 @@ def vit_layout(model: nn.Module | Attentions) -> Layout:
         rows = model.pos_embed.detach().flatten(0, 1)  # (P + N, D)
     tokens = tuple(token.detach() for token in model.prefix_tokens())
     attending = [block for block in model.blocks if isinstance(block.attn, Attention)]
+    shifts = [block.attn for block in model.blocks if isinstance(block.attn, Shift)]
     return Layout(
         model,
         tuple(map(block_of, attending)),
@@ -56,8 +58,16 @@ def vit_layout(model: nn.Module | Attentions) -> Layout:
         model.learns_positions,
         tokens,
         image_shape=(patches.in_channels, *model.patch_embed.image_size),
-        shifts=len(model.blocks) - len(attending),
+        shifting=tuple(map(shift_block_of, shifts)),
     )
+
+
+def shift_block_of(shift: Shift) -> ShiftBlock:
+    """The views of a block's values and projection."""
+    heads = shift.num_heads
+    v = rearrange(shift.v.weight.detach(), "(h d) c -> h d c", h=heads)
+    proj = rearrange(shift.proj.weight.detach(), "c (h d) -> c h d", h=heads)
+    return ShiftBlock(v, proj)
 
 
 def block_of(block: VitBlock | SwinBlock) -> Block:

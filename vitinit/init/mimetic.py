@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from ..base.values import NonNegative
 from ..models.simple_vit import SimpleViT
-from .attentions import Attentions, Block
+from .attentions import Attentions, Block, ShiftBlock
 from .baseline import Base, draw_base
 from .layout import layout_of
 
@@ -96,12 +96,13 @@ def write_queries_keys(
 
 
 def write_values(
-    block: Block,
+    block: Block | ShiftBlock,
     alpha: float,
     beta: float,
     generator: Generator,
     *,
     first: int = 0,
+    shuffled: bool = False,
     transposed: bool = True,
 ) -> None:
     """Write V and proj of one attention layer: balanced factors of αZ − βI.
@@ -109,9 +110,10 @@ def write_values(
     As in the released code, the first head carries the most: singular values decrease.
 
     first: only the channels of the stream from this one on; V and proj leave out those before it.
-        Then the inner channels go to the heads at random, so that no head carries more than another
-        (which trained better: recipes/cifar10_10k_deep_impulse.toml). `first` of them are left
-        over: V is 0 there, and proj as it was, so that gradients reach V.
+        `first` inner channels are left over: V is 0 there, and proj as it was, so that gradients
+        reach V.
+    shuffled: the inner channels go to the heads at random, so that no head carries more than
+        another (which trained better: recipes/cifar10_10k_deep_impulse.toml).
     transposed: False stores the factors as they are; see `mimetic`.
     """
     dim, inner = block.proj.shape[0], block.proj[0].numel()  # all heads' channels
@@ -126,7 +128,7 @@ def write_values(
             )
         value, projection = value.mT, projection.mT
     order = torch.arange(inner)
-    if first:
+    if shuffled:
         order = torch.randperm(inner, generator=generator)
     order = order[: value.shape[1]]
     # New tensors, since Q, K and V may lie in one tensor that no flat view of V exists of.
