@@ -27,8 +27,8 @@ from vitinit.runs.folder import RunFolder
 from vitinit.train.interruption import Interrupted
 
 PHOTOGRAPHS = Images(train=2_003, val=307, classes=5, side=167.0, opened_by=[], stated=[])
-TINY = """init.name=default model.options.embed_dim=12 model.options.depth=1 data.image_size=8
-    model.options.patch_size=4 model.options.num_heads=3 optim.global_batch=17
+TINY = """init.name=default model.options.embed_dim=12 model.options.depth=2 data.image_size=8
+    model.options.shift_blocks=1 model.options.patch_size=4 model.options.num_heads=3 optim.global_batch=17
     optim.max_batch_per_process=17 eval.batch_size=7""".split()
 
 
@@ -60,7 +60,7 @@ def test_as_many_epochs_are_chosen_as_fit_beside_what_a_run_does_besides():
 
 def test_many_epochs_have_images_that_vary_and_their_time_is_measured_anew():
     few, planned = chosen(30, 37.0)
-    assert (few.recipe, planned) == ("photos", 1) and not few.changes.keys() & choice.VARIED
+    assert (few.recipe, planned) == ("photos_ahead", 1) and not few.changes.keys() & choice.VARIED
     many, planned = chosen(60, 37.0)
     assert planned == 2 and choice.VARIED.items() <= many.changes.items()
 
@@ -72,7 +72,7 @@ def test_small_images_have_the_recipe_of_32_pixels_and_photographs_are_not_enlar
         chosen(5, 7.0, PHOTOGRAPHS._replace(side=side))[0].changes["data.image_size"]
         for side in (47.0, 101.0, 128.0, 1021.0)
     ]
-    assert sides == [40, 96, 128, 128]
+    assert sides == [32, 96, 128, 128]
 
 
 def test_fewer_images_than_the_recipe_has_in_a_step_make_smaller_steps():
@@ -90,10 +90,10 @@ def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone(t
     head, planned = chosen(5, 100.0, weights=str(mine))
     assert head.changes["optim.train"] == "head" and planned == 2
     assert "model.name" not in head.changes  # the file's own, which the user states
-    recipe = load_recipe("photos", overrides(sets=TINY))
+    recipe = load_recipe("photos_ahead", overrides(sets=TINY))
     torch.save({"model": {}, "recipe": recipe.as_dict()}, mine)
     again = chosen(60, 100.0, weights=str(mine))[0].changes
-    assert (again["model.options.depth"], again["data.image_size"]) == (1, [8, 8])
+    assert (again["model.options.depth"], again["data.image_size"]) == (2, [8, 8])
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         chosen(60, 100.0, weights="absent.pt")
 
@@ -161,7 +161,7 @@ def test_fit_looks_chooses_trains_and_says_how_good_it_is(
     assert program.main([*words, "--weights", "none"]) == 0
     printed, complaints = capsys.readouterr()
     recipe = RunFolder(out).keys()
-    assert recipe["model.options.depth"] == 1 and recipe["data.root"] == str(image_tree)
+    assert recipe["model.options.depth"] == 2 and recipe["data.root"] == str(image_tree)
     assert len(list(RunFolder(out).metrics.rows())) == recipe["schedule.epochs"] > 1
     with open(out / "predictions.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -257,7 +257,7 @@ def test_an_epoch_is_planned_by_steps_on_the_images(image_tree, monkeypatch):
     images = Images(51, 21, 3, 10.0, data, [*TINY, "data.workers=0", "engine.amp=off"])
     now = iter(range(10**6))
     monkeypatch.setattr(measure, "clock_of", lambda device: lambda: float(next(now)))
-    plan = measure.plan_of(choice.Choice("photos", images, {}, ()), torch.device("cpu"), 0.0)
+    plan = measure.plan_of(choice.Choice("photos_ahead", images, {}, ()), torch.device("cpu"), 0.0)
     # A clock that ticks once whenever it is read: a second to load 17 images, and one to train.
     assert plan.rates == Rates(step=17.0, core=inf, prepare=17.0)
     assert (plan.images, plan.validation) == (51, 21)

@@ -150,8 +150,10 @@ def test_a_model_with_batch_norm_is_told_apart_by_its_micro_batch(grouped):
         (
             [dict(init="impulse"), dict(init="impulse", sets=("model.options.pos_embed=rope",))],
             [
-                'impulse, model.options.pos_embed = "learned", init.options.base = "default"',
-                'impulse, model.options.pos_embed = "rope", init.options.base = "torch"',
+                'impulse, init.options.value_init = "mimetic", model.options.pos_embed = "learned", '
+                'init.options.base = "default"',
+                'impulse, init.options.value_init = "base", model.options.pos_embed = "rope", '
+                'init.options.base = "torch"',
             ],
         ),
         # Different recipes are not compared key by key.

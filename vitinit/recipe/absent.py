@@ -38,6 +38,9 @@ MEANT = {
     "init.options.calibrated": False,
     "init.options.constant_variance": 0.95,
     "init.options.patch_init": "base",
+    "init.options.value_init": "base",  # of rotary inits; the others had it from the start
+    "init.options.value_alpha": 0.4,
+    "init.options.value_beta": 0.4,
     "model.options.norm_place": "after",
     "model.options.channel_residual": "mlp",
     "model.options.norm_eps": 1e-6,

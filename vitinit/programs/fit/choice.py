@@ -16,7 +16,7 @@ from ...runs.load import open_file, published_weights
 from ..shared.plan import FORWARD, Plan
 
 SMALL = 40  # px of a shorter side, the median over images, up to which they are taken for icons
-GRID = 8  # patches along a side, whatever the size
+GRID = 16  # patches along a side, whatever the size
 LARGEST = 128  # px to train on
 MANY_EPOCHS = 60  # from so many on, images are augmented more
 LEAST_EPOCHS = 3  # of fine-tuning all of a model, and of a share of the images
@@ -79,7 +79,7 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
             f"{counted(epochs, 'epoch')} of all layers are few: the classifier alone",
         )
         plan = planned(choice)
-    elif choice.recipe == "photos" and epochs >= MANY_EPOCHS:
+    elif choice.recipe == "photos_ahead" and epochs >= MANY_EPOCHS:
         choice = choice.but(VARIED, "so many epochs want images that vary more")
         plan = planned(choice)  # as such images take longer
     epochs = epochs_in(minutes, plan)
@@ -105,7 +105,7 @@ def by_images(images: Images, weights: str) -> Choice:
             "at 32 px",
         )
     side = min(LARGEST, int(images.side) // GRID * GRID)
-    return Choice("photos", images, by_counts(images), ()).but(
+    return Choice("photos_ahead", images, by_counts(images), ()).but(
         {"data.image_size": side, "model.options.patch_size": side // GRID},
         f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
     )

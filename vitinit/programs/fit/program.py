@@ -171,7 +171,7 @@ def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[
         # The cores of a machine without a GPU are the model's.
         f"data.workers={0 if device.type == 'cpu' else min(AT_ONCE, cores())}",
     ]
-    recipe = load_recipe("photos", overrides(sets=[*sets, *args.set]))
+    recipe = load_recipe("photos_ahead", overrides(sets=[*sets, *args.set]))
     if not recipe.eval.every_epochs:
         raise OneLineError(
             "--set eval.every_epochs=0: fit ends with how good the model is; expected 1 at least"
