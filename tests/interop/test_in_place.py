@@ -172,6 +172,11 @@ def test_a_rotary_model_gets_the_mass_that_is_asked_for_in_every_block(kind, siz
     assert [words == "" for _, words in describe(model).fits] == [1, 0, 1]
     kept = impulse_(model, generator=seeded()).written
     assert not any(part in name for name in kept for part in ("norm2", "fc1", "v_bias"))
+    if kind in ("timm", "eva"):  # values that are written have no bias
+        with torch.no_grad():
+            model.blocks[1].attn.proj.bias.fill_(0.3)
+        impulse_(model, generator=seeded(), value_init="mimetic")
+        assert (model.blocks[1].attn.proj.bias == 0).all()
 
 
 @pytest.mark.parametrize("init", [impulse_, deep_impulse_])

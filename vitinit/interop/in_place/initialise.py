@@ -267,12 +267,15 @@ def write(
 
 def prepare(vit: Attentions, name: str, options: InitOptions, generator: Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
-    # Swin's `impulse` writes its bias table alone, and rotary inits write the biases of Q and K.
-    if isinstance(vit, SwinLayout) and name == "impulse" or family_of(vit) == ROTARY:
+    if isinstance(vit, SwinLayout) and name == "impulse":  # which writes its bias table alone
         return
+    rotary = family_of(vit) == ROTARY
+    values = options.get("value_init", "base" if rotary else "mimetic")
     for block in vit.blocks:
-        biases = [block.q_bias, block.k_bias]
-        if options.get("value_init") != "base":
+        biases = []
+        if not rotary:  # whose inits write the biases of Q and K
+            biases += [block.q_bias, block.k_bias]
+        if values != "base":
             biases += [block.v_bias, block.proj_bias]
         for bias in biases:
             if bias is not None:
