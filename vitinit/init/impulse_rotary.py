@@ -19,7 +19,7 @@ from torch import Generator, Tensor, nn
 
 from ..base.values import AtLeastOne, NonNegative, ProperFraction
 from ..mixing.filters import Grid, Offset, head_offsets, neighbours, offsets_on_grid, smallest_logit
-from .attentions import Block, Layout
+from .attentions import Block, Layout, ShiftBlock
 from .baseline import Base, draw_base, whiten_patches
 from .layout import vit_layout
 from .mimetic import write_values
@@ -195,7 +195,8 @@ def deep_impulse_rotary(
     if patch_init == "whitened":
         whiten_patches(vit.model, images, generator)
     if value_init == "mimetic":
-        for part in (*vit.shifting, *vit.blocks):
+        parts: list[Block | ShiftBlock] = [*vit.shifting, *vit.blocks]
+        for part in parts:
             write_values(part, value_alpha, value_beta, generator, shuffled=True)
     if vit.tokens:
         mute_prefix(vit)
