@@ -65,6 +65,18 @@ def test_many_epochs_have_images_that_vary_and_their_time_is_measured_anew():
     assert planned == 2 and choice.VARIED.items() <= many.changes.items()
 
 
+def test_few_epochs_have_larger_patches_and_their_time_is_measured_anew():
+    few, planned = chosen(5, 60.0)
+    assert (few.recipe, few.changes["model.options.patch_size"], planned) == ("photos", 16, 2)
+    assert "few: larger patches" in " ".join(few.reasons)
+    enough, planned = chosen(9, 60.0)
+    assert (enough.recipe, enough.changes["model.options.patch_size"], planned) == (
+        "photos_ahead",
+        8,
+        1,
+    )
+
+
 def test_small_images_have_the_recipe_of_32_pixels_and_photographs_are_not_enlarged():
     small, _ = chosen(5, 7.0, PHOTOGRAPHS._replace(side=28.0))
     assert small.recipe == "cifar10_10k_ahead"

@@ -16,7 +16,10 @@ from ...runs.load import open_file, published_weights
 from ..shared.plan import FORWARD, Plan
 
 SMALL = 40  # px of a shorter side, the median over images, up to which they are taken for icons
-GRID = 16  # patches along a side, whatever the size
+# Patches along a side, whatever the size: the recipe of many takes twice the time, and pays from so
+# many epochs on.
+GRIDS = {"photos_ahead": 16, "photos": 8}
+FEW_EPOCHS = 8
 LARGEST = 128  # px to train on
 MANY_EPOCHS = 60  # from so many on, images are augmented more
 LEAST_EPOCHS = 3  # of fine-tuning all of a model, and of a share of the images
@@ -79,6 +82,11 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
             f"{counted(epochs, 'epoch')} of all layers are few: the classifier alone",
         )
         plan = planned(choice)
+    elif choice.recipe == "photos_ahead" and epochs < FEW_EPOCHS:
+        choice = from_scratch(images, "photos").but(
+            {}, f"{counted(epochs, 'epoch')} of four times the patches are few: larger patches"
+        )
+        plan = planned(choice)
     elif choice.recipe == "photos_ahead" and epochs >= MANY_EPOCHS:
         choice = choice.but(VARIED, "so many epochs want images that vary more")
         plan = planned(choice)  # as such images take longer
@@ -104,9 +112,15 @@ def by_images(images: Images, weights: str) -> Choice:
             f"half of the images have a shorter side of {images.side:g} px or less: a small model, "
             "at 32 px",
         )
-    side = min(LARGEST, int(images.side) // GRID * GRID)
-    return Choice("photos_ahead", images, by_counts(images), ()).but(
-        {"data.image_size": side, "model.options.patch_size": side // GRID},
+    return from_scratch(images, "photos_ahead")
+
+
+def from_scratch(images: Images, recipe: str) -> Choice:
+    """This recipe for photographs, which are not enlarged."""
+    grid = GRIDS[recipe]
+    side = min(LARGEST, int(images.side) // grid * grid)
+    return Choice(recipe, images, by_counts(images), ()).but(
+        {"data.image_size": side, "model.options.patch_size": side // grid},
         f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
     )
 
