@@ -715,7 +715,12 @@ def test_a_finished_run_is_finished_though_its_recipe_lacks_keys_that_came_later
     for name in ("last.pt", "previous.pt"):
         (folder / name).unlink()
     text = (folder / "recipe.toml").read_text()
-    for line in ('checkpoint_classes = ""\n', 'classes = ""\n', "cosine_after_warmup = false\n"):
+    for line in (
+        'checkpoint_classes = ""\n',
+        'classes = ""\n',
+        "cosine_after_warmup = false\n",
+        "shift_blocks = 0\n",
+    ):
         assert line in text
         text = text.replace(line, "")
     (folder / "recipe.toml").write_text(text)

@@ -26,7 +26,7 @@ from ..base.messages import warn
 from ..base.values import ReadOnly, Table, plain, to_toml
 from ..data.folders import composed, since_left_out
 from ..data.sources import SIZES
-from ..recipe.absent import KEYS_LEFT_OUT
+from ..recipe.absent import MEANT
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..train.device import automatic_values
@@ -240,7 +240,7 @@ def begun_with(folders: Iterable[Path]) -> dict[str, str]:
     known = {"engine.amp": [*AMP_DTYPES], "optim.muon_dtype": [*MUON_DTYPES]}
     for folder in folders:
         if (folder / "recipe.toml").exists():
-            keys = KEYS_LEFT_OUT | RunFolder(folder).keys()
+            keys = MEANT | RunFolder(folder).keys()
             return {key: keys[key] for key, words in known.items() if keys.get(key) in words}
     return {}
 
@@ -263,9 +263,9 @@ def to_do_in(folder: RunFolder, recipe: Recipe | None) -> ToDo:
                 "it, with --resume auto, starts it again"
             )
         if folder.recipe.exists():
-            require_same(folder.path, KEYS_LEFT_OUT | folder.keys(), recipe.keys)
+            require_same(folder.path, folder.keys(), recipe.keys)
         return ToDo.BEGIN
-    began = KEYS_LEFT_OUT | folder.keys()  # which are younger than some runs
+    began = folder.keys()
     done = folder.metrics.count()
     if recipe is not None:
         require_same(folder.path, began, recipe.keys)
@@ -319,10 +319,11 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise RecipeError, naming the first fact that differs, unless a run goes on as it began.
     run: its folder. began, now: the keys of its recipe, or facts of its data, name → value. A
-    model's or init's name comes before its options.
+    model's or init's name comes before its options. A key younger than the run means what it did
+    before it was there.
     """
     for key in dict.fromkeys([*now, *began]):
-        before, after = began.get(key), now.get(key)
+        before, after = began.get(key, MEANT.get(key)), now.get(key)
         counts = key not in MAY_CHANGE and (key, after) not in LEFT_OPEN.items()
         if counts and before != after:
             raise RecipeError(
