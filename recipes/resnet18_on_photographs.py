@@ -1,4 +1,4 @@
-"""What the ViTs of `photos` are measured against: torchvision's ResNet-18 from scratch.
+"""What the ViTs of `photos` and `photos_ahead` are measured against: torchvision's ResNet-18 from scratch.
 
     python recipes/resnet18_on_photographs.py photos --epochs 14 --lr 0.02 --out rows.jsonl
 

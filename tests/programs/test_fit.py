@@ -38,7 +38,13 @@ def plan_for(seconds: float, epoch_images: int = 2_003) -> Plan:
     return Plan(epoch_images, 0, epochs=1, gpus=1, cores=1, rates=rates)
 
 
-def chosen(minutes: float, seconds: float, images: Images = PHOTOGRAPHS, weights: str = ""):
+def chosen(
+    minutes: float,
+    seconds: float,
+    images: Images = PHOTOGRAPHS,
+    weights: str = "",
+    stated: str | None = None,
+):
     """What is chosen where every choice's epoch takes so many seconds; and how many were planned."""
     planned = []
 
@@ -46,7 +52,7 @@ def chosen(minutes: float, seconds: float, images: Images = PHOTOGRAPHS, weights
         planned.append(one)
         return plan_for(seconds)
 
-    return choose(images, minutes, weights, plan)[0], len(planned)
+    return choose(images, minutes, weights, plan, stated)[0], len(planned)
 
 
 def test_as_many_epochs_are_chosen_as_fit_beside_what_a_run_does_besides():
@@ -66,15 +72,22 @@ def test_many_epochs_have_images_that_vary_and_their_time_is_measured_anew():
 
 
 def test_few_epochs_have_larger_patches_and_their_time_is_measured_anew():
-    few, planned = chosen(5, 60.0)
+    few, planned = chosen(4, 60.0)
     assert (few.recipe, few.changes["model.options.patch_size"], planned) == ("photos", 16, 2)
     assert "few: larger patches" in " ".join(few.reasons)
-    enough, planned = chosen(9, 60.0)
+    enough, planned = chosen(5, 60.0)
     assert (enough.recipe, enough.changes["model.options.patch_size"], planned) == (
         "photos_ahead",
         8,
         1,
     )
+
+
+def test_a_recipe_that_a_user_states_is_taken_whatever_the_size_and_time():
+    for stated, side, patch in (("photos_ahead", 167.0, 8), ("photos", 31.0, 3)):
+        found, planned = chosen(5, 60.0, PHOTOGRAPHS._replace(side=side), stated=stated)
+        assert (found.recipe, found.changes["model.options.patch_size"]) == (stated, patch)
+        assert planned == 1
 
 
 def test_small_images_have_the_recipe_of_32_pixels_and_photographs_are_not_enlarged():
@@ -84,7 +97,7 @@ def test_small_images_have_the_recipe_of_32_pixels_and_photographs_are_not_enlar
         chosen(5, 7.0, PHOTOGRAPHS._replace(side=side))[0].changes["data.image_size"]
         for side in (47.0, 101.0, 128.0, 1021.0)
     ]
-    assert sides == [32, 96, 128, 128]
+    assert sides == [40, 96, 128, 128]
 
 
 def test_fewer_images_than_the_recipe_has_in_a_step_make_smaller_steps():
@@ -262,6 +275,8 @@ def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp
     assert opened(str(odd)).val == 21
     with pytest.raises(OneLineError, match="expected 1 at least"):
         opened(str(odd), "--set", "eval.every_epochs=0")
+    # Which recipe is chosen is not known yet, and so neither what it has.
+    assert opened(str(odd), "--set", "init.options.constant_variance=0.7").val == 21
 
 
 def test_an_epoch_is_planned_by_steps_on_the_images(image_tree, monkeypatch):

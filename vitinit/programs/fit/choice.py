@@ -16,10 +16,11 @@ from ...runs.load import open_file, published_weights
 from ..shared.plan import FORWARD, Plan
 
 SMALL = 40  # px of a shorter side, the median over images, up to which they are taken for icons
-# Patches along a side, whatever the size: the recipe of many takes twice the time, and pays from so
-# many epochs on.
-GRIDS = {"photos_ahead": 16, "photos": 8}
-FEW_EPOCHS = 8
+GRIDS = {"photos_ahead": 16, "photos": 8}  # patches along a side, whatever the size
+FINE_FROM = 96  # px of a shorter side, from which on there are 16 patches of 6 pixels or more
+FEW_EPOCHS = (
+    8  # of them, below which the recipe of fewer patches, in twice as many epochs, is taken
+)
 LARGEST = 128  # px to train on
 MANY_EPOCHS = 60  # from so many on, images are augmented more
 LEAST_EPOCHS = 3  # of fine-tuning all of a model, and of a share of the images
@@ -68,12 +69,14 @@ class Choice:
 Planner = Callable[[Choice], Plan]  # measures a choice on this machine, and plans its run
 
 
-def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tuple[Choice, Plan]:
+def choose(
+    images: Images, minutes: float, weights: str, planned: Planner, stated: str | None = None
+) -> tuple[Choice, Plan]:
     """The choice for these images that ends in so many minutes, and the plan of its epochs.
-    weights: a checkpoint to fine-tune; "": none. Raises OneLineError if there is time for next to none
-    of the images.
+    weights: a checkpoint to fine-tune; "": none. stated: the recipe, of GRIDS, that a user wants from
+    scratch. Raises OneLineError if there is time for next to none of the images.
     """
-    choice = by_images(images, weights)
+    choice = from_scratch(images, stated) if stated else by_images(images, weights)
     plan = planned(choice)
     epochs = epochs_in(minutes, plan)
     if weights and epochs < LEAST_EPOCHS:
@@ -82,12 +85,12 @@ def choose(images: Images, minutes: float, weights: str, planned: Planner) -> tu
             f"{counted(epochs, 'epoch')} of all layers are few: the classifier alone",
         )
         plan = planned(choice)
-    elif choice.recipe == "photos_ahead" and epochs < FEW_EPOCHS:
+    elif choice.recipe == "photos_ahead" and epochs < FEW_EPOCHS and not stated:
         choice = from_scratch(images, "photos").but(
             {}, f"{counted(epochs, 'epoch')} of four times the patches are few: larger patches"
         )
         plan = planned(choice)
-    elif choice.recipe == "photos_ahead" and epochs >= MANY_EPOCHS:
+    elif choice.recipe in GRIDS and epochs >= MANY_EPOCHS:
         choice = choice.but(VARIED, "so many epochs want images that vary more")
         plan = planned(choice)  # as such images take longer
     epochs = epochs_in(minutes, plan)
@@ -112,7 +115,7 @@ def by_images(images: Images, weights: str) -> Choice:
             f"half of the images have a shorter side of {images.side:g} px or less: a small model, "
             "at 32 px",
         )
-    return from_scratch(images, "photos_ahead")
+    return from_scratch(images, "photos_ahead" if images.side >= FINE_FROM else "photos")
 
 
 def from_scratch(images: Images, recipe: str) -> Choice:

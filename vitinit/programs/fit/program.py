@@ -10,7 +10,8 @@ writes into --out-dir, beside what every run writes:
 
     report.html       curves, classes, mistakes
     predictions.csv   what the model says of each image to validate on
-    model/            the model to hand on; for timm, too, if `safetensors` is installed
+    model/            the model to hand on; with --recipe photos or --weights for timm, too, if
+                      `safetensors` is installed
 
 Its last lines say how good the model is, what it confuses, and whether more images or more minutes
 would help most. The choice is a recipe like any other, recipe.toml in that folder. The same command
@@ -45,7 +46,7 @@ from ...train.interruption import Interrupted
 from ...watch.survey import Headers, survey
 from ..shared.command_line import Parser, add_set, integer, main_of, real
 from ..shared.steps import clock_of
-from .choice import Images, choose
+from .choice import GRIDS, Images, choose
 from .findings import finish
 from .measure import measuring_seconds, plan_of
 from .unreadable import list_others, lists_images_of, unreadable_in
@@ -68,10 +69,17 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     parser.add_argument("data", metavar="PHOTOS", help="folder of images or lists, by class")
     parser.add_argument("--minutes", type=real(above=0), required=True, help="that it may take")
     parser.add_argument("--out-dir", type=Path, help="folder of the run; default runs/fit-<folder>")
-    parser.add_argument(
+    beginning = parser.add_mutually_exclusive_group()
+    beginning.add_argument(
         "--weights",
         help="a checkpoint to fine-tune, or the name of published ones; none: from scratch; "
         f"default: {SMALL_WEIGHTS} for fewer than {FEW_IMAGES:,} images, if they can be fetched",
+    )
+    beginning.add_argument(
+        "--recipe",
+        choices=list(GRIDS),
+        help="for photographs from scratch; default: photos_ahead, or photos, whose model timm has, "
+        "too, for small images and where few epochs fit",
     )
     parser.add_argument("--seed", type=integer(0, 2**63), default=0, help="run.seed")
     parser.add_argument(
@@ -110,7 +118,8 @@ def fit(args: Namespace) -> None:
         until = began + 60 * READ_SHARE * args.minutes
         lists = Path(spare) if args.dry_run else out / "readable"
         images = look(args, device, lists, in_time=lambda: clock() < until)
-        weights = weights_for(images, args.weights, dry_run=args.dry_run)
+        stated = "none" if args.recipe else args.weights
+        weights = weights_for(images, stated, dry_run=args.dry_run)
         seconds = measuring_seconds(args.minutes)
         say(
             "measure how long images take to train on here: "
@@ -118,7 +127,7 @@ def fit(args: Namespace) -> None:
         )
         left = args.minutes - (clock() - began) / 60
         planned = partial(plan_of, device=device, minutes=args.minutes)
-        choice, plan = choose(images, left, weights, planned)
+        choice, plan = choose(images, left, weights, planned, args.recipe)
     epochs = choice.changes["schedule.epochs"]
     say(f"choice  the recipe {choice.recipe} with {', '.join(choice.in_words())}")
     for reason in choice.reasons:
@@ -171,7 +180,9 @@ def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[
         # The cores of a machine without a GPU are the model's.
         f"data.workers={0 if device.type == 'cpu' else min(AT_ONCE, cores())}",
     ]
-    recipe = load_recipe("photos_ahead", overrides(sets=[*sets, *args.set]))
+    # Whatever else is stated is held against the recipe that is chosen.
+    of_images = [text for text in args.set if text.startswith(("data.", "eval."))]
+    recipe = load_recipe("photos", overrides(sets=[*sets, *of_images]))
     if not recipe.eval.every_epochs:
         raise OneLineError(
             "--set eval.every_epochs=0: fit ends with how good the model is; expected 1 at least"
