@@ -17,7 +17,7 @@ from ..shared.plan import FORWARD, Plan
 
 SMALL = 40  # px of a shorter side, the median over images, up to which they are taken for icons
 GRIDS = {"photos_ahead": 16, "photos": 8}  # patches along a side, whatever the size
-# They pay from so many px of a shorter side on, and so many epochs; fewer were not measured.
+# 16 patches are taken from so many px of a shorter side on, for so many epochs; below is unmeasured.
 FINE_FROM = 96
 FEW_EPOCHS = 4
 LARGEST = 128  # px to train on
