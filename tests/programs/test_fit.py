@@ -84,7 +84,11 @@ def test_few_epochs_have_larger_patches_and_their_time_is_measured_anew():
 
 
 def test_a_recipe_that_a_user_states_is_taken_whatever_the_size_and_time():
-    for stated, side, patch in (("photos_ahead", 167.0, 8), ("photos", 31.0, 3)):
+    for stated, side, patch in (
+        ("photos_ahead", 167.0, 8),
+        ("photos_ahead", 7.0, 1),
+        ("photos", 31.0, 3),
+    ):
         found, planned = chosen(5, 60.0, PHOTOGRAPHS._replace(side=side), stated=stated)
         assert (found.recipe, found.changes["model.options.patch_size"]) == (stated, patch)
         assert planned == 1

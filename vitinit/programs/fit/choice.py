@@ -118,9 +118,9 @@ def by_images(images: Images, weights: str) -> Choice:
 
 
 def from_scratch(images: Images, recipe: str) -> Choice:
-    """This recipe for photographs, which are not enlarged."""
+    """This recipe for photographs, which are not enlarged, unless a patch would have no pixel."""
     grid = GRIDS[recipe]
-    side = min(LARGEST, int(images.side) // grid * grid)
+    side = min(LARGEST, max(1, int(images.side) // grid) * grid)
     return Choice(recipe, images, by_counts(images), ()).but(
         {"data.image_size": side, "model.options.patch_size": side // grid},
         f"{images.train:,} images: a small model (ViT) from scratch, at {side} px",
