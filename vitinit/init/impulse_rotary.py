@@ -156,8 +156,8 @@ def impulse_rotary(
         is not what is nearest (recipes/exact_convolution.md).
     target_mass: the mass of a query on its target, among patches, on average over the queries that
         have one and over what random weights make of content.
-    value_init, value_alpha, value_beta: as for `mimetic`; worth three points on one of three sets of
-        photographs, and none that show elsewhere (recipes/README.md, "Photographs").
+    value_init, value_alpha, value_beta: as for `mimetic`; worth likely three points on one of three
+        sets of photographs, and none that show elsewhere (recipes/README.md, "Photographs").
     patch_init: "whitened": as `whitened` writes them. images: as there.
     """
     deep_impulse_rotary(
