@@ -4,9 +4,9 @@
 
 The images, crops, flips, batches and their order are those of the recipe `photos` with this seed,
 without RandAugment. SGD with Nesterov's momentum .9, weight decay 5e-4, one cycle of the learning
-rate up to --lr, label smoothing .1, channels last, bf16. The last line of --out has the
-result. The same command goes on where it was stopped, by the .pt file beside --out, and starts
-again once it has ended.
+rate up to --lr, label smoothing .1, channels last, bf16, or float32 by --set engine.amp=off. The
+last line of --out has the result. The same command goes on where it was stopped, by the .pt file
+beside --out, and starts again once it has ended.
 """
 
 import argparse
@@ -38,7 +38,7 @@ recipe = load_recipe(
     overrides(
         data_dir=args.data_dir,
         seed=args.seed,
-        sets=["rand_augment.layers=0", "data.workers=0", *args.set],
+        sets=["rand_augment.layers=0", "data.workers=0", "engine.amp=bf16", *args.set],
     ),
 )
 
@@ -65,7 +65,7 @@ with joined() as processes, StopRequest() as stop:
         for _, micro_batches in batches.steps(epoch):
             for micro_batch in micro_batches:
                 images, targets = micro_batch.prepare()  # (B, 3, H, W), (B, K)
-                with autocast(processes.device, "bf16"):
+                with autocast(processes.device, recipe.engine.amp):
                     logits = model(images.to(memory_format=torch.channels_last))
                 (F.cross_entropy(logits.float(), targets) / len(micro_batches)).backward()
             optimizer.step()
@@ -75,7 +75,7 @@ with joined() as processes, StopRequest() as stop:
         [result] = evaluate(
             [model],
             data.val_batches,
-            amp="bf16",
+            amp=recipe.engine.amp,
             processes=processes,
             stop=stop,
             num_classes=len(data.whole_set.classes),
