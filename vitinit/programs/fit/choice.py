@@ -86,7 +86,9 @@ def choose(
         plan = planned(choice)
     elif choice.recipe == "photos_ahead" and epochs < FEW_EPOCHS and not stated:
         choice = from_scratch(images, "photos").but(
-            {}, f"{counted(epochs, 'epoch')} of four times the patches are few: larger patches"
+            {},
+            f"with patches of half the side {counted(epochs, 'epoch')} would fit, fewer than "
+            f"{FEW_EPOCHS}: larger patches",
         )
         plan = planned(choice)
     elif choice.recipe in GRIDS and epochs >= MANY_EPOCHS:
