@@ -324,12 +324,12 @@ def test_every_numeric_option_builds_or_is_one_line(family):
         (
             "vit",
             dict(pos_embed="rope"),
-            "rope_base 100.0, head_dim 11: expected > 1, multiple of 4",
+            "embed_dim / num_heads is 11, expected a multiple of 4 with rotary",
         ),
         (
             "vit, distilled",
             dict(rope_base=1.0),
-            "rope_base 1.0, head_dim 12: expected > 1, multiple",
+            "rope_base is 1.0, expected more than 1",
         ),
         ("vit", dict(layer_scale=-0.1), "layer_scale is -0.1, expected a number ≥ 0"),
         ("vit", dict(num_registers=-1), "num_registers is -1, expected an integer ≥ 0 and"),

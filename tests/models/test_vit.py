@@ -153,12 +153,21 @@ def test_drop_path_rises_from_block_to_block_or_is_the_same_in_all():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("frequencies", ["linear", "axial", "mixed"])
-def test_shifts_are_rotary_attention_at_mass_one(frequencies):
+@pytest.mark.parametrize(
+    "frequencies, coordinates",
+    [
+        ("linear", "index"),
+        ("axial", "index"),
+        ("mixed", "index"),
+        ("axial", "scaled"),
+        ("axial", "centred"),
+    ],
+)
+def test_shifts_are_rotary_attention_at_mass_one(frequencies, coordinates):
     """The impulse's constants alone, many times as large: also where the offset leads off the grid.
     The last block keeps its attention, and continues with the offsets."""
     sizes = SMALL | dict(depth=3, embed_dim=48, num_heads=3, pool="mean", pos_embed="rope")
-    sizes |= dict(rope_frequencies=frequencies)
+    sizes |= dict(rope_frequencies=frequencies, rope_coordinates=coordinates)
     model = vitinit.build_model("vit_tiny", **sizes)
     generator = torch.Generator().manual_seed(0)
     vitinit.init_weights(model, "impulse", generator=generator, kernel_size=3, target_mass=0.6)
@@ -237,17 +246,18 @@ def test_attention_that_is_held_is_the_shift_in_training_and_attention_in_evalua
 
 
 @pytest.mark.parametrize(
-    "init, options",
+    "init, options, expected",
     [
-        ("default", {}),
-        ("impulse", dict(pos_embed="learned")),
-        ("impulse", dict(rope_frequencies="mixed")),  # which are parameters
-        ("impulse", dict(qkv_bias=False)),  # by content, of channel 0
+        ("default", {}, "has a mass of .* on one token by place alone"),
+        ("impulse", dict(pos_embed="learned"), "expected rotary positions with fixed frequencies"),
+        ("impulse", dict(rope_frequencies="mixed"), "with fixed frequencies"),  # parameters here
+        ("impulse", dict(qkv_bias=False), "has a mass of .*"),  # by content, of channel 0
+        ("impulse", dict(pool="class"), "has no place from which to look"),
     ],
 )
-def test_attention_whose_biases_choose_no_token_is_not_held(init, options):
+def test_attention_whose_biases_choose_no_token_is_not_held(init, options, expected):
     sizes = SMALL | dict(embed_dim=144, pool="mean", pos_embed="rope", rope_frequencies="linear")
     model = vitinit.build_model("vit_tiny", **sizes | options)
     vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="has a mass of .* on one token by place alone"):
+    with pytest.raises(ValueError, match=expected):
         hold_to_shifts(model, held=True)

@@ -1,14 +1,15 @@
-"""Impulse initialisation of rotary attention: exact in every block, the same for every image.
+"""Impulse initialisation of rotary attention: a kernel that is the same in every block.
 
 Rotary attention (models/rotary.py) turns a pair of channels by ω · p at place p. If query and key
 have a constant part, of length √A and phases ω · δ and 0 in each pair, that part of the logit is
 
     ℓ Σ a cos(ω · (Δ − δ)),        Σ a = 1,        A = ℓ a √d,
 
-at the key that is Δ away: a kernel of the displacement alone, largest, ℓ, at Δ = δ. Nothing in the
-residual stream is reserved for it, and nothing fades with depth. a ∝ |ω|², in closed form, needs
-1.1 to 1.8 times the least logit that any a ≥ 0 does (recipes/exact_convolution.md). No paper
-describes this.
+at the key that is Δ away: a kernel of the displacement alone, largest, ℓ, at Δ = δ. What weights
+make of content is added, and `target_mass` reckons with it. In a model of patches alone whose Q and
+K have biases nothing in the residual stream is reserved, and nothing fades with depth. a ∝ |ω|², in
+closed form, needs 1.1 to 1.8 times the least logit that any a ≥ 0 does
+(recipes/exact_convolution.md). No paper describes this.
 """
 
 import math
@@ -72,7 +73,9 @@ def write_constants(
     heads, head_dim, dim = block.q.shape
     bare = block.q_bias is None or block.k_bias is None
     if norm.weight is None or bare and norm.bias is None:
-        raise ValueError("neither Q and K nor the norm before them have biases, to be constant")
+        raise ValueError(
+            "the norm before the attention has no weight, or neither it nor Q and K have biases"
+        )
     reserved = []  # channels that carry the constants, and no content
     if bare:
         reserved.append(0)  # which the norm makes 1
@@ -152,8 +155,8 @@ def impulse_rotary(
     | everything else                        | as `base` drew it                                  |
 
     kernel_size: heads go through its offsets in turn, on from block to block (9 for 3×3). Where
-        the target is off the grid, attention is spread over what the frequencies hold for near, which
-        is not what is nearest (recipes/exact_convolution.md).
+        the target is off the grid, attention is spread over the tokens where Σ a cos is largest,
+        which need not be the nearest (recipes/exact_convolution.md).
     target_mass: the mass of a query on its target, among patches, on average over the queries that
         have one and over what random weights make of content.
     value_init, value_alpha, value_beta: as for `mimetic`; worth likely three points on one of three

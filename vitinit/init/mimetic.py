@@ -29,9 +29,9 @@ def mimetic(
     value_alpha: NonNegative = 0.4,
     value_beta: float = 0.4,
 ) -> None:
-    """Make Q Kᵀ ≈ αZ + βI in every head and V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
+    """Make Q Kᵀ ≈ αZ + βI and V·proj ≈ αZ − βI in every attention (arXiv 2305.09828, §3).
 
-    | tensor (every block)            | value                                                    |
+    | tensor (every attention)        | value                                                    |
     |---------------------------------|----------------------------------------------------------|
     | attn.qkv.weight, Q and K rows   | rank-d factors of qk_alpha · Z + qk_beta · I, with one Z |
     |                                 |   per head                                               |
@@ -45,8 +45,9 @@ def mimetic(
         qkv.weight and √S Wᵀ to proj.weight as they are, where x @ weight.T is computed, so that x
         is multiplied by √S Uᵀ W √S, whose diagonal is negative on average, too.
 
-    Z is uniform with mean 0 and variance 1/D. The defaults are the paper's constants for ViT. As in
-    that code, every head has its own Z, and pos_embed, to which the paper adds sin-cos, is left.
+    Z is uniform with mean 0 and variance 1/D, as in that code, and normal in the paper. The defaults
+    are the paper's constants for ViT. As in that code, every head has its own Z, and pos_embed, to
+    which the paper adds sin-cos, is left.
     """
     layout = layout_of(model)
     draw_base(layout.model, base, generator)

@@ -6,7 +6,8 @@ Shape legend for this package:
 
 Attention is a spatial mixer: for each head, output token i is Σ_j A[i, j] · value j, where each row
 of A sums to 1. `attention_weights` computes A itself; `attend`, which models use, calls PyTorch's
-fused kernel, which never stores A. Tests check that both give the same result and gradients.
+fused kernel, which never stores A, wherever it is the faster one. Tests check that both give the
+same result and gradients.
 """
 
 import torch
@@ -15,12 +16,12 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .layers import head_width
+from .layers import Classifier, head_width
 from .rotary import Rotary
 from .shift import moved
 
-# Kernels for attention with a bias: not cuDNN's, whose gradients have been NaN on Hopper with one
-# among 64 tokens (pytorch issue 196678). Without a bias PyTorch prefers cuDNN's there.
+# Kernels for attention with a bias: not cuDNN's, whose gradients have been NaN on Hopper with such
+# a bias where N % 128 is 64 (pytorch issue 196678). Without a bias PyTorch prefers cuDNN's there.
 FOR_BIAS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 PACKED = ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]  # an attention's own parameters
 LEAST_MASS = 0.5  # of a shift, by the biases of queries and keys
@@ -161,18 +162,19 @@ class Attention(nn.Module):
         """The token that each attends to by the biases of Q and K, thus by place alone: (h, N).
         Raises ValueError where these do not decide: not rotary, other parameters, too little mass.
         """
-        mass = 0.0
         others = {name for name, _ in self.named_parameters()} - set(PACKED)
-        if self.rotary is not None and not others:
-            without_content = self.qkv.weight.new_zeros(
-                1, len(self.rotary.fixed), self.qkv.in_features
+        if self.rotary is None or others:
+            raise ValueError(
+                "biases do not decide where attention looks; expected rotary positions with fixed "
+                "frequencies, and no qk_norm"
             )
-            masses, chosen = self.mixing_weights(without_content)[0].max(-1)  # (h, N) each
-            mass = masses.mean(1).min().item()
+        without_content = self.qkv.weight.new_zeros(1, len(self.rotary.fixed), self.qkv.in_features)
+        masses, chosen = self.mixing_weights(without_content)[0].max(-1)  # (h, N) each
+        mass = masses.mean(1).min().item()
         if mass < LEAST_MASS:
             raise ValueError(
                 f"attention has a mass of {mass:.2g} on one token by place alone; expected at least "
-                f"{LEAST_MASS}, as a rotary impulse has with fixed frequencies and qkv_bias"
+                f"{LEAST_MASS}, as a rotary impulse has with qkv_bias"
             )
         return chosen
 
@@ -191,15 +193,20 @@ class Attention(nn.Module):
 
 
 @torch.no_grad()
-def hold_to_shifts(model: nn.Module, *, held: bool) -> None:
+def hold_to_shifts(model: Classifier, *, held: bool) -> None:
     """Let each attention of a model be in training the shift that the biases of its queries and
     keys make of it; or, if not `held`, be attention again.
 
     Held, it moves values alone, the gradients of queries and keys are 0, and a token whose target
     is off the grid gets the one that it attends to most. Evaluation is by attention at all times.
-    Raises ValueError, and changes nothing, for attention that is not rotary, has further
-    parameters, or whose biases choose no token.
+    Raises ValueError, and changes nothing, for a model with prefix tokens, and for attention that is
+    not rotary, has further parameters, or whose biases choose no token.
     """
+    if held and model.num_prefix_tokens:
+        raise ValueError(
+            "a class token or register has no place from which to look; expected 0, or "
+            'pool = "mean" and num_registers = 0'
+        )
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if held and not attentions:
         raise ValueError(f"a {type(model).__name__} has no such attention")

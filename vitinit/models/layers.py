@@ -45,8 +45,8 @@ class Classifier(nn.Module):
     images: (B, 3, H, W), normalised.
     drop_path: (branches, B) from `draw_drop_path`, or None; only in families with such rates.
 
-    The constructors leave the weights as PyTorch's layers draw them: `vitinit.init_weights`. What
-    they take in all families:
+    The constructors leave the weights as PyTorch's layers draw them; `vitinit.init_weights` writes
+    them. Options of all families:
 
     num_classes: of the logits; 0: no head. in_channels: of the images; 3 are RGB, and stand for any
         number in the shapes (B, 3, H, W).
@@ -236,7 +236,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         require_image_size(images, self.proj.in_channels, self.image_size)
-        if images.device.type == "cpu":  # where old runs go on to the bit
+        if images.device.type == "cpu":  # to the bit what it was to runs of earlier versions
             x = self.proj(images)  # (B, C, rows, columns)
             x = rearrange(x, "b c h w -> b (h w) c")  # (B, patches, C)
         else:
@@ -250,7 +250,8 @@ class PatchEmbed(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear → GELU → Linear on the last dimension. The GELU is exact, as in ViT and DeiT."""
+    """Linear → GELU → Linear on the last dimension. The GELU is exact, as in DeiT; ViT's code has
+    its approximation by tanh."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()

@@ -20,9 +20,16 @@ Coordinates = Literal["index", "scaled", "centred"]
 def frequencies_of(kind: Frequencies, heads: int, head_dim: int, base: float) -> Tensor:
     """ω of each pair, in radians per (row, column): (h, d / 2, 2) float64. The first half turns by
     columns, the other by rows; the i-th, from 0, of n = d / 4 by base^(−i / n) if "axial", and by
-    π (i + 1) / n if "linear", of which a head can form the kernel of any single offset. "mixed"
-    begins as "axial", the axes of head j turned by j / h of a right angle (RoPE-ViT draws these).
+    π (i + 1) / n if "linear", of which a head can form the kernel of any single offset on a grid
+    of at most 2n a side. "mixed" begins as "axial", the axes of head j turned by j / h of a right
+    angle (RoPE-ViT draws these). Raises ValueError for head_dim or base out of range.
     """
+    if head_dim < 4 or head_dim % 4:
+        raise ValueError(
+            f"embed_dim / num_heads is {head_dim}, expected a multiple of 4 with rotary positions"
+        )
+    if base <= 1.0:
+        raise ValueError(f"rope_base is {base}, expected more than 1")
     count = head_dim // 4
     step = torch.arange(count).double() / count
     if kind == "linear":
@@ -50,6 +57,15 @@ def coordinates_of(kind: Coordinates, side: int) -> Tensor:
     return index
 
 
+def spacing_of(kind: Coordinates, side: int) -> float:
+    """How far apart neighbouring rows, or columns, of such a grid are in `coordinates_of`."""
+    if kind == "scaled":
+        return 16 / side
+    if kind == "centred":
+        return 4 * torch.pi / side
+    return 1.0
+
+
 class Rotary(nn.Module):
     """Turns queries and keys, (B, N, h, d), by their tokens' places. Only frequencies that are
     learned, (h, d / 2, 2), are in a state dict. coordinates: "index", row and column from 0. The
@@ -72,8 +88,6 @@ class Rotary(nn.Module):
         coordinates: Coordinates,
     ) -> None:
         super().__init__()
-        if head_dim % 4 or base <= 1.0:
-            raise ValueError(f"rope_base {base}, head_dim {head_dim}: expected > 1, multiple of 4")
         self.heads = heads
         omega = frequencies_of(kind, heads, head_dim, base)
         rows, columns = (coordinates_of(coordinates, side) for side in grid)

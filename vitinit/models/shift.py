@@ -50,10 +50,10 @@ class Shift(nn.Module):
     """The value of the token at an offset, for each head another: (B, N, C) → (B, N, C).
 
     The N tokens are those of the grid, by row, and no others. Where the offset leads off it, the
-    value is the nearest token's, or, in a rotary model, that of what its frequencies hold for
-    nearest, as its attention has it at large logits. kernel_size: the heads go through its offsets
-    in turn, from number `first`. frequencies: (h, d / 2, 2), of `Rotary`; None: the model is not
-    rotary.
+    value is the nearest token's. In a rotary model it is that of the token whose logit is largest,
+    which need not be the nearest: a wave repeats. kernel_size: the heads go through its offsets in
+    turn, from number `first`. frequencies: (h, d / 2, 2), of `Rotary` in radians per row and
+    column of the grid; None: the model is not rotary.
     """
 
     index: Tensor  # (h, N), the token whose value each token gets

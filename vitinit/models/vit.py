@@ -36,7 +36,7 @@ from .layers import (
     scales_by_block,
     sincos_position_embedding,
 )
-from .rotary import Coordinates, Frequencies, Rotary, frequencies_of
+from .rotary import Coordinates, Frequencies, Rotary, frequencies_of, spacing_of
 from .shift import Shift
 
 Pool = Literal["class", "mean"]
@@ -113,6 +113,8 @@ def new_mixer(
         omega = None
         if rope is not None:
             omega = frequencies_of(rope.frequencies, num_heads, head_dim, rope.base)
+            spacing = [spacing_of(rope.coordinates, side) for side in grid]
+            omega = omega * omega.new_tensor(spacing)  # from row to row, and column to column
         return Shift(
             dim,
             grid,
@@ -163,8 +165,9 @@ class VisionTransformer(Classifier):
     qk_norm: normalise each head's queries and keys. layer_scale: see `VitBlock`.
     mlp: "gelu", or "swiglu", whose hidden layer has mlp_ratio · embed_dim channels, too.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
-        mean of both heads' logits (arXiv 2012.12877, §4). `forward(…, apart=True)` returns
-        them apart, for training with a teacher (tasks/distillation.py).
+        mean of both heads' logits, as in DeiT's code (the paper, arXiv 2012.12877, §4, adds their
+        softmax outputs). `forward(…, apart=True)` returns them apart, for training with a teacher
+        (tasks/distillation.py).
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
     shift_blocks: how many blocks, from the first on, mix tokens by fixed shifts in place of attention
@@ -174,7 +177,7 @@ class VisionTransformer(Classifier):
     """
 
     family = "vit"
-    pos_embed: Tensor | None  # (1, N, C), a parameter or a buffer; None if "rope" is all
+    pos_embed: Tensor | None  # (1, N, C) or (1, patches, C); None if "rope" is all
 
     def __init__(
         self,
@@ -350,5 +353,7 @@ class VisionTransformer(Classifier):
         """See `Classifier`; with `apart` the logits of both heads, (B, 2, num_classes)."""
         features = self.features(images, drop_path)
         if apart:
+            if not self.distilled:
+                raise ValueError("apart is True, and one head is all; expected a distilled model")
             return self.classify_apart(features)
         return self.classify(features)

@@ -216,11 +216,6 @@ def shifts_of(model: Classifier, recipe: Recipe, done: int) -> Callable[[int], N
     if done < epochs:
         key = f"recipe {recipe.name}: schedule.shift_epochs = {epochs}"
         with building(key, "schedule"):
-            if model.num_prefix_tokens:
-                raise ValueError(
-                    "a class token or register has no place from which to look; expected 0, or "
-                    'pool = "mean" and num_registers = 0'
-                )
             hold_to_shifts(model, held=True)  # which raises if it cannot be
             hold_to_shifts(model, held=False)
     return lambda epoch: hold_to_shifts(model, held=epoch < epochs)
