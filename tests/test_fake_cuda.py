@@ -8,6 +8,7 @@ not do: its backward pass needs a driver, so that gradients are set by hand inst
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -85,12 +86,12 @@ def fresh_state(
     )
 
 
-def loaded() -> Iterator[Batch]:
+def loaded(augmentation: Augmentation = AUGMENTATION) -> Iterator[Batch]:
     """Batches as a loader yields them: images and labels on the host, and all random draws."""
     for step in itertools.count():
         with unset_fake_temporarily():  # the host reads the draws
             drawn = OnHost(
-                AUGMENTATION.draws(
+                augmentation.draws(
                     Samples(
                         step, [SampleKey(step, image) for image in range(BATCH)], np.zeros(BATCH)
                     )
@@ -224,6 +225,21 @@ def test_sets_on_the_device_are_cut_there_and_reach_it_once_without_waiting(as_i
         )
     assert first.uploads == 3 * STEPS * ACCUMULATION and first.waits == 0
     assert [(one.uploads, one.waits) for one in passes] == [(4, 0), (0, 0)]
+
+
+def test_views_in_any_format_are_erased(as_if_there_were_a_gpu):
+    """Views of workers are channels-last, and without RandAugment no operation has copied them."""
+    drawn = replace(
+        AUGMENTATION,
+        augment=replace(DEIT.augment, erase_probability=1.0),
+        rand_augment=replace(DEIT.rand_augment, layers=0),
+    )
+    with FakeTensorMode():
+        prepare = TrainToDevice(CUDA, drawn, **AS_INPUT, num_classes=CLASSES)
+        (batch,) = itertools.islice(loaded(drawn), 1)
+        for form in (torch.contiguous_format, torch.channels_last):
+            views = batch.images.contiguous(memory_format=form)
+            assert prepare(batch._replace(images=views))[0].device == CUDA
 
 
 @pytest.mark.parametrize("name, amp", [*zip(SMALL, ["fp16", "bf16", "off", "bf16", "fp16"])])

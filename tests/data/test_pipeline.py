@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -49,6 +50,8 @@ from vitinit.data.pipeline import (
     TrainingBatches,
     cut,
     decode_to_device,
+    decoded_apart,
+    decoding_stream,
     preparing_stream,
 )
 from vitinit.data.sampler import TrainSampler, plan_batches
@@ -371,6 +374,7 @@ class Queue:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.past: dict[Queue, int] = {self: 0}
+        self.ended = 0
 
     def launch(self) -> dict[Queue, int]:
         """Launch a piece of work; how many pieces of each queue end before it, with itself."""
@@ -386,6 +390,9 @@ class Queue:
 
     def wait_stream(self, other: Queue) -> None:
         self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.ended = self.past[self]  # pieces of it that have ended for the host
 
 
 @pytest.fixture
@@ -404,9 +411,12 @@ def queues(monkeypatch) -> Iterator[Queue]:
     monkeypatch.setattr(torch.cuda, "Stream", Queue)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Queue.current)
-    preparing_stream.cache_clear()
+    caches = preparing_stream, decoding_stream
+    for cache in caches:
+        cache.cache_clear()
     yield Queue.current
-    preparing_stream.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_the_next_batch_is_prepared_while_the_one_before_is_trained_on(queues):
@@ -441,3 +451,21 @@ def test_the_next_batch_is_prepared_while_the_one_before_is_trained_on(queues):
     with pytest.raises(KeyError):
         ahead({}.__getitem__, "three")
     assert Queue.current is queues and Ahead(CPU)(pow, 3, 2) == 9
+
+
+def test_images_are_decoded_to_their_end_apart_and_kept_until_they_are_prepared(queues):
+    """As a thread decodes at any time, and a decoder's own stream waits for nothing."""
+    cuda, views = torch.device("cuda", 0), MagicMock()
+
+    def decode() -> MagicMock:
+        assert Queue.current is decoding_stream(cuda)
+        assert Queue.current.ended == Queue.current.past[Queue.current]  # nothing is left to do
+        Queue.current.launch()
+        return views
+
+    for number in range(1, 4):
+        assert decoded_apart(decode, cuda) is views and Queue.current is queues
+        assert decoding_stream(cuda).ended == number
+    assert views.record_stream.call_args_list == [call(preparing_stream(cuda))] * 3
+    assert len({queues, decoding_stream(cuda), preparing_stream(cuda)}) == 3
+    assert decoded_apart(lambda: torch.ones(2), CPU).sum() == 2

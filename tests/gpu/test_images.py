@@ -81,6 +81,19 @@ def test_the_device_decodes_nearly_what_workers_do(device, tmp_path, record_prop
     assert apart.mean() < 2
 
 
+def test_views_that_the_device_decodes_are_the_same_however_busy_it_is(cuda, tmp_path):
+    """A thread decodes them, in a stream of its own, while earlier ones are prepared and read."""
+    for name in "abc":
+        draw_photographs(tmp_path / "train" / name, 30)
+        draw_photographs(tmp_path / "val" / name, 3)
+    decode = ("data.decode=cuda", "augment.repeats=1", "augment.erase_probability=0")
+    sets = (*SETS, *RESIZED, *decode, f"data.root={tmp_path}", "rand_augment.layers=0")
+    matrix = torch.ones(4096, 4096, device=cuda)
+    busy = epochs_of(vitinit.run, sets, cuda, lambda: [matrix @ matrix for _ in range(20)])
+    idle = epochs_of(vitinit.run, sets, cuda, torch.cuda.synchronize)
+    assert all(map(torch.equal, busy, idle)) and len(busy) == len(idle)
+
+
 def epochs_of(
     program, sets: tuple[str, ...], device: torch.device, work: Callable[[], object] = lambda: None
 ) -> list[Tensor]:

@@ -59,7 +59,7 @@ def hashed(keys: Array | int, counters: Array) -> Array:
 
 
 def erase(images: Tensor, erased: Tensor, num_erased: int, fill: str, quantiles: Tensor) -> Tensor:
-    """Fill each image's erased box, in place; images: (B, 3, H, W) float32, normalised.
+    """Fill each image's erased box, in place; images: (B, 3, H, W) float32, normalised, contiguous.
 
     erased: (B, 5), as in `draw.Draws`. num_erased: how many values all boxes have (channels ·
     height · width each), which the host must know. fill: as the key augment.erase_fill. All tensors
@@ -244,6 +244,7 @@ class TrainToDevice(ToDevice):
             erase_one_by_one(images.numpy(), on_host, augment.erase_fill, self.quantiles.numpy())
         else:
             num_erased = int(images.shape[1] * on_host[:, 2] @ on_host[:, 3])
+            images = images.contiguous()  # views are channels-last where no operation copied them
             erase(images, erased, num_erased, augment.erase_fill, self.quantiles)
         if mixes and not augment.erase_after_mix:
             images = mix_images(images, mixed)

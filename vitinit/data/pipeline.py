@@ -35,6 +35,28 @@ def preparing_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@cache
+def decoding_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of images that a GPU decodes, one per device."""
+    return torch.cuda.Stream(device)
+
+
+def decoded_apart(decode: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """decode(), which a thread calls at any time: on a GPU in a stream of its own, and to its end.
+
+    A decoder writes from yet another stream, which does not wait for what still reads the memory
+    that it is given. So nothing may be left to do when the next images are decoded.
+    """
+    if device.type != "cuda":
+        return decode()
+    stream = decoding_stream(device)
+    with torch.cuda.stream(stream):
+        views = decode()
+    stream.synchronize()
+    views.record_stream(preparing_stream(device))  # their memory is not used again before it has
+    return views
+
+
 class Ahead:
     """Calls functions that prepare batches: on a GPU in a stream of their own, elsewhere as usual.
 
@@ -99,10 +121,11 @@ class TrainingBatches:
 
     If the whole set fits on the device and crops only move pixels, images are stored and cropped
     there, and workers only draw; else workers decode and crop. Batches are the same, bit for bit.
+    If the device decodes, it does so for every step.
 
     budget_gib: how much of the device's memory the whole set may take, in GiB. workers: how many
     processes prepare, together at least one step in advance, and each at least two micro-batches,
-    which is torch's default. on_device: decode JPEGs there, too, unless images are stored.
+    which is torch's default. on_device: decode JPEGs there, whose pixels are slightly others.
     advance: called after each image that is decoded to be stored.
     """
 
@@ -121,10 +144,12 @@ class TrainingBatches:
         self.sampler = sampler
         self.prepare = prepare
         drawn = prepare.augmentation
-        self.stored = decode_to_device(source, prepare.device, drawn, budget_gib, advance)
+        self.stored: Tensor | None = None  # all images, on the device
+        if not on_device:
+            self.stored = decode_to_device(source, prepare.device, drawn, budget_gib, advance)
         workers = min(workers, len(sampler))  # more workers would have nothing to do
         ahead = max(2, math.ceil(sampler.plan.accumulation / workers)) if workers else None
-        self.resident = self.stored is not None  # all images are stored on the device
+        self.resident = self.stored is not None
         self.steps_per_epoch = sampler.steps_per_epoch
         self.loader = Loader(
             TrainViews(source, drawn, decode=not self.resident, encoded=on_device),
@@ -146,7 +171,7 @@ class TrainingBatches:
         plan = self.sampler.plan
         ahead = Ahead(self.prepare.device)
         loaded = iter(self.loader)
-        if self.on_device and not self.resident:
+        if self.on_device:
             loaded = one_ahead(loaded, self._with_views)
         for step in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
             micro_batches = []
@@ -163,11 +188,10 @@ class TrainingBatches:
         return self.prepare(batch)
 
     def _with_views(self, batch: Batch) -> Batch:
-        """The batch of files with its views, made in the stream that will prepare them."""
+        """The batch of files with its views, made on the device."""
         device, size = self.prepare.device, self.prepare.augmentation.size
-        stream = preparing_stream(device) if device.type == "cuda" else None
-        with torch.cuda.stream(stream):
-            return batch._replace(images=views_of(batch.images, size, device, self.source))
+        decode = partial(views_of, batch.images, size, device, self.source)
+        return batch._replace(images=decoded_apart(decode, device))
 
 
 def decode_to_device(

@@ -234,7 +234,8 @@ def rand_augment(
     groups: ndarray | None = None,
     few_launches: bool | None = None,
 ) -> Tensor:
-    """Apply to each image of (n, 3, H, W) uint8 its operations; returns new images.
+    """Apply to each image of (n, 3, H, W) uint8 its operations; returns new images, or these
+    if there are none.
 
     operations: (n, L, COLUMNS), of `for_device`, on the images' device. fill: the colour of pixels
         from outside (a value per channel, or one for all, 0 to 255).

@@ -138,8 +138,9 @@ class TrainSampler:
     repeats, so that it has some of the images in all their views; or after one step, if a smaller
     set's repeated views fill it; else ValueError. A last, incomplete batch is left out.
 
-    labels: the class of each image, if all classes are to have as many places in an epoch; None:
-    each image has one. See `balanced_order`.
+    labels: the class of each image, if all classes are to have as many places in the order, and with
+    repeats on average as many in an epoch, which has its beginning; None: each image has one place.
+    See `balanced_order`.
     """
 
     count: int

@@ -31,8 +31,8 @@ BACKWARD_COST = 2  # in forward passes: gradients of the inputs and of the weigh
 class Pace(NamedTuple):  # of the steps of one process
     step: float  # seconds from one to the next
     alone: float  # seconds of a step by itself, once its images are loaded
-    waiting: float  # share of the time: for its images and other processes
-    loading: float  # share of the time: for its images
+    waiting: float  # share of the time that the host waited: for its images and other processes
+    loading: float  # share of it: for its images. A GPU may have been at work meanwhile.
 
 
 class StepRow(NamedTuple):
@@ -44,7 +44,7 @@ class StepRow(NamedTuple):
     grad_norm: float | None  # over all weights, before clipping; None where fp16 overflowed
     scale: float | None  # the loss scale of this step; None without fp16
     images_per_second: float  # of all processes since the previous row, or since the epoch began
-    waiting: float  # share of that time in which training waited for data or processes
+    waiting: float  # share of that time in which the host waited for data or processes
 
 
 class Diverged(OneLineError):
@@ -90,7 +90,7 @@ class Progress:
     loss_sum: float = 0.0  # over the steps of the current epoch
     seconds: float = 0.0  # spent on training in the current epoch, without evaluation
     cpu_seconds: float = 0.0  # of processor time meanwhile, of all threads of this process
-    waiting_seconds: float = 0.0  # part of `seconds`: waiting for the loader and other processes
+    waiting_seconds: float = 0.0  # of `seconds`: the host waited for the loader and processes
     skipped_steps: int = 0  # since the start of the run: gradients overflowed in fp16
     best: float | None = None  # the best value so far of the metric checkpoint.best_by
 

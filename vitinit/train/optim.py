@@ -49,7 +49,7 @@ BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw", "muon", "lamb"]  # muon: AdamW for all but the blocks' matrices
+    name: Literal["adamw", "muon", "lamb"]  # muon: AdamW for all but `hidden_matrices`
     train: Literal["all", "head"]  # head: the classifier alone, a linear probe
     global_batch: AtLeastOne  # images per step, over all processes
     max_batch_per_process: AtLeastOne  # most images per micro-batch
@@ -61,7 +61,8 @@ class Optim:
     layer_decay: Fraction  # rate's factor per layer, from the head down
     muon_factor: PositiveNumber  # on Muon's updates; 1: as large as AdamW's
     muon_momentum: BelowOne
-    # Of the iteration's products. auto: what is fastest at the start. bf16_on_gpu: as in version 12.
+    # Of the iteration's products. auto: what is fastest on the device that the run starts on, and
+    # fixed from then on. bf16_on_gpu: what it was before there was this key.
     muon_dtype: Literal["auto", "bf16", "float32", "bf16_on_gpu"]
     clip_norm: NonNegative  # global gradient norm; 0: no clipping
 
@@ -131,7 +132,9 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """What Muon trains, by name: weights of linear layers and 1×1 convolutions in the blocks."""
+    """What Muon trains, by name: weights of linear layers and 1×1 convolutions in the blocks and
+    between them (Swin's patch merging, what an autoencoder's decoder begins with).
+    """
     layers = layer_numbers(dict(model.named_parameters()))
     last_block = max((layers[name] for name in layers if BLOCK.match(name)), default=0)
     names = set()

@@ -43,9 +43,10 @@ def waits_for(paces: Sequence[Pace], device: torch.device, *, images: int, worke
             f"waiting {100 * share:.0f} % of the time for images{whose}: a step takes "
             f"{images / alone:,.0f}/s, a worker loads {each:,.0f}/s; {advice}"
         )
-    slow = min(range(len(paces)), key=lambda rank: paces[rank].waiting)
-    share = max(pace.waiting for pace in paces)
-    if share > NOTEWORTHY:
+    for_others = [pace.waiting - pace.loading for pace in paces]
+    share = max(for_others)
+    if share > NOTEWORTHY and len(paces) > 1:
+        slow = for_others.index(min(for_others))
         return f"waiting {100 * share:.0f} % of the time for process {slow}, whose steps are slower"
     return ""
 

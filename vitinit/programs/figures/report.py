@@ -37,7 +37,7 @@ SIDE = 96  # pixels of a mistake's longer side, at most
 STATED = ("time", "device", "processes", "torch", "python", "git_commit")  # of each start
 COSTS = (
     ("images_per_second", "images/s, median", "{:,.0f}", statistics.median),
-    ("waiting", "waiting for data", "{:.0%}", statistics.median),
+    ("waiting", "host waiting", "{:.0%}", statistics.median),
     ("peak_memory_gib", "peak memory", "{:.2f} GiB", max),
 )  # key of a row, and how it is shown
 DASHES = {"-": "", "--": "6 4", "-.": "8 3 2 3", ":": "2 3"}  # matplotlib's lines in SVG
