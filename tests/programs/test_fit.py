@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,22 +45,28 @@ def chosen(
     images: Images = PHOTOGRAPHS,
     weights: str = "",
     stated: str | None = None,
+    measuring: float = 0.0,
 ):
-    """What is chosen where every choice's epoch takes so many seconds; and how many were planned."""
+    """What is chosen where every choice's epoch takes so many seconds, and measuring one so many
+    minutes; and how many were planned."""
     planned = []
 
     def plan(one: choice.Choice) -> Plan:
         planned.append(one)
         return plan_for(seconds)
 
-    return choose(images, minutes, weights, plan, stated)[0], len(planned)
+    def left() -> float:
+        return minutes - measuring * len(planned)
+
+    return choose(images, left, weights, plan, stated)[0], len(planned)
 
 
 def test_as_many_epochs_are_chosen_as_fit_beside_what_a_run_does_besides():
     for minutes, seconds in ((5, 7.0), (20, 37.0), (61, 29.0)):
-        found, _ = chosen(minutes, seconds)
+        found, planned = chosen(minutes, seconds, measuring=0.5)
         epochs = found.changes["schedule.epochs"]
-        beside = choice.OTHER_SECONDS + choice.INIT_AND_FINDINGS / 3 / (2_003 / seconds)
+        looked_at = choice.INIT_AND_FINDINGS + 3 * PHOTOGRAPHS.val
+        beside = choice.OTHER_SECONDS + looked_at / 3 / (2_003 / seconds) + 30 * planned
         assert epochs * seconds + beside <= 60 * minutes < (epochs + 1) * seconds + beside
         assert 0 < found.changes["schedule.warmup_epochs"] <= epochs / 5
 
@@ -128,13 +135,13 @@ def test_weights_are_fine_tuned_and_where_time_is_short_their_classifier_alone(t
 
 
 def test_without_time_for_an_epoch_a_share_of_the_images_has_three():
-    found, _ = chosen(5, 600.0)
+    found, _ = chosen(7, 600.0)
     share, epochs = found.changes["data.subset"], found.changes["schedule.epochs"]
     assert epochs == found.changes["eval.every_epochs"] == 3
     step = 600.0 / 2_003  # seconds of an image
-    images_once = choice.INIT_AND_FINDINGS + 307  # at the end, and 307 on average in three epochs
+    images_once = choice.INIT_AND_FINDINGS + 3 * 307  # and 307 after the third epoch
     besides = choice.OTHER_SECONDS + (images_once + 307) * step / 3
-    assert 600 * 3 * share + besides <= 300 < 600 * 3 * (share + 0.01) + besides
+    assert 600 * 3 * share + besides <= 420 < 600 * 3 * (share + 0.01) + besides
     with pytest.raises(
         OneLineError, match=r"takes .* minutes here, .* of 0\.5 that are left; expected more"
     ):
@@ -279,6 +286,8 @@ def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp
     assert opened(str(odd)).val == 21
     with pytest.raises(OneLineError, match="expected 1 at least"):
         opened(str(odd), "--set", "eval.every_epochs=0")
+    with pytest.raises(OneLineError, match="fit takes as many as fit into --minutes"):
+        opened(str(odd), "--set", "schedule.epochs=3")
     # Which recipe is chosen is not known yet, and so neither what it has.
     assert opened(str(odd), "--set", "init.options.constant_variance=0.7").val == 21
 
@@ -292,3 +301,14 @@ def test_an_epoch_is_planned_by_steps_on_the_images(image_tree, monkeypatch):
     # A clock that ticks once whenever it is read: a second to load 17 images, and one to train.
     assert plan.rates == Rates(step=17.0, core=inf, prepare=17.0)
     assert (plan.images, plan.validation) == (51, 21)
+
+
+def test_arrays_are_as_large_as_they_say(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        for number in range(8):
+            image = rng.integers(0, 256, (11, 13, 3), dtype=np.uint8)
+            np.save(tmp_path / label / f"{number}.npy", image)
+    args = program.parse_arguments([str(tmp_path), "--minutes", "1"])
+    assert program.look(args, torch.device("cpu"), tmp_path, lambda: True).side == 11

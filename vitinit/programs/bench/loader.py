@@ -13,6 +13,7 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
+from ...base.messages import OneLineError
 from ...data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ...data.images import FORMATS
 from ...data.sources import LooseImages
@@ -117,8 +118,6 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
         WHOLE: lambda: next(steps)[1][0].prepare(),
         PILLOW: use_pillow,
     }
-    if recipe.data.decode == "cuda":
-        del parts[LOADER]  # a thread of its own is ahead, and not to be told apart
     seconds = interleave(parts, clock_of(device))
     whole, pillow = seconds[WHOLE], seconds[PILLOW]
     title = "on one core and the GPU" if device.type == "cuda" else "on one core"
@@ -193,11 +192,20 @@ def fed_in_words(row: ResultRow, recipe: Recipe, device: torch.device) -> str:
 
 def print_loader(args: argparse.Namespace, device: torch.device) -> None:
     """Measure a recipe's loader, alone and feeding a step."""
-    batch = args.batch or measured_recipe(args.recipe, args.set).optim.max_batch_per_process
+    recipe = measured_recipe(args.recipe, args.set)
+    if not recipe.task.kind.learns_classes:
+        raise OneLineError(
+            f"{args.recipe}: learns no classes, and steps are fed with labels; expected another recipe"
+        )
+    batch = args.batch or recipe.optim.max_batch_per_process
     with tempfile.TemporaryDirectory() as folder:
         count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
         sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
-        print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
         recipe = measured_recipe(args.recipe, [*sets, *in_batches(batch)], device)
+        if (
+            recipe.data.decode == "cpu"
+        ):  # else a thread works ahead, in the time of other parts, too
+            parts = loader_rows(args.recipe, sets, Path(folder), device)
+            print("\n" + row_table(parts), flush=True)
         rows = fed_rows(recipe, device, args.workers)
         print(f"\n{row_table(rows)}\n\n{args.recipe}: {fed_in_words(rows[-1], recipe, device)}")

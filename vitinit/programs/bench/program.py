@@ -112,9 +112,9 @@ def run_bench(args: Namespace) -> int:
             args.out, device=args.device, photographs=args.data_dir, minutes=args.minutes
         )
     device = torch.device("cuda:0" if getattr(args, "device", "cpu") == "cuda" else "cpu")
+    torch.set_num_threads(1)  # so that a CPU's time is that of the processor
     row = machine(device, getattr(args, "data_dir", None))
     print(", ".join(f"{name} {value}" for name, value in row.items()))
-    torch.set_num_threads(1)  # so that a CPU's time is that of the processor
     if args.bench == "memory":  # in the precision of a card
         recipes = [measured_recipe(name, args.set, device, automatic=BF16) for name in args.recipe]
         print("\n" + row_table([memory_row(recipe, args.card_gib) for recipe in recipes]))

@@ -32,8 +32,7 @@ from .training import ResultRow, interleave, row_table, times_as_fast
 STEPS = {"cuda": 30, "cpu": 1}  # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}  # of a large product's matrices
 GIB, MIB = 2**30, 2**20
-STATE_BYTES = 20  # per parameter: weight, gradient, AdamW's two moments, EMA; float32
-MUON_BYTES = 16  # the same with Muon's one moment
+FLOAT_BYTES = 4  # in float32: of a weight, its gradient, each of its moments, and its average
 SHARE = 0.5  # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
@@ -124,7 +123,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
     if device.type == "cuda":
         forget_peak(device)
         engine()
-    peak = peak_gib(device)  # before there is a second model
+    # Before there is a second model; a CPU's is that of all that its process has done.
+    peak = peak_gib(device) if device.type == "cuda" else None
     other, whose = bare_model(recipe, model, device)
     if other is model:
         callee = forward
@@ -144,7 +144,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
     second = median(seconds["engine"]) / count
     flops *= batch / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
-    launches = 0.0
+    launches = None
     if batch > few and "few" in seconds:
         # A step of n images takes a + b·n. The share a / second, to which no image adds, is
         # launches.
@@ -161,8 +161,8 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> ResultRow:
         "× as fast": times_as_fast(seconds["engine"], seconds["bare"]),
         "TFLOP/s": flops / 1e12,
         "% of large products": 100 * flops / best,
-        "% not for images": 100 * launches if "few" in seconds else None,
-        "bound by": bound_of(launches=launches, products=flops / best),
+        "% not for images": None if launches is None else 100 * launches,
+        "bound by": bound_of(launches=launches or 0.0, products=flops / best),
         "% of the card's rate": 100 * flops / 1e12 / card if card else None,
     }
 
@@ -283,7 +283,9 @@ def memory_row(recipe: Recipe, card_gib: float) -> ResultRow:
     matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
     state = 0
     for name, parameter in model.named_parameters():
-        state += (MUON_BYTES if name in matrices else STATE_BYTES) * parameter.numel()
+        moments = 1 if name in matrices else 2  # of Muon; of AdamW and LAMB
+        average = recipe.ema.decay > 0.0
+        state += FLOAT_BYTES * (2 + moments + average) * parameter.numel()
     available = SHARE * card_gib * GIB - state - (two - 2 * image)
     batch = recipe.optim.global_batch
     sizes = [size for size in range(2, batch + 1, 2) if batch % size == 0]

@@ -121,11 +121,12 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], Json]
 def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence[Path]) -> None:
     """Write the page of these models and photographs.
 
-    Raises FigureError for a ConvMixer, for models whose images differ in size, and where the
+    Raises FigureError for a ConvMixer, for models that do not see the same of an image, and where the
     weights would make the page larger than 5 MB even if they are told apart coarsely.
     """
 
     levels, models, sizes = [], [], []
+    shown: Tensor | None = None  # what all models see of the images
     for subject in subjects:
         height, width = subject.recipe.data.image_size
         sizes.append(f"{height}×{width}")
@@ -135,6 +136,12 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
                 f"before it of {sizes[0]}; draw a page each"
             )
         views = torch.stack([view_of(path, subject.recipe) for path in photographs])
+        shown = views if shown is None else shown
+        if not torch.equal(views, shown):
+            raise FigureError(
+                f"{subject.state}: sees other parts of an image than the model before it, by "
+                "eval.crop_pct, eval.interpolation or augment.fit; draw a page each"
+            )
         parts, view = model_view(subject, views)
         levels += parts
         models.append(view)

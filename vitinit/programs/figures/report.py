@@ -72,7 +72,12 @@ def write_report(
             view = {"label": group.in_words(), "weights": name, "by_seed": rounded(values)}
             if values:
                 intervals.append(view | {"interval": rounded(interval)})
-        comparison = {"text": text, "base": compared[0].in_words(), "intervals": intervals}
+        comparison = {
+            "text": text,
+            "base": compared[0].in_words(),
+            "score": MEASURES[compared[0].first.score],
+            "intervals": intervals,
+        }
     views = []
     for group in groups:
         for run in group.runs.values():

@@ -69,15 +69,20 @@ Planner = Callable[[Choice], Plan]  # measures a choice on this machine, and pla
 
 
 def choose(
-    images: Images, minutes: float, weights: str, planned: Planner, stated: str | None = None
+    images: Images,
+    left: Callable[[], float],
+    weights: str,
+    planned: Planner,
+    stated: str | None = None,
 ) -> tuple[Choice, Plan]:
-    """The choice for these images that ends in so many minutes, and the plan of its epochs.
-    weights: a checkpoint to fine-tune; "": none. stated: the recipe, of GRIDS, that a user wants from
-    scratch. Raises OneLineError if there is time for next to none of the images.
+    """The choice for these images that ends in time, and the plan of its epochs.
+    left: how many minutes there still are, of which measuring takes some. weights: a checkpoint to
+    fine-tune; "": none. stated: the recipe, of GRIDS, that a user wants from scratch. Raises
+    OneLineError if there is time for next to none of the images.
     """
     choice = from_scratch(images, stated) if stated else by_images(images, weights)
     plan = planned(choice)
-    epochs = epochs_in(minutes, plan)
+    epochs = epochs_in(left(), plan, images)
     if weights and epochs < LEAST_EPOCHS:
         choice = choice.but(
             {"optim.train": "head", "optim.base_lr": 1e-3},
@@ -94,7 +99,8 @@ def choose(
     elif choice.recipe in GRIDS and epochs >= MANY_EPOCHS:
         choice = choice.but(VARIED, "so many epochs want images that vary more")
         plan = planned(choice)  # as such images take longer
-    epochs = epochs_in(minutes, plan)
+    minutes = left()
+    epochs = epochs_in(minutes, plan, images)
     if epochs < 1:
         choice, plan = of_fewer(choice, minutes, plan)
         epochs = LEAST_EPOCHS
@@ -155,16 +161,16 @@ def by_counts(images: Images) -> dict[str, Any]:
     return changes
 
 
-def seconds_beside(plan: Plan) -> float:
+def seconds_beside(plan: Plan, images: Images) -> float:
     """What a run takes beside its epochs: to start, and to look at images once more at its end."""
     rates = plan.rates
-    looked_at = min(INIT_AND_FINDINGS, 2 * plan.images) + 3 * plan.validation
+    looked_at = min(INIT_AND_FINDINGS, 2 * plan.images) + 3 * images.val
     return OTHER_SECONDS + looked_at * (1 / rates.prepare + FORWARD / rates.step)
 
 
-def epochs_in(minutes: float, plan: Plan) -> int:
+def epochs_in(minutes: float, plan: Plan, images: Images) -> int:
     """How many of the plan's epochs a run of so many minutes has."""
-    return max(0, int((60 * minutes - seconds_beside(plan)) / plan.epoch_seconds))
+    return max(0, int((60 * minutes - seconds_beside(plan, images)) / plan.epoch_seconds))
 
 
 def of_fewer(choice: Choice, minutes: float, plan: Plan) -> tuple[Choice, Plan]:
@@ -172,13 +178,14 @@ def of_fewer(choice: Choice, minutes: float, plan: Plan) -> tuple[Choice, Plan]:
     plan. Raises OneLineError if that is less than LEAST_SHARE.
     """
     plan = replace(plan, validation=choice.images.val / LEAST_EPOCHS)
+    beside = seconds_beside(plan, choice.images)
     validated = plan.epoch_seconds - plan.images / plan.rate
-    left = (60 * minutes - seconds_beside(plan)) / LEAST_EPOCHS - validated
+    left = (60 * minutes - beside) / LEAST_EPOCHS - validated
     share = int(100 * left * plan.rate / plan.images) / 100
     if share < LEAST_SHARE:
         raise OneLineError(
             f"one epoch of {choice.images.train:,} images takes {plan.epoch_seconds / 60:.1f} "
-            f"minutes here, and what is beside it {seconds_beside(plan) / 60:.1f}, of "
+            f"minutes here, and what is beside it {beside / 60:.1f}, of "
             f"{max(minutes, 0.0):.1f} that are left; expected more --minutes"
         )
     changes = {"data.subset": share, "eval.every_epochs": LEAST_EPOCHS}

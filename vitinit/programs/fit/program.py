@@ -32,9 +32,10 @@ import torch
 from ...base.files import CheckpointError
 from ...base.messages import OneLineError, counted, say
 from ...base.values import to_toml
+from ...data.folders import ARRAYS, suffix_of
 from ...data.images import FORMATS, DataError, heif_formats
 from ...data.lists import LISTS
-from ...data.sources import folder_of
+from ...data.sources import Source, folder_of
 from ...recipe.files import load_recipe, overrides
 from ...run import Run
 from ...runs.data import open_sets, open_training_set
@@ -53,7 +54,6 @@ from .unreadable import list_others, lists_images_of, unreadable_in
 
 HELD_OUT = 400  # images to hold out, within shares of
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.25
-LOOKED_AT = 500  # files whose size is read
 AT_ONCE = 4  # loader processes beside a GPU
 READ_SHARE = 0.1  # of the minutes, in which all images are read, or as many as can be
 COLUMNS = (
@@ -125,9 +125,14 @@ def fit(args: Namespace) -> None:
             "measure how long images take to train on here: "
             f"{seconds:.0f} to {2 * seconds:.0f} seconds {kind}"
         )
-        left = args.minutes - (clock() - began) / 60
         planned = partial(plan_of, device=device, minutes=args.minutes)
-        choice, plan = choose(images, left, weights, planned, args.recipe)
+        choice, plan = choose(
+            images,
+            lambda: args.minutes - (clock() - began) / 60,
+            weights,
+            planned,
+            args.recipe,
+        )
     epochs = choice.changes["schedule.epochs"]
     say(f"choice  the recipe {choice.recipe} with {', '.join(choice.in_words())}")
     for reason in choice.reasons:
@@ -187,6 +192,11 @@ def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[
         raise OneLineError(
             "--set eval.every_epochs=0: fit ends with how good the model is; expected 1 at least"
         )
+    if any(text.startswith("schedule.epochs=") for text in args.set):
+        raise OneLineError(
+            "--set schedule.epochs: fit takes as many as fit into --minutes; expected none, or "
+            "train.py with a recipe"
+        )
     whole, _ = open_training_set(recipe.data, args.seed)
     if whole.several_labels:
         raise OneLineError(
@@ -213,11 +223,20 @@ def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[
     seen = survey(train_set, val_set, side=0)
     for line in (*seen.lines, *(f"warning {caution}" for caution in seen.cautions)):
         say(line)
-    sizes = Headers(val_set.some_paths()[:LOOKED_AT], FORMATS + heif_formats()).sizes
-    if not sizes:
-        raise DataError(f"{args.data}: none of the images looked at can be read")
-    side = median(map(min, sizes))
+    side = median(shorter_sides(val_set))
     return Images(len(train_set), len(val_set), len(whole.classes), side, sets, args.set)
+
+
+def shorter_sides(source: Source) -> list[int]:
+    """The shorter sides of some images, in pixels. Raises DataError if none of them can be read."""
+    paths = source.some_paths()
+    if source.channels not in (1, 3) or suffix_of(paths[0]) == ARRAYS:  # no photographs
+        shapes = (source.image(index).shape for index in range(len(paths)))
+        return [min(height, width) for _, height, width in shapes]
+    sizes = Headers(paths, FORMATS + heif_formats()).sizes
+    if not sizes:
+        raise DataError(f"{paths[0]}: neither this nor any other image looked at can be read")
+    return list(map(min, sizes))
 
 
 def weights_for(images: Images, stated: str | None, *, dry_run: bool) -> str:

@@ -5,7 +5,7 @@
     vitinit lessons 1 --train                  and train for as long as the page did
     vitinit lessons 1 --notebook lesson.ipynb  write one as a Jupyter notebook
 
-The lessons are pages to read, in vitinit/lessons. Their code needs matplotlib, the extra `figures`.
+The lessons are pages to read, in vitinit/programs/lessons. Their code needs matplotlib, the extra `figures`.
 Without --train, blocks of code that train for minutes take two steps.
 """
 
