@@ -149,11 +149,14 @@ def test_without_time_for_an_epoch_a_share_of_the_images_has_three():
 
 
 def test_what_the_user_sets_counts_most():
-    images = PHOTOGRAPHS._replace(opened_by=["data.workers=0"], stated=["schedule.epochs=3"])
+    stated = ["optim.base_lr=7e-4", "schedule.epochs=2"]
+    images = PHOTOGRAPHS._replace(opened_by=["data.workers=0"], stated=stated)
     found, _ = chosen(20, 37.0, images)
     sets = found.sets()
-    assert sets[0] == "data.workers=0" and sets[-1] == "schedule.epochs=3"
-    assert sets.index(f"schedule.epochs={found.changes['schedule.epochs']}") < len(sets) - 1
+    assert sets[0] == "data.workers=0" and sets[-2:] == stated
+    # What goes by the number of epochs goes by theirs.
+    assert (found.changes["schedule.epochs"], found.changes["schedule.warmup_epochs"]) == (2, 0)
+    assert found.reasons[-1] == "2 epochs, as --set says"
 
 
 def test_more_images_mend_all_errors_and_more_minutes_those_on_seen_ones():
@@ -286,8 +289,6 @@ def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp
     assert opened(str(odd)).val == 21
     with pytest.raises(OneLineError, match="expected 1 at least"):
         opened(str(odd), "--set", "eval.every_epochs=0")
-    with pytest.raises(OneLineError, match="fit takes as many as fit into --minutes"):
-        opened(str(odd), "--set", "schedule.epochs=3")
     # Which recipe is chosen is not known yet, and so neither what it has.
     assert opened(str(odd), "--set", "init.options.constant_variance=0.7").val == 21
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...base.messages import OneLineError, counted
 from ...base.values import to_toml
-from ...recipe.files import from_dict
+from ...recipe.files import from_dict, overrides
 from ...runs.load import open_file, published_weights
 from ..shared.plan import FORWARD, Plan
 
@@ -104,9 +104,14 @@ def choose(
     if epochs < 1:
         choice, plan = of_fewer(choice, minutes, plan)
         epochs = LEAST_EPOCHS
+    reason = f"{counted(epochs, 'epoch')} fit into the time"
+    for change in overrides(sets=images.stated):
+        if change.key == "schedule.epochs" and isinstance(change.value, int):
+            epochs = change.value
+            reason = f"{counted(epochs, 'epoch')}, as --set says"
     warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
     changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}
-    return choice.but(changes, f"{counted(epochs, 'epoch')} fit into the time"), plan
+    return choice.but(changes, reason), plan
 
 
 def by_images(images: Images, weights: str) -> Choice:

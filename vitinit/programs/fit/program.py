@@ -192,11 +192,6 @@ def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[
         raise OneLineError(
             "--set eval.every_epochs=0: fit ends with how good the model is; expected 1 at least"
         )
-    if any(text.startswith("schedule.epochs=") for text in args.set):
-        raise OneLineError(
-            "--set schedule.epochs: fit takes as many as fit into --minutes; expected none, or "
-            "train.py with a recipe"
-        )
     whole, _ = open_training_set(recipe.data, args.seed)
     if whole.several_labels:
         raise OneLineError(
