@@ -133,8 +133,9 @@ def test_the_generator_alone_decides(name):
         assert not torch.equal(first[key], second[key]), key
 
 
-def test_a_parameter_that_no_rule_covers_is_an_error():
-    model = built("vit")
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_a_parameter_that_no_rule_covers_is_an_error(positions):
+    model = built("vit", pos_embed=positions, embed_dim=24)
     model.scale_token = nn.Parameter(torch.zeros(1, 1, 54))
     with pytest.raises(ValueError, match="no rule for scale_token"):
         vitinit.init_weights(model, "default", generator=torch.Generator())

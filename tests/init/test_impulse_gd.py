@@ -168,3 +168,10 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch):
         assert target_mass(maps, ordered_offsets(3)[:2], GRID).min() > 25 / 35
     on_positions = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
     assert on_positions.max() < 5 / 35
+
+
+def test_a_model_without_positions_has_noise_to_solve_on_or_is_refused():
+    model = vit(pos_embed="none", pool="mean")
+    with pytest.raises(ValueError, match="solves on positions, and this model has none"):
+        vitinit.init_weights(model, "impulse_gd", generator=seeded())
+    initialised(model, pseudo_input="normal", steps=1)

@@ -79,6 +79,15 @@ def test_on_images_the_mean_mass_is_what_was_asked_for(name):
         assert mass.others == pytest.approx([asked] * 3, abs=most)
 
 
+def test_blocks_of_shifts_have_no_targets_of_an_init():
+    options = dict(num_classes=2, image_size=(28, 44), patch_size=4, embed_dim=96, depth=3)
+    options |= dict(num_heads=3, pool="mean", pos_embed="rope", shift_blocks=2, shift_kernel=5)
+    model = written("impulse", vitinit.build_model("vit_tiny", **options))
+    mass = mass_on_images(model, "impulse", {}, IMAGES)
+    assert [math.isnan(value) for value in mass.others] == [True, True, False]
+    assert mass.others[2] == pytest.approx(0.9, abs=0.06)
+
+
 def test_patches_are_whitened_by_images_where_that_is_asked_for():
     ours, theirs = (
         initialised("rope", init, base="lecun", images=IMAGES, **how).patch_embed.proj

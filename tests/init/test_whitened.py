@@ -48,9 +48,10 @@ def test_a_first_convolution_that_does_not_cut_patches_is_refused():
             whiten_patches(stem, None, seeded())
 
 
+@pytest.mark.parametrize("width", [3, 5])  # patches as wide as images have channels
 @torch.no_grad()
-def test_a_layer_that_mixes_colours_before_the_patches_stays():
-    adapter, patches = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 5, 2, 2)
+def test_a_layer_that_mixes_colours_before_the_patches_stays(width):
+    adapter, patches = nn.Conv2d(3, 3, 1), nn.Conv2d(3, width, 2, 2)
     before = adapter.weight.clone(), patches.weight.clone()
     whiten_patches(nn.Sequential(adapter, patches), None, seeded())
     assert torch.equal(adapter.weight, before[0]) and not torch.equal(patches.weight, before[1])

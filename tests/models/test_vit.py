@@ -7,6 +7,7 @@ from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
 from vitinit.interop.weights.names import native_tensors
+from vitinit.mixing.filters import neighbours, ordered_offsets
 from vitinit.models.attention import hold_to_shifts
 
 SMALL = dict(num_classes=13, image_size=(12, 20), patch_size=4, embed_dim=12, depth=2, num_heads=3)
@@ -161,6 +162,7 @@ def test_drop_path_rises_from_block_to_block_or_is_the_same_in_all():
         ("mixed", "index"),
         ("axial", "scaled"),
         ("axial", "centred"),
+        ("linear", "scaled"),  # of which some turn by more than π from row to row
     ],
 )
 def test_shifts_are_rotary_attention_at_mass_one(frequencies, coordinates):
@@ -191,6 +193,18 @@ def test_shifts_are_rotary_attention_at_mass_one(frequencies, coordinates):
     weights = apart.blocks[2].attn.mixing_weights(torch.zeros(1, 15, 48))
     expected = model.blocks[2].attn.mixing_weights(torch.zeros(1, 15, 48).double())
     assert torch.equal(weights.argmax(-1), expected.argmax(-1))
+
+
+def test_shifts_have_their_target_wherever_it_is_on_the_grid():
+    """Also where frequencies, of 4 channels a head, hold others of its tokens for the same."""
+    sizes = dict(num_classes=2, image_size=(9, 13), patch_size=1, embed_dim=20, num_heads=5)
+    rope = dict(pos_embed="rope", rope_frequencies="linear", pool="mean")
+    model = vitinit.build_model("vit_tiny", shift_blocks=2, depth=2, **sizes, **rope)
+    offsets = ordered_offsets(3)
+    for number, block in enumerate(model.blocks):
+        for head, index in enumerate(block.attn.index):
+            tokens, targets = neighbours(offsets[(5 * number + head) % 9], (9, 13))
+            assert torch.equal(index[tokens], targets)
 
 
 def test_shifts_refuse_other_tokens_than_those_of_a_whole_grid():

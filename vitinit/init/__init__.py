@@ -103,7 +103,7 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         raise ValueError(unknown("init", name, INITS))
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
-        advice = "models of other libraries are initialised by vitinit.init.init_"
+        advice = "expected one of these, or vitinit.init.init_ for a model of another library"
         if others:
             advice = f"it has: {', '.join(others)}"
         raise ValueError(

@@ -77,7 +77,7 @@ def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
                 kind = SAME.get(name, name)
                 if kind in EMBEDDINGS:
                     yield kind, parameter, None
-                elif family_of(module) in FAMILIES:
+                elif getattr(module, "family", None) in FAMILIES:
                     raise ValueError(f"no rule for {name} of {type(module).__name__}")
 
 
@@ -125,7 +125,8 @@ def default(model: nn.Module, *, generator: Generator) -> None:
 
 @torch.no_grad()
 def mixer_default(model: nn.Module, *, generator: Generator) -> None:
-    """Draw the weights of an MLP-Mixer as its authors' code (arXiv 2105.01601) and timm do.
+    """Draw the weights of an MLP-Mixer as timm; its authors' code (arXiv 2105.01601) has LeCun normal
+    MLPs without noise in their biases.
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
@@ -236,8 +237,11 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: Generator
     """
     layer = None
     for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.in_channels != module.out_channels:
-            layer = module  # the first that is no adapter of colours
+        if not isinstance(module, nn.Conv2d):
+            continue
+        cuts = module.kernel_size == module.stride != (1, 1)
+        if cuts or module.in_channels != module.out_channels:  # and so is no adapter of colours
+            layer = module
             break
     if layer is None or layer.kernel_size != layer.stride or layer.groups > 1:
         raise ValueError("the patch embedding is not one convolution, and no other is whitened")

@@ -57,8 +57,8 @@ def impulse_gd(
 
     The closed forms (`impulse`, `impulse_simple_vit`) give sharper maps and are faster by orders of
     magnitude: for a SimpleViT of 16×16 tokens, 1,000 steps gave a mass of .21 in 13 seconds, and
-    the closed form .90 in .03. Raises ValueError for options out of range, and for a fixed position
-    embedding in a model with a class token.
+    the closed form .90 in .03. Raises ValueError for options out of range, for a fixed position
+    embedding in a model with a class token, and for none where they are all that X̃ is.
     """
     if isinstance(model, SimpleViT):
         positions = model.pos_embed  # (N, C)
@@ -77,6 +77,11 @@ def impulse_gd(
             )
         model = vit.model
         positions = vit.positions
+        if pseudo_input == "pos_embed" and not vit.learned and not positions.any():
+            raise ValueError(
+                "init 'impulse_gd' solves on positions, and this model has none; expected another "
+                "pos_embed, or noise as pseudo_input"
+            )
         grid = vit.grid
         norm_eps = vit.first.norm.eps
         free = False

@@ -148,7 +148,7 @@ def filters_conv_mixer(
     |------------|------------------------------------------------------------------------------|
     | "random"   | uniform on ±1/k, as PyTorch draws filters                                    |
     | "box"      | one value in `cells` cells, drawn without replacement, 0 in the others; with |
-    |            |   cells = k² every filter is the mean over its window                        |
+    |            |   cells = k² every filter has the same value in all of its window            |
     | "gaussian" | exp(−‖δ − c‖² / 2σ²) around a random cell c; all filters of a block are      |
     |            |   multiplied by one factor, so that their mean Σ w² is ⅓                     |
 

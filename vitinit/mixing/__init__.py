@@ -95,7 +95,7 @@ def mixing_matrices(
 ) -> dict[int, Tensor]:
     """The matrices with which the model mixes the tokens of `images`, by block.
 
-    images: (B, 3, H, W), normalised as for the model.
+    images: (B, 3, H, W), normalised as for the model, and of the size that it was built for.
     blocks: their numbers, through a Swin's stages, negative ones from the last; all by default.
         `block_grids` has their grids.
     heads: their numbers; all by default. Of a Mixer or ConvMixer, channels: all take gigabytes.

@@ -66,6 +66,14 @@ def spacing_of(kind: Coordinates, side: int) -> float:
     return 1.0
 
 
+def between_tokens(omega: Tensor, kind: Coordinates, grid: Sides) -> Tensor:
+    """ω, (h, d / 2, 2), in radians from row to row and from column to column of a grid, at most π:
+    a larger turn is a smaller one the other way round.
+    """
+    turns = omega * omega.new_tensor([spacing_of(kind, side) for side in grid])
+    return turns - 2 * torch.pi * (turns / (2 * torch.pi)).round()
+
+
 class Rotary(nn.Module):
     """Turns queries and keys, (B, N, h, d), by their tokens' places. Only frequencies that are
     learned, (h, d / 2, 2), are in a state dict. coordinates: "index", row and column from 0. The

@@ -52,8 +52,8 @@ class Shift(nn.Module):
     The N tokens are those of the grid, by row, and no others. Where the offset leads off it, the
     value is the nearest token's. In a rotary model it is that of the token whose logit is largest,
     which need not be the nearest: a wave repeats. kernel_size: the heads go through its offsets in
-    turn, from number `first`. frequencies: (h, d / 2, 2), of `Rotary` in radians per row and
-    column of the grid; None: the model is not rotary.
+    turn, from number `first`. frequencies: (h, d / 2, 2), of `Rotary`, `between_tokens`; None: the
+    model is not rotary.
     """
 
     index: Tensor  # (h, N), the token whose value each token gets
@@ -85,6 +85,7 @@ class Shift(nn.Module):
             else:  # the constant part of the logit, up to a factor; see init/impulse_rotary.py
                 omega = frequencies[head]
                 nearness = (away @ omega.T).cos() @ omega.square().sum(1)
+            nearness[(away == 0).all(-1)] = torch.inf  # the target, which others may tie with
             index.append(nearness.argmax(1))
         self.register_buffer("index", torch.stack(index), persistent=False)
 

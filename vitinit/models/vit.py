@@ -36,7 +36,7 @@ from .layers import (
     scales_by_block,
     sincos_position_embedding,
 )
-from .rotary import Coordinates, Frequencies, Rotary, frequencies_of, spacing_of
+from .rotary import Coordinates, Frequencies, Rotary, between_tokens, frequencies_of
 from .shift import Shift
 
 Pool = Literal["class", "mean"]
@@ -113,8 +113,7 @@ def new_mixer(
         omega = None
         if rope is not None:
             omega = frequencies_of(rope.frequencies, num_heads, head_dim, rope.base)
-            spacing = [spacing_of(rope.coordinates, side) for side in grid]
-            omega = omega * omega.new_tensor(spacing)  # from row to row, and column to column
+            omega = between_tokens(omega, rope.coordinates, grid)
         return Shift(
             dim,
             grid,

@@ -36,7 +36,8 @@ ALIKE = 0.05  # blocks whose masses differ by more are shown one by one, else by
 
 
 class Mass(NamedTuple):
-    """The mass on the heads' targets, one entry per block; NaN where a block has no such head."""
+    """The mass on the heads' targets, one entry per block; NaN where a block has no such head,
+    or mixes by shifts."""
 
     centre: list[float]  # mean over the heads whose target is their own token
     others: list[float]  # mean over all other heads
@@ -160,8 +161,10 @@ def mass_on_images(model: nn.Module, name: str, options: InitOptions, images: Te
     shares = mean_shares(model, images, readers, grids)
     aimed = targets_in(model, name, options, list(map(len, shares)))
     mass = Mass([], [], [])
-    for grid, targets, masses in zip(grids, *masses_on(aimed, shares, grids)):
-        by_head = list(zip(targets, masses))
+    for attention, grid, targets, masses in zip(
+        attentions, grids, *masses_on(aimed, shares, grids)
+    ):
+        by_head = [] if isinstance(attention, Shift) else list(zip(targets, masses))
         mass.centre.append(mean([value for offset, value in by_head if offset == (0, 0)]))
         mass.others.append(mean([value for offset, value in by_head if offset != (0, 0)]))
         mass.uniform.append(1.0 / math.prod(grid))
