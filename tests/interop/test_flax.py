@@ -208,3 +208,6 @@ def test_other_arrays_are_refused_and_a_pickle_among_them_is_not_read(tmp_path):
     said = line(**{"pre_logits/kernel": layer_before_the_head})
     assert "does not fit the model; surplus: pre_logits.weight" in said
     assert "'step' is torch.int64" in line(step=np.int64(1))
+    for shape in ((1001, 1), (2, 0)):  # one entry for each block, however few bytes they have
+        said = line(**{"Transformer/encoderblock/LayerNorm_0/scale": np.zeros(shape)})
+        assert f"scale is {shape}, expected numbers of at most 1000 blocks" in said

@@ -295,7 +295,7 @@ def test_half_frozen_and_tied_weights_are_told_of_and_wrapped_models_are_unwrapp
     assert str(report).splitlines()[-3:] == [
         "frozen, and written nevertheless: pos_embed",
         "tied to what was written: zz.weight, zz.bias",
-        "rounded from what was computed, of which the mass is: pos_embed, "
+        "rounded when written (the masses above are those before rounding): pos_embed, "
         + ", ".join(
             f"blocks.*.attn.{name}"
             for name in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")
@@ -486,7 +486,7 @@ def test_unknown_names_and_options_are_errors():
         with pytest.raises(ValueError, match="images are|does not pass|_mass is 0|generator is o"):
             init(model, **dict(generator=seeded()) | given)
     with pytest.raises(
-        ValueError, match="family OtherViT; models of other libraries .*init.init_$"
+        ValueError, match="family OtherViT; expected .*init.init_ for a model of another library$"
     ):
         init_weights(model, "impulse", generator=seeded())
     with pytest.raises(

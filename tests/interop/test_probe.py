@@ -261,15 +261,25 @@ def test_a_last_stage_of_one_window_is_no_map():
 # Rotations --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "kind, rotation",
-    [("timm", "halves"), ("eva", "neighbours"), ("siglip", "mixed"), ("eager", "mixed")],
+    [
+        ("timm", "halves"),
+        ("eva", "neighbours"),
+        ("siglip", "mixed"),
+        ("eager", "mixed"),
+        ("by keywords", "mixed"),
+    ],
 )
 def test_a_rotation_is_read_from_the_queries_as_they_meet_the_keys(kind, rotation):
     """eager: in a product that is scaled before, and not in scaled_dot_product_attention."""
-    model = OtherViT("timm" if kind == "eager" else kind, rope=rotation, registers=2)
-    for block in model.blocks if kind == "eager" else []:
+    product = {
+        "eager": torch.matmul,
+        "by keywords": lambda q, k: torch.matmul(other=k, input=q),
+    }.get(kind)
+    model = OtherViT("timm" if product else kind, rope=rotation, registers=2)
+    for block in model.blocks if product else []:
         block.attn = Attention(
             lambda own, q, k, v, scale, turn=block.attn.turn: (
-                (turn(scale * q) @ turn(k).mT).softmax(-1) @ v
+                product(turn(scale * q), turn(k).mT).softmax(-1) @ v
             )
         )
     vit = probe(foreign_layout_of(model), IMAGES)
@@ -277,6 +287,40 @@ def test_a_rotation_is_read_from_the_queries_as_they_meet_the_keys(kind, rotatio
         x = torch.randn(2, HEADS, 38, DIM // HEADS, generator=seeded())
         assert torch.allclose(block.rotation(x), turning(rotation, number)(x), atol=1e-4)
     assert ", positions, rotation and formula" in vit.checked and vit.prefix == 3
+
+
+class Complex(Attention):
+    """It turns by complex numbers in a buffer, as LLaMA's freqs_cis."""
+
+    def __init__(self) -> None:
+        super().__init__(self.turned)
+        places = torch.cartesian_prod(*map(torch.arange, GRID)).float()
+        angles = places @ torch.rand(2, DIM // HEADS // 2, generator=seeded())
+        self.register_buffer("freqs_cis", torch.polar(torch.ones_like(angles), angles))
+
+    def turned(self, own: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k = (
+            torch.view_as_real(
+                torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * self.freqs_cis
+            )
+            .flatten(-2)
+            .to(x)
+            for x in (q, k)
+        )
+        return nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rotation_by_complex_numbers_is_read_and_they_stay(dtype):
+    model = OtherViT("timm", class_token=False)
+    for block in model.blocks:
+        block.attn = Complex()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    before = state_of(model)
+    report = impulse_(model, generator=seeded(), images=IMAGES.to(dtype))
+    assert ", rotation and formula" in report.checked
+    assert torch.equal(model.blocks[2].attn.freqs_cis, before["blocks.2.attn.freqs_cis"])
 
 
 @pytest.mark.parametrize("frequencies", ["axial", "mixed"])

@@ -325,10 +325,65 @@ def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder)
         ),
         ({"layer_norm_eps": "tiny"}, "norm_eps is 'tiny'"),
         ({"model_type": "swin", "architectures": ["SwinModel"]}, "layer_norm_eps is 0.001; e"),
+        ({"model_type": "swin", "architectures": ["SwinBackbone"]}, "describes SwinBackbone"),
         ({"image_size": "big"}, "is not what transformers or timm writes ('big', expected an"),
     ):
         line = refused(ValueError, vitinit.load, their_folder("ViT", **changes))
         assert "config.json" in line and message in line
+
+
+LAYER_1 = "encoder.layer.1.attention."
+
+
+@pytest.mark.parametrize(
+    "name, changes, words",
+    [
+        (
+            "ViT",
+            {"attention.key.weight": lambda weight: weight[:, 1:]},
+            f"missing: blocks.1.attn.qkv.weight; surplus: {LAYER_1}attention.key.weight",
+        ),
+        (
+            "ViT",
+            {f"attention.{part}.bias": lambda bias: bias[0] for part in ("query", "key", "value")},
+            f"missing: blocks.1.attn.qkv.bias; surplus: {LAYER_1}attention.key.bias",
+        ),
+        (
+            "DINOv2",
+            {"output.dense.bias": lambda bias: bias[:3]},
+            "surplus: blocks.1.ls1.gamma; other shape: blocks.1.attn.proj.bias (3,) where",
+        ),
+        (
+            "DINOv2",
+            {"output.dense.bias": lambda bias: bias[:1]},  # which γ would make as wide as itself
+            "surplus: blocks.1.ls1.gamma; other shape: blocks.1.attn.proj.bias (1,) where",
+        ),
+        (
+            "DINOv2",
+            {"output.dense.weight": lambda weight: weight[0]},
+            f"surplus: blocks.1.ls1.gamma; other shape: blocks.1.attn.proj.weight ({WIDTH},) where",
+        ),
+        (
+            "DINOv2",
+            {
+                "output.dense.weight": lambda weight: weight[0, 0],
+                "../layer_scale1.lambda1": lambda gamma: gamma[0],
+            },
+            "surplus: blocks.1.ls1.gamma; other shape: blocks.1.attn.proj.weight () where",
+        ),
+    ],
+)
+def test_tensors_of_other_shapes_are_put_together_with_no_other_and_named(
+    name, changes, words, their_folder
+):
+    file = their_folder(name) / "model.safetensors"
+    tensors = load_file(file)
+    for part, change in changes.items():
+        place = f"{KINDS[name][2]}{LAYER_1}{part}".replace("attention.../", "")
+        tensors[place] = change(tensors[place]).clone()
+    save_file(tensors, file)
+    line = refused(CheckpointError, vitinit.load, file.parent)
+    assert line.startswith(f"{file}: does not fit the model; ") and words in line
 
 
 def test_pixels_that_are_scaled_or_resized_otherwise_are_read_or_refused(their_folder):
@@ -355,6 +410,38 @@ def test_pixels_that_are_scaled_or_resized_otherwise_are_read_or_refused(their_f
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | {"resample": 1}))
     with pytest.raises(ValueError, match="config.json: eval.interpolation is 'lanczos'; valid: "):
         vitinit.load(folder)
+
+
+@pytest.mark.parametrize(
+    "size, crop, fit, crop_pct",
+    [
+        (20, SIDE, "crop", 0.75),  # as DeiT's was written
+        ({"height": 20, "width": 20}, {"height": SIDE, "width": SIDE}, "crop", 0.75),
+        (SIDE, SIDE, "squash", 1.0),  # which crops nothing off
+        ({"height": SIDE, "width": SIDE}, None, "squash", 1.0),
+    ],
+)
+def test_a_crop_of_images_that_are_squashed_is_told_as_no_recipe_has_it(
+    size, crop, fit, crop_pct, their_folder, capsys
+):
+    file = their_folder("ViT") / "preprocessor_config.json"
+    changes = {"size": size, "crop_size": crop, "do_center_crop": crop is not None}
+    file.write_text(json.dumps(PREPROCESSOR | changes))
+    recipe = vitinit.load(file.parent).recipe
+    assert (recipe.augment.fit, recipe.eval.crop_pct) == (fit, crop_pct)
+    told = "resized as by augment.fit squash and then cropped" in capsys.readouterr().err
+    assert told == (fit == "crop")
+
+
+@pytest.mark.parametrize("mode, fit", [("squash", "squash"), ("border", "pad"), ("center", "crop")])
+def test_a_crop_of_whole_images_of_timm_is_told_too(mode, fit, tmp_path):
+    for crop_pct in (0.9, 1.0):
+        config = {"pretrained_cfg": {"crop_mode": mode, "crop_pct": crop_pct}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = read_description(tmp_path / "model.safetensors")
+        told = f"resized as by augment.fit {fit} and then cropped" in found.lost
+        assert told == (fit != "crop" and crop_pct < 1)
+        assert found.values["eval.crop_pct"] == (crop_pct if fit == "crop" else 1.0)
 
 
 @pytest.mark.parametrize("name", ["do_normalize", "do_rescale", "do_center_crop"])
@@ -459,6 +546,29 @@ def test_timms_hub_states_preparation_and_sizes_and_names_of_other_functions_are
         with pytest.raises(CheckpointError, match="would fit and compute another function here"):
             require_known(tmp_path / name, architecture, rotary="RPN" in name)
     require_known(tmp_path / "vit_rope_224.pth", "eva02_tiny_patch14_224", rotary=True)
+
+
+@pytest.mark.parametrize(
+    "architecture, arguments, pool",
+    [
+        ("vit_small_patch16_224", {}, "mean"),
+        ("eva02_tiny_patch14_224", {"global_pool": "token"}, "class"),
+        ("swin_tiny_patch4_window7_224", {}, None),  # whose recipe has no such option
+        ("mixer_b16_224", {}, None),
+    ],
+)
+def test_timms_hub_states_the_pooling_beside_the_models_arguments(
+    architecture, arguments, pool, tmp_path
+):
+    config = {
+        "architecture": architecture,
+        "global_pool": "avg",
+        "model_args": arguments,
+        "pretrained_cfg": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = read_description(tmp_path / "model.safetensors").values
+    assert values.get("model.options.pool") == pool
 
 
 # What their ViT needs of deit_tiny, but for its epsilon.

@@ -66,7 +66,9 @@ class _Products(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function in PRODUCTS:
-            self.factors.append(args[0] if args else kwargs["query"])
+            self.factors.append(
+                args[0] if args else kwargs["query" if "query" in kwargs else "input"]
+            )
         return function(*args, **kwargs)
 
 

@@ -4,7 +4,8 @@ A copy of the model, on the CPU and in float32 (or float64), is probed first (`p
 init is applied to it, its attentions are compared with their formula once more, and the tensors
 that the init changed are copied back when all is well. So after an error no tensor has changed, and
 the model may be on any device and, but for rotary attention in bfloat16, in half precision. The
-inits are those of this package: a ViT of timm and ours get the same bits from the same generator.
+inits are those of this package: with `base=`, a ViT of timm and ours get the same bits from the
+same generator.
 """
 
 import copy
@@ -208,7 +209,8 @@ def copied(model: nn.Module) -> nn.Module:
         work = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:  # weights that are computed from others
         raise ValueError(f"the model cannot be copied ({in_brief(error, 80)})") from error
-    return work.to("cpu", torch.float64 if wide else torch.float32)
+    work.cpu()
+    return work.double() if wide else work.float()  # `to` would cast complex ones
 
 
 def require_views(layout: Attentions, model: nn.Module) -> None:
@@ -324,6 +326,6 @@ def notes_on(
     notes = {
         "frozen, and written nevertheless": frozen,
         "tied to what was written": tied,
-        "rounded from what was computed, of which the mass is": rounded,
+        "rounded when written (the masses above are those before rounding)": rounded,
     }
     return tuple(f"{note}: {patterns(names)}" for note, names in notes.items() if names)

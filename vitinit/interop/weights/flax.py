@@ -13,6 +13,7 @@ import torch
 from einops import rearrange
 
 from ...base.values import Table
+from ...models.layers import MOST_BLOCKS
 
 # Before the names of a model's weights, where there are an optimiser's, too, or two models.
 BEFORE = ("opt/target/", "params/img/", "params/")
@@ -49,11 +50,18 @@ def read_npz(path: Path) -> Table:
 
 
 def _by_block(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays with those of each block under a name of their own."""
+    """The arrays with those of each block under a name of their own.
+
+    Raises ValueError for more blocks than a model has, for which a few bytes may stand.
+    """
     for name, array in arrays.items():
         if SCANNED not in name:
             yield name, array
             continue
+        if not array.size or len(array) > MOST_BLOCKS:
+            raise ValueError(
+                f"{name} is {array.shape}, expected numbers of at most {MOST_BLOCKS} blocks"
+            )
         for block, part in enumerate(array):
             yield name.replace(SCANNED, f"/encoderblock_{block}/"), part
 

@@ -301,7 +301,8 @@ def named_layout_of(tensors: Tensors) -> tuple[dict[str, Tensor], Names | None]:
 def native_names(tensors: Tensors) -> dict[str, Tensor]:
     """The same tensors under this package's names; of an unknown layout they keep theirs.
 
-    A layer of ours of which a part is missing becomes too narrow, so that loading fails visibly.
+    A layer of ours of which a part is missing becomes too narrow, and parts of unlike shapes stay
+    apart, so that loading fails visibly.
     """
     rest, names = named_layout_of(tensors)
     if names is None:
@@ -324,16 +325,23 @@ def native_names(tensors: Tensors) -> dict[str, Tensor]:
 
 def stack(tensors: dict[str, Tensor], names: Names) -> None:
     """Rename tensors from the others' names to ours, and put the parts of our layers together."""
-    rows = defaultdict(list)  # our name → its parts, one after another
+    # Our name → its parts, one after another, by theirs.
+    rows: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for ours, theirs in names.items():
         for part in theirs.split():
             pattern = _pattern(part)
             for name in list(tensors):
                 match = pattern.match(name)
                 if match:
-                    rows[_filled(ours, match)].append(tensors.pop(name))
+                    rows[_filled(ours, match)][name] = tensors.pop(name)
     for name, parts in rows.items():
-        tensors[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+        values = [*parts.values()]
+        if len(values) == 1:
+            tensors[name] = values[0]
+        elif all(part.ndim and part.shape[1:] == values[0].shape[1:] for part in values):
+            tensors[name] = torch.cat(values)
+        else:
+            tensors.update(parts)
 
 
 def foreign_names(tensors: Tensors, names: Names, prefix: str = "") -> dict[str, Tensor]:
@@ -374,7 +382,7 @@ def native_tensors(tensors: Tensors, options: Mapping[str, Any] = {}) -> dict[st
     and the channels of rotary attention are reordered.
 
     Products are computed in float64 and rounded once, to float32 or a wider type of the weights. A
-    γ whose layer is missing or has another width stays, so that loading it fails visibly.
+    γ whose layer is missing or has another shape stays, so that loading it fails visibly.
     """
     native = native_names(tensors)
     order = order_of_channels(tensors, options)
@@ -431,7 +439,7 @@ def _reordered(packed: Tensor, order: str, dim: int, heads: int) -> Tensor:
 
 
 def _folded(tensors: Tensors) -> dict[str, Tensor]:
-    """Each LayerScale in the layer before it, if that is there and as wide."""
+    """Each LayerScale in the linear layer before it, if that is there and as wide."""
     folded = dict(tensors)
     for name, gamma in tensors.items():
         match = LAYER_SCALE.match(name)
@@ -439,7 +447,10 @@ def _folded(tensors: Tensors) -> dict[str, Tensor]:
             continue
         layer = f"{match[1]}.{SCALED[match[2]]}"
         weight = tensors.get(f"{layer}.weight")
-        if weight is None or gamma.shape != weight.shape[:1]:
+        bias = tensors.get(f"{layer}.bias", gamma)  # it may have none
+        if weight is None or weight.ndim != 2:
+            continue
+        if not gamma.shape == bias.shape == weight.shape[:1]:
             continue
         del folded[name]
         for part, factor in (("weight", gamma[:, None]), ("bias", gamma)):

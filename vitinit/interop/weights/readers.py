@@ -49,7 +49,7 @@ ARCHITECTURES = {
     "dinov2": ("Dinov2Model", "Dinov2Backbone"),
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
     "dinov3_vit": ("DINOv3ViTModel", "DINOv3ViTBackbone"),
-    "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
+    "swin": ("SwinForImageClassification", "SwinModel"),
 }
 # Arguments of timm's models → ours.
 TIMM_ARGUMENTS = {
@@ -64,6 +64,9 @@ TIMM_ARGUMENTS = {
 }
 FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # timm's crop_mode → augment.fit
 POOLS = {"token": "class", "avg": "mean"}  # timm's words → ours
+# In names of timm's models that have a choice of it; Swins and mixers state theirs, too.
+WITH_POOL = re.compile("vit|deit|eva")
+CROPPED = "images were resized as by augment.fit {} and then cropped, which no recipe does"
 
 
 class ForeignConfig(NamedTuple):
@@ -73,6 +76,7 @@ class ForeignConfig(NamedTuple):
     recipe: str  # for all that they do not say; "": they do not say the model
     values: Table  # for keys of that recipe
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
+    lost: str = ""  # what no recipe can say, in words
 
 
 class Reader:
@@ -109,9 +113,10 @@ class Reader:
             if key in UNSEEN and (rotary or ".rope_" not in key):
                 parts.append(f"{key} {to_toml(value)}")
         read = f" and {self.config.file.name}" if files and self.config else ""
+        lost = f"; {self.config.lost}" if self.config and self.config.lost else ""
         return (
             f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no "
-            f"other activation is named (recipe {recipe.name}{read})"
+            f"other activation is named (recipe {recipe.name}{read}){lost}"
         )
 
 
@@ -177,18 +182,13 @@ def flag(table: Table, name: str, default: bool = False) -> bool:
 
 def _of_timm(config: Table, file: Path) -> ForeignConfig:
     arguments = config.get("model_args") or {}
+    if WITH_POOL.search(str(config.get("architecture"))):
+        arguments = {"global_pool": config.get("global_pool"), **arguments}
     for name in ("act_layer", "norm_layer"):
         if arguments.get(name) not in (None, "gelu"):
             raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
     stated = config["pretrained_cfg"]
-    changes = {}
-    for key in PREPARATION:
-        name = key.rpartition(".")[2]  # as timm calls it
-        if name in stated:
-            changes[key] = stated[name]
-    fit = FITS.get(stated.get("crop_mode"), "crop")
-    if fit != "crop":
-        changes |= WHOLE_IMAGE | {"augment.fit": fit}
+    changes, lost = _timm_preparation(stated)
     options = _timm_options(arguments)
     if flag(arguments, "use_rot_pos_emb"):
         options |= _eva_options(arguments, config["architecture"])
@@ -199,7 +199,22 @@ def _of_timm(config: Table, file: Path) -> ForeignConfig:
     classes = config.get("num_classes")
     if classes:  # 0: a backbone
         changes["data.num_classes"] = classes
-    return ForeignConfig(file, "", changes, _names(config.get("label_names"), classes, file))
+    names = _names(config.get("label_names"), classes, file)
+    return ForeignConfig(file, "", changes, names, lost)
+
+
+def _timm_preparation(stated: Table) -> tuple[Table, str]:
+    changes, lost = {}, ""
+    for key in PREPARATION:
+        name = key.rpartition(".")[2]  # as timm calls it
+        if name in stated:
+            changes[key] = stated[name]
+    fit = FITS.get(stated.get("crop_mode", ""), "crop")
+    if fit != "crop":
+        if changes.get("eval.crop_pct", 1.0) != 1.0:
+            lost = CROPPED.format(fit)
+        changes |= WHOLE_IMAGE | {"augment.fit": fit}
+    return changes, lost
 
 
 def _timm_options(arguments: Table) -> Table:
@@ -274,8 +289,8 @@ def _of_transformers(config: Table, file: Path) -> ForeignConfig:
         classes = _names(labels, len(labels), file)
     prepared = file.with_name("preprocessor_config.json")
     with as_they_write(prepared):
-        changes |= _preparation(_table(prepared))
-    return ForeignConfig(file, recipe, changes, classes)
+        preparation, lost = _preparation(_table(prepared))
+    return ForeignConfig(file, recipe, changes | preparation, classes, lost)
 
 
 def _swin_options(config: Table, file: Path) -> Table:
@@ -322,9 +337,9 @@ def mlp_ratio(hidden: int, width: int) -> float:
     return ratio if hidden_width(width, ratio, "mlp_ratio") == hidden else (hidden + 0.5) / width
 
 
-def _preparation(config: Table) -> Table:
-    """How a preprocessor_config.json prepares images, as keys of a recipe. transformers normalises
-    pixels times rescale_factor, we those over 255.
+def _preparation(config: Table) -> tuple[Table, str]:
+    """How a preprocessor_config.json prepares images: keys of a recipe, and what these cannot say.
+    transformers normalises pixels times rescale_factor, we those over 255.
     """
     factor = 255.0
     if flag(config, "do_rescale", True):
@@ -337,6 +352,7 @@ def _preparation(config: Table) -> Table:
     shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
     side = crop.get("height") or crop.get("shortest_edge") or shorter
     changes: Table = {}
+    lost = ""
     if mean is not None:
         changes["data.mean"] = [value / factor for value in mean]
     if std is not None:
@@ -346,9 +362,12 @@ def _preparation(config: Table) -> Table:
         changes["eval.interpolation"] = RESAMPLE.get(resample, resample)
     if side and shorter:
         changes["eval.crop_pct"] = min(side / shorter, 1.0)
-    if not crop and "height" in size:
-        changes |= WHOLE_IMAGE | {"augment.fit": "squash"}
-    return changes
+    if "height" in size:  # whatever an image's proportions
+        if crop in ({}, size):
+            changes |= WHOLE_IMAGE | {"augment.fit": "squash"}
+        else:
+            lost = CROPPED.format("squash")
+    return changes, lost
 
 
 def _by_side(size: Any) -> Table:
