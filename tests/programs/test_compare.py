@@ -13,8 +13,9 @@ from same_run import IN_SECONDS, assert_same_run, rows_of
 import vitinit
 from vitinit.programs import compare
 from vitinit.programs.shared.records import read_run
-from vitinit.programs.shared.replay import against_record
+from vitinit.programs.shared.replay import against_record, warn_of_other_images
 from vitinit.programs.shared.results import SHOWN, mean_and_std, t_quantile
+from vitinit.recipe.files import load_recipe
 
 
 @pytest.fixture
@@ -97,8 +98,15 @@ def test_only_seeds_that_both_have_are_paired_and_fewer_than_two_have_no_interva
     untimed = written_run("m-9", [9.0], seed=9, init="mimetic", epochs=1, seconds=None)
     assert "| mimetic | 4 | 53.50 ± 36.97 | 53.50 ± 36.97 | – | – | – |" in printed(*runs, untimed)
     text = printed(*six_runs[:2], *six_runs[4:])  # 1, 2 and 2, 5
-    assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in text
+    line = (
+        "No interval of the difference from `default`: `impulse` (fewer than two shared seeds).\n"
+    )
+    assert line in text
     assert "t interval" not in text and "minus" not in printed(*six_runs[:3])
+    blind = [written_run(f"blind-{seed}", [None, None], seed=seed, init="torch") for seed in (1, 2)]
+    assert "from `default`: `torch` (fewer than two shared scores).\n" in printed(
+        *six_runs[:3], *blind
+    )
 
 
 def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
@@ -127,6 +135,35 @@ def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
     ]
     assert "validation images beef (2), cafe (1).\n" in printed(*on)
     assert "validation images" not in printed(*on[:2])
+    (runs[1] / "run.json").unlink()
+    assert "Runs differ (number of runs): commit c0ffee (1), unknown (1); torch 2.7 (1), un" in (
+        printed(*runs[1:2], written_run("known", [1.0]))
+    )
+
+
+def test_runs_that_were_trained_on_other_images_are_told_apart(printed, capsys, written_run):
+    """Where each seed draws its own, by their number."""
+
+    def run(name: str, digest: str, number: int, seed: int, subset_seed: str) -> object:
+        data = {"files and labels": digest * 16 + "beef", "training images": number}
+        sets = (f"data.subset_seed={subset_seed}",)
+        return written_run(name, [1.0], seed=seed, start={"data": data}, sets=sets)
+
+    for drawn, words in (
+        ("0", f"{'a' * 16} (1), {'b' * 16} (2)"),
+        ("run", "51 (1), 53 (2)"),
+    ):
+        runs = [
+            run(f"{drawn}-{seed}", digest, number, seed, drawn)
+            for seed, (digest, number) in enumerate((("a", 51), ("b", 53), ("b", 53)))
+        ]
+        assert f"Runs differ (number of runs): training images {words}.\n" in printed(*runs)
+        assert "training images" not in printed(*runs[1:])
+        twin = run(f"{drawn}-twin", "b", 53, 0, drawn)
+        assert compare.main([str(runs[0]), str(twin)]) == 2
+        assert f"seed 0 as {runs[0]}, though trained on other images; expected one run per" in (
+            capsys.readouterr().err
+        )
 
 
 def test_an_archive_prints_the_same_as_folders_and_unfinished_runs_are_named_and_not_packed(
@@ -162,6 +199,25 @@ def test_a_folder_gets_the_report_and_the_curves(printed, six_runs, tmp_path):
     with Image.open(out / "curves.png") as image:
         assert image.size[0] > 600
     assert last_line == f"wrote {out / 'comparison.md'} and {out / 'curves.png'}\n"
+
+
+def test_curves_are_of_what_all_seeds_of_a_group_have_at_one_epoch(
+    printed, written_run, tmp_path, capsys
+):
+    runs = [
+        written_run(f"run-{seed}", tops, seed=seed)
+        for seed, tops in enumerate(([7.0, None], [None, 9.0]))
+    ]
+    words = [*map(str, runs), "--out", str(tmp_path / "out")]
+    assert compare.main(words) == 2
+    assert capsys.readouterr().err == (
+        "vitinit compare: default: no epoch on record, of all its seeds, to draw\n"
+    )
+    for run in runs:
+        lines = (run / "metrics.jsonl").read_text()
+        (run / "metrics.jsonl").write_text(lines.replace('"train_loss": null', '"train_loss": 2.5'))
+    printed(*words)
+    assert (tmp_path / "out" / "curves.png").exists()
 
 
 def test_without_matplotlib_a_report_and_the_extra_stand(without_matplotlib, six_runs, tmp_path):
@@ -213,6 +269,10 @@ def test_a_replay_is_the_recorded_run_to_the_bit_or_its_first_epochs(printed, tm
     assert [row["lr"] for row in rows_of(first)] == [row["lr"] for row in run.rows[:2]]
     assert "warning mine was trained and measured on other images" in errors
     assert "on_device_gib = 0.0\n" in (first / "recipe.toml").read_text(encoding="utf-8")
+    del start["data"]["files and labels"]  # as older records
+    run.folder.info.write_text(json.dumps([start]))
+    warn_of_other_images(read_run(run.folder.path), load_recipe(str(run.folder.recipe)))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_replay_elsewhere_is_held_to_the_seeds_on_record(six_runs, written_run):

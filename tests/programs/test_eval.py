@@ -25,8 +25,9 @@ from vitinit.programs import predict
 from vitinit.programs.evaluate import EvaluatedSet, columns_of
 from vitinit.programs.figures.report import judge
 from vitinit.programs.shared.sureness import Sureness
-from vitinit.recipe.files import overrides
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.load import open_saved
+from vitinit.runs.model import build
 from vitinit.tasks import CROSS_ENTROPY, labels
 from vitinit.train import distributed
 
@@ -365,6 +366,22 @@ def test_outputs_without_names_have_one_order_in_eval_and_predict_and_a_file_sta
         predict.main(list(map(str, [tmp_path / "a.pth", root / "val" / "2"])) + as_recipe(12)) == 0
     )
     assert "as their folder says" not in capsys.readouterr().out
+
+
+def test_a_grey_model_and_one_of_colours_share_no_images(
+    eval_program, image_tree, tmp_path, capsys
+):
+    sets = as_recipe(3)[3::2]
+    paths = []
+    for name, more in (("colours", []), ("grey", ["data.mean=[0.5]", "data.std=[0.5]"])):
+        recipe = load_recipe("deit_tiny", overrides(sets=[*sets, *more]))
+        model = written("torch", build(recipe), 0)
+        paths.append(tmp_path / f"{name}.pt")
+        torch.save({"model": model.state_dict(), "recipe": recipe.as_dict()}, paths[-1])
+    data = ("--data", f"image_folder={image_tree}")
+    alone = [row for path in paths for row in rows_of(eval_program, capsys, path, *data)]
+    assert rows_of(eval_program, capsys, *paths, *data) == alone
+    assert alone[0]["model"]["loss"] != alone[1]["model"]["loss"]
 
 
 def test_names_of_another_number_than_the_outputs_and_names_twice_are_one_line(

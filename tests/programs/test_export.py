@@ -31,6 +31,7 @@ from vitinit.programs import export
 from vitinit.recipe.files import from_dict, load_recipe, overrides
 from vitinit.runs import calibration
 from vitinit.runs.folder import RunFolder
+from vitinit.runs.load import open_saved
 from vitinit.runs.model import build, task_of, trained_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -460,6 +461,30 @@ def test_a_model_to_hand_on_is_read_back_with_its_temperature_and_has_a_card(
     assert str(tmp_path) not in card and str(image_tree) not in card
 
 
+def test_a_temperature_goes_with_weights_in_half_precision_and_not_to_another_size(
+    tmp_path, capsys
+):
+    """It is on file for the weights as they are stored."""
+    half = tmp_path / "half"
+    assert exported(RUN, "--to", "run", "--out", half) == 0
+    saved = open_saved(half)
+    rows = {"new": {"temperature": 1.7, "view": saved.view}, "old": {"temperature": 1.7}}
+    for age, row in rows.items():
+        calibration.add_row(row, saved.tensors("model"), half)
+        for kind in ("folder", "run"):
+            out = tmp_path / f"{age} {kind}"
+            assert exported(half, "--to", kind, "--out", out) == 0
+            capsys.readouterr()
+            assert vitinit.load(out).temperature == 1.7 and capsys.readouterr().err == ""
+        assert "by a temperature of 1.700" in (tmp_path / f"{age} folder/README.md").read_text()
+        out = tmp_path / f"{age} enlarged"
+        assert exported(half, "--to", "folder", "--image-size", 12, "--out", out) == 0
+        assert not (out / calibration.FILE).exists()
+        assert "not calibrated" in (out / "README.md").read_text()
+    assert exported(half, "--to", "safetensors", "--out", tmp_path / "a.safetensors") == 0
+    assert opened(tmp_path / "a.safetensors")[0]["temperature"] == 1.7
+
+
 def test_a_card_is_of_the_model_as_it_is_exported_which_stays_on_its_device(
     small_run, train_program, tmp_path, monkeypatch
 ):
@@ -579,6 +604,11 @@ def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(
     assert {value.dtype for value in kept.values()} == {torch.float16}
     assert_identical(kept, dict(theirs.model.half().state_dict()))
     assert_identical(ours.model.state_dict(), theirs.model.float().state_dict())
+    changed = tmp_path / "changed"
+    words = ("--set", "eval.crop_pct=0.6", "--weights", "model")
+    assert exported(RUN, "--to", "run", *words, "--out", changed) == 0
+    assert vitinit.load(changed).recipe.eval.crop_pct == 0.6 != ours.recipe.eval.crop_pct
+    assert load_recipe(changed / "recipe.toml").eval.crop_pct == 0.6
     # It can be evaluated like any run, but not resumed.
     assert eval_program.main([str(out), "--data-dir", str(image_tree)]) == 0
     assert train_program.main(["--resume", str(out)]) == 2
@@ -655,6 +685,15 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
             "--out x.safetensors: transformers opens a folder; expected no .safetensors at the end",
         ),
         ([RUN, "--to", "run", "--out", "x.pt2"], "--out x.pt2: a run is a folder; expected no"),
+        ([RUN, "--to", "folder", "--out", "x.pt"], "--out x.pt: timm opens a folder; expected no"),
+        (
+            [RUN, "--to", "folder", "--names", "timm", "--out", "x.pt2"],
+            "--out x.pt2: timm opens a folder; expected no",
+        ),
+        (
+            [RUN, "--to", "safetensors", "--out", "x.pt"],
+            "x.pt: expected a name that ends in .safetensors",
+        ),
         (
             [RUN, "--to", "safetensors", "--names", "torchvision", "--out", "x"],
             "x: expected a name that ends in .safetensors",
@@ -740,7 +779,19 @@ def test_the_encoder_of_a_masked_autoencoder_is_exported_without_a_head(
     folder = export_to("timm", "--to", "safetensors")
     config = json.loads((folder / "config.json").read_text())
     assert config["num_classes"] == 0 and config["pretrained_cfg"]["classifier"] == []
+    card = (folder / "README.md").read_text()
+    assert 'features = model(prepare(Image.open("photo.jpg"))[None])' in card
+    assert 'trained.features(trained.preprocess("photo.jpg"))' in card
+    assert trained.features(trained.preprocess(torch.zeros(3, 9, 9).byte())).shape == (1, 24)
     folder = export_to("transformers", "--to", "safetensors", "--names", "transformers")
+    pooled = "[:, 0]" if pool == "class" else ".mean(1)"
+    of_transformers = (folder / "README.md").read_text()
+    assert f'return_tensors="pt")).last_hidden_state{pooled}\n' in of_transformers
+    assert "transformers.AutoModel.from_pretrained" in of_transformers
+    for text in (card, of_transformers):
+        assert 'tags: ["image-feature-extraction", "vitinit", ' in text
+        for words in ("predict(", "logits", "classes", "robabilities", "lassification"):
+            assert words not in text
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [theirs] and "id2label" not in config
     again = vitinit.load(folder)

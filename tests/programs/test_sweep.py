@@ -20,6 +20,7 @@ from forks import Fork
 
 from vitinit.programs import sweep
 from vitinit.recipe.files import RecipeError
+from vitinit.runs.resume import RunLock
 from vitinit.train import interruption
 from vitinit.train.interruption import STOP_SIGNALS
 
@@ -383,6 +384,22 @@ def test_a_program_has_its_share_its_session_and_its_log(programs, tmp_path, cap
     assert printed.err == "" and sorted(
         re.sub(r"\d+ s$", "N s", line) for line in printed.out.splitlines()
     ) == ["run     a: epoch 2/3  train loss 9.900, N s", "run     c: 1 epoch: 5.0 %, N s"]
+
+
+def test_a_run_that_another_is_doing_keeps_its_log_and_the_others_go_on(programs, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "a.log"
+    log.write_text("epoch 7\n")
+    code = "print('done    1 epoch')"
+    with RunLock() as lock:
+        lock.take(tmp_path / "a")
+        failures, _ = programs({"a": code, "b": code}, {})
+    assert log.read_text() == "epoch 7\n" and failures.keys() == {"a"}
+    assert "is writing here" in failures["a"]
+    assert log.with_name("b.log").read_text() == "done    1 epoch\n"
+    assert programs({"a": code}, {}) == ({}, 0)  # run.lock is still there
+    assert log.read_text() == "done    1 epoch\n"
 
 
 def test_as_many_run_at_the_same_time_as_there_are_shares_and_each_once(programs, tmp_path):

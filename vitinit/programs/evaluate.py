@@ -383,6 +383,7 @@ def batches_of(
     how = (
         saved.view,
         border_of(recipe),
+        recipe.data.channels,
         recipe.data.apply_exif_orientation,
         recipe.eval.batch_size,
     )

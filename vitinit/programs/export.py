@@ -13,15 +13,17 @@ model card, README.md. timm's create_model("local-dir:model", pretrained=True) o
 transformers' Auto classes, without timm if the names are transformers'; vitinit.load reads it, too.
 safetensors: the weights alone under timm's names, or those of --names (both need the extra
 `safetensors`). timm's are our own, but for LayerScale and mixed frequencies of rotary models; an
---out that does not end in .safetensors is a folder as above. The metadata of a file state the class names, how an image becomes the model's input, the recipe, and which model
-of the library takes these weights.
+--out without the ending of a file is a folder as above. The metadata of a file state the class
+names, how an image becomes the model's input, the recipe, and which model of the library takes
+these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
 onnx: such a program as ONNX, uint8 images → logits, with the metadata (needs the extra `onnx`).
 Of a model without a classifier, as a masked autoencoder's encoder is, both give the features: to
 timm with num_classes=0, to transformers as its class without a head.
-run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
-record and metrics. It can be loaded, evaluated and plotted like any run, but not resumed.
+run: a run folder that holds only the weights, in half precision, with copies of the run's recipe
+(with the changes of --set), record and metrics, and the temperature if one was fitted. It can be
+loaded, evaluated and plotted like any run, but not resumed.
 
 Of a run's folder the weights are those of the best epoch, unless --weights says otherwise.
 
@@ -36,6 +38,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,6 +63,7 @@ from ..runs import calibration
 from ..runs.checkpoint import read_checkpoint_file
 from ..runs.data import as_input
 from ..runs.folder import RunFolder, save_atomically
+from ..runs.load import Saved, open_file
 from ..runs.trained import VIEW_KEYS, Trained, load
 from .shared.card import card_of
 from .shared.command_line import Output, Parser, add_run, main_of, run_arguments
@@ -80,6 +84,7 @@ def metadata(trained: Trained) -> Json:
         "made_by": f"vitinit {__version__}",
         "classes": known_classes(trained),
         "threshold": trained.threshold,
+        "temperature": trained.temperature,
         "image_size": trained.image_size,
         "mean": recipe.data.mean,
         "std": recipe.data.std,
@@ -95,6 +100,18 @@ def known_classes(trained: Trained) -> list[str] | None:
     """The names of a model's classes; None if there are none, and numbers stand in for them."""
     numbers = tuple(map(str, range(len(trained.classes))))
     return list(trained.classes) if trained.named or trained.classes != numbers else None
+
+
+def fitted_row(trained: Trained) -> Json:
+    """The row of calibration.json of the weights as they are stored, which have another digest than
+    those of the model if these are resized, or were in half precision; {} if there is none, or one
+    of other views than the model's.
+    """
+    path, state, reader = open_file(trained.path)
+    stored = Saved(path, state, trained.recipe, trained.recipe.data.image_size, reader)
+    row = calibration.row_of(stored.tensors(trained.weights), path.parent) or {}
+    views = row.get("view", stored.view)  # which older rows lack
+    return row if views == stored._replace(size=trained.image_size).view else {}
 
 
 def for_others(recipe: Recipe) -> Recipe:
@@ -142,8 +159,10 @@ def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     return write_weights(trained, foreign_names(tensors, names), notes, out)
 
 
-def export_folder(trained: Trained, out: Path, library: str) -> str:
-    """Write a folder `out` that timm or transformers loads; return what was checked."""
+def export_folder(trained: Trained, out: Path, library: str, row: Json) -> str:
+    """Write a folder `out` that timm or transformers loads; return what was checked. row: of
+    `fitted_row`.
+    """
     full_name, arguments, names = taken_by(library.replace("timm", "timm.create_model"), trained)
     name = full_name.rpartition(".")[2]
     notes = metadata(trained)
@@ -187,10 +206,8 @@ def export_folder(trained: Trained, out: Path, library: str) -> str:
         for file, table in files.items():
             write_text_atomically(json.dumps(table, indent=2) + "\n", out / file)
         write_text_atomically(card_of(trained, out.name, library), out / "README.md")
-        weights = trained.model.state_dict()
-        row = calibration.row_of(weights, trained.path.parent)
         if row:
-            calibration.add_row(row, weights, out)
+            calibration.add_row(row, trained.model.state_dict(), out)
         tensors = foreign_names(with_biases(trained.model, arguments), names, prefix)
         return write_weights(trained, tensors, {"format": "pt"} | notes, out / "model.safetensors")
 
@@ -334,8 +351,9 @@ def export_onnx(trained: Trained, out: Path) -> str:
 
 
 @torch.no_grad()
-def export_run(trained: Trained, out: Path) -> str:
-    """Write a run folder `out` for using the model, not for training; return what was checked.
+def export_run(trained: Trained, out: Path, row: Json) -> str:
+    """Write a run folder `out` for using the model, not for training; return what was checked. row:
+    of `fitted_row`.
 
     The run's steps.jsonl stays behind; of a checkpoint of no run there is only recipe.toml. Raises
     CheckpointError, and leaves no folder, if half precision changes outputs by over NEAR_IN_HALF, or
@@ -344,7 +362,9 @@ def export_run(trained: Trained, out: Path) -> str:
     stored = read_checkpoint_file(trained.path, mmap=True)
     source = RunFolder(trained.path.parent)
     of_run = "recipe" in stored
-    recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
+    recipe = trained.recipe
+    if of_run:  # whose folder of images may have been stated relative to another
+        recipe = recipe.with_data(root=stored["recipe"]["data"]["root"])
     recipe = for_others(recipe)
     weights = {}
     for name, value in trained.model.state_dict().items():
@@ -367,6 +387,8 @@ def export_run(trained: Trained, out: Path) -> str:
             write_text_atomically(read_bytes(metrics).decode(), folder.metrics.path)
         write_text_atomically(recipe.as_toml(), folder.recipe)
         save_atomically(state, folder.last)
+        if row:
+            calibration.add_row(row, weights, out)
         images = as_input(noise(trained), trained.recipe)
         whose = f"{out}: with weights in half precision,"
         return require_same_outputs(load(out).model, trained.model, images, NEAR_IN_HALF, whose)
@@ -444,12 +466,12 @@ def parse_arguments(arguments: list[str]) -> Namespace:
             parser.error("--names torchvision: it opens no folders; expected timm or transformers")
         args.to, args.folder = "safetensors", True
     elif args.to == "safetensors":
-        file = args.names == "torchvision" or args.out.suffix == ".safetensors"
+        file = args.names == "torchvision" or args.out.suffix in OF_FILES
         args.folder = args.names == "transformers" or not file
     if not args.folder:
         require_replaceable(args.out, SUFFIXES[args.to])
     elif args.out.suffix in OF_FILES:
-        what = "transformers opens" if args.names else "a run is"
+        what = "a run is" if args.to == "run" else f"{args.names or 'timm'} opens"
         parser.error(f"--out {args.out}: {what} a folder; expected no {args.out.suffix} at the end")
     elif args.out.exists() or not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: expected a new folder in a folder that exists")
@@ -458,16 +480,17 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 
 def export(args: Namespace) -> None:
     trained = load(**run_arguments(args))
-    out = args.out
+    out, row = args.out, fitted_row(trained)
+    trained = replace(trained, temperature=row.get("temperature", 1.0))
     if args.to == "run":
         trained.require_classifier()
-        checked = export_run(trained, out)
+        checked = export_run(trained, out, row)
     elif args.to == "torch":
         checked = export_program(trained, out, inside=args.normalise)
     elif args.to == "onnx":
         checked = export_onnx(trained, out)
     elif args.folder:
-        checked = export_folder(trained, out, args.names or "timm")
+        checked = export_folder(trained, out, args.names or "timm", row)
     else:
         checked = export_weights(trained, out, args.names)
     height, width = trained.image_size

@@ -33,11 +33,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.files import read_bytes
+from ..base.files import FileError, read_bytes
 from ..base.messages import ProgressBar, counted, say
 from ..recipe.files import PACKAGE, RecipeError, load_recipe, overrides
 from ..runs.folder import LONGEST_LINES, RunFolder
-from ..runs.resume import ToDo, begun_with, require_same, to_do_in
+from ..runs.resume import RunLock, ToDo, begun_with, require_same, to_do_in
 from ..runs.watching import Watchers
 from ..train.device import automatic_values, cores, this_device
 from ..train.interruption import StopRequest
@@ -210,11 +210,16 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
 
 
 def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path) -> subprocess.Popen:
-    """Start a run, which prints to the file `log`."""
+    """Start a run, which prints to the file `log`; FileError if another run is writing in its folder,
+    perhaps to that file.
+    """
     command = [sys.executable]
     if nproc > 1:
         command += f"-m torch.distributed.run --standalone --nproc_per_node={nproc}".split()
     log.parent.mkdir(parents=True, exist_ok=True)
+    if (run.folder / "run.lock").exists():
+        with RunLock() as lock:
+            lock.take(run.folder)
     log.unlink(missing_ok=True)  # perhaps a link
     with open(log, "wb") as output:
         # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
@@ -277,7 +282,13 @@ def do_runs(
                     run, share = waiting.pop(0), free.pop(0)
                     name = run.folder.name
                     log = run.folder.parent / "logs" / f"{name}.log"
-                    process = start(run, nproc, share, log)
+                    try:
+                        process = start(run, nproc, share, log)
+                    except FileError as error:
+                        failures[run.folder] = str(error)
+                        free.append(share)
+                        bar.update()
+                        continue
                     epochs = ProgressBar(name, run.epochs, unit="epochs", shown=bar.terminal)
                     jobs.append(Job(run, process, share, log, epochs, time.monotonic()))
                 if stop.number and not passed_on:

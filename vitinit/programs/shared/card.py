@@ -60,12 +60,12 @@ def judged(trained: Trained) -> Guessed:
 
 def front_matter(trained: Trained, name: str, library: str, found: Guessed | None) -> str:
     """The table in YAML, every value of which is written as JSON, which is YAML, too."""
-    tags = ["image-classification", "vitinit", library]
+    task = "image-classification" if trained.classes else "image-feature-extraction"
+    tags = [task, "vitinit", library]
     lines = [
         f"license: other  # {TO_FILL_IN}",
         f"library_name: {library}",
-        "pipeline_tag: "
-        + ("image-classification" if trained.classes else "image-feature-extraction"),
+        f"pipeline_tag: {task}",
         f"tags: {json.dumps(tags)}",
     ]
     if found is not None:
@@ -84,21 +84,30 @@ def about(trained: Trained, name: str, library: str, classes: list[str]) -> str:
     """What it is, and how it is opened."""
     recipe = trained.recipe
     weights = sum(parameter.numel() for parameter in trained.model.parameters())
+    tells = f", which tells\n{counted(len(classes), 'class')} apart: {', '.join(classes)}"
+    use = 'predict("photo.jpg")     # classes and their probabilities'
+    kind, outputs, returned = "AutoModelForImageClassification", "logits", "logits"
+    if not classes:
+        tells, kind, outputs = "", "AutoModel", "features"
+        use = 'features(trained.preprocess("photo.jpg"))     # pooled'
+        pooled = "[:, 0]" if recipe.model.options.get("pool") == "class" else ".mean(1)"
+        returned = f"last_hidden_state{pooled}"
     load = f"""model = timm.create_model("local-dir:{name}", pretrained=True).eval()
 prepare = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-logits = model(prepare(Image.open("photo.jpg"))[None])"""
+{outputs} = model(prepare(Image.open("photo.jpg"))[None])"""
     if library == "transformers":
-        load = f"""model = transformers.AutoModelForImageClassification.from_pretrained("{name}")
+        load = f"""model = transformers.{kind}.from_pretrained("{name}")
 prepare = transformers.AutoImageProcessor.from_pretrained("{name}")
-logits = model(**prepare(Image.open("photo.jpg"), return_tensors="pt")).logits"""
+{outputs} = model(**prepare(Image.open("photo.jpg"), return_tensors="pt")).{returned}"""
     return f"""# {name}
 
-A `{recipe.model.name}` of {weights:,} weights for images of {times(trained.image_size)} pixels, which tells
-{counted(len(classes), "class")} apart: {", ".join(classes) or "none"}. Made by vitinit {__version__}.
+A `{recipe.model.name}` of {weights:,} weights for images of {times(trained.image_size)} pixels{tells}.
+Made by vitinit {__version__}.
 
 ```python
 import vitinit
-vitinit.load("{name}").predict("photo.jpg")     # classes and their probabilities
+trained = vitinit.load("{name}")
+trained.{use}
 ```
 
 Without vitinit:
@@ -180,10 +189,13 @@ def limits(trained: Trained, run: RunRecord | None) -> str:
     sure = "as the model gives them, not calibrated"
     if trained.temperature != 1.0:
         sure = f"calibrated, by a temperature of {trained.temperature:.3f}"
-    lines = [
+    of_classes = [
         "It was judged on images like those that it was trained on. Of others, and of images that "
         "show none of its classes, it names one of these classes all the same.",
         f"Probabilities are {sure}.",
+    ]
+    lines = [
+        *(of_classes if trained.classes else []),
         f"For what it is meant, and for what not: {TO_FILL_IN}. Where the images are from, who is on "
         f"them, and under which licence this model is given: {TO_FILL_IN}.",
     ]

@@ -117,14 +117,16 @@ def looks(groups: Groups) -> list[Look]:
 
 def draw_curves(out: Path, groups: Groups) -> None:
     """Draw the first of EPOCHS that was measured by epoch, a line per group: mean over seeds, in a
-    band, their range. Raises FigureError if there is no epoch on record.
+    band, their range. Raises FigureError if no epoch of a group is on record of all its seeds.
     """
-    metric = next((key for key in EPOCHS if any(group.last(key) for group in groups)), None)
-    if metric is None:
-        raise FigureError(f"{groups[0].label}: no epoch on record to draw")
+    for metric in EPOCHS:
+        bands = list(by_epoch(groups, metric))
+        if bands:
+            break
+    else:
+        raise FigureError(f"{groups[0].label}: no epoch on record, of all its seeds, to draw")
     heading = {"val_top1": "Top-1", "val_map": "mAP"}.get(metric, "Loss")
     figure, [[axis]] = subplots(1, 1, 6.4, 3.8)
-    bands = list(by_epoch(groups, metric))
     draw_bands(axis, bands)
     axis.locator_params(axis="x", integer=True, min_n_ticks=1)  # 1 alone for one epoch
     axis.set(xlabel="epoch", ylabel=EPOCHS[metric])

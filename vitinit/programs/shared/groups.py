@@ -114,9 +114,13 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     for key, run in zip(keys, runs):
         members = groups.setdefault((key, commit(run) if key in repeated else ""), {})
         if run.seed in members:
+            other = members[run.seed]
+            on = ""
+            if len({run.trained_on, other.trained_on} - {""}) > 1:
+                on = ", though trained on other images"
             raise CheckpointError(
-                f"{run.path}: the same experiment and seed {run.seed} as "
-                f"{members[run.seed].path}; expected one run per seed and commit"
+                f"{run.path}: the same experiment and seed {run.seed} as {other.path}{on}; expected "
+                "one run per seed and commit"
             )
         members[run.seed] = run
     firsts = [next(iter(members.values())) for members in groups.values()]

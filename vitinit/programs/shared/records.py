@@ -99,6 +99,14 @@ class RunRecord:
         """A digest of the files and labels of the validation images; "" if it is not on record."""
         return image_digests(self.began.get("data", {}))[1]
 
+    @property
+    def trained_on(self) -> str:
+        """The same of the training images; their number, where each seed draws its own."""
+        data = self.began.get("data", {})
+        if self.keys.get("data.subset_seed") == "run":
+            return str(data.get("training images", ""))
+        return image_digests(data)[0]
+
     def good(self) -> list[str]:
         """How good it is, in lines; see `how_good`."""
         return how_good(self.rows, best_by_of(self.keys), self.began.get("data", {}))

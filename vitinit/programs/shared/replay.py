@@ -108,7 +108,8 @@ def warn_of_other_images(record: RunRecord, recipe: Recipe) -> None:
     with suppress(DataError):
         _, train_set, val_set = open_sets(recipe)
         now = "".join(fingerprint(source, data.root) for source in (train_set, val_set))
-        if now != record.began.get("data", {}).get("files and labels"):
+        then = record.began.get("data", {}).get("files and labels")
+        if then not in (None, now):  # older records have none
             warn(
                 f"{record.path.name} was trained and measured on other images, by their names, "
                 "classes and number"

@@ -336,22 +336,22 @@ def differences(groups: Groups) -> str:
             least = f"{SHOWN * half:.2f}"
             rows.append([group.label, name, str(len(by_seed)), interval, least, single])
         elif name == "model":
-            unpaired.append(f"`{group.label}`")
+            shared = group.runs.keys() & groups[0].runs.keys()
+            what = "scores" if len(shared) > 1 else "seeds"
+            unpaired.append(f"`{group.label}` (fewer than two shared {what})")
     parts = []
     if rows:
         interval = "mean, 95 % t interval"
         head = [f"minus {base}", "of", "seeds", interval, "least that shows", "seed by seed"]
         parts.append(table(head, rows))
     if unpaired:
-        parts.append(
-            f"Fewer than two seeds are shared with `{base}` by {', '.join(unpaired)}: no interval."
-        )
+        parts.append(f"No interval of the difference from `{base}`: {', '.join(unpaired)}.")
     return "\n\n".join(parts)
 
 
 def origin(groups: Groups) -> str:
-    """With which code, on which device and, if they differ, on which validation images (a digest)
-    the runs were made; the counts, where runs differ.
+    """With which code, on which device and, if they differ, on which images (digests) the runs were
+    made; the counts, where runs differ.
     """
     runs = [run for group in groups for run in group.runs.values()]
     counts = {}
@@ -359,10 +359,16 @@ def origin(groups: Groups) -> str:
         counts[words] = Counter[str]()
         for run in runs:
             # A run that was resumed on another machine has several values; each counts once.
-            counts[words].update({str(start.get(key, "unknown")): 1 for start in run.starts})
-    images = Counter(run.validated_on for run in runs if run.validated_on)
-    if len(images) > 1:
-        counts["validation images"] = images
+            starts = run.starts or [{}]
+            counts[words].update({str(start.get(key, "unknown")): 1 for start in starts})
+    seen = {
+        "training images": [run.trained_on for run in runs],
+        "validation images": [run.validated_on for run in runs],
+    }
+    for words, digests in seen.items():
+        images = Counter(filter(None, digests))
+        if len(images) > 1:
+            counts[words] = images
     alike, unlike = [], []
     for words, values in counts.items():
         if len(values) > 1:
