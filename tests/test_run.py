@@ -1,7 +1,9 @@
 """A run in Python: what it does, what it records, and the page that names its parts."""
 
+import copy
 import json
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -20,7 +22,8 @@ from same_run import IN_SECONDS, assert_same_run, rows_of
 import vitinit
 from vitinit.programs.shared.records import read_run
 from vitinit.recipe.files import RecipeError
-from vitinit.run import NoResult
+from vitinit.run import FinishedBefore, NoResult
+from vitinit.runs.folder import RunFolder
 from vitinit.tasks.labels import cross_entropy
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import Interrupted
@@ -129,6 +132,13 @@ def test_what_a_run_gives_before_it_began_while_it_trains_and_once_it_is_done(tm
     (tmp_path / "run" / "recipe.toml").unlink()
     assert repr(done) == f"Run of quickstart: in {tmp_path / 'run'}"  # and no error
     assert "was done before" in refused(NoResult, getattr, done, "state")
+
+
+def test_what_a_run_gives_can_be_copied_and_pickled(tmp_path):
+    result = FinishedBefore(RunFolder(tmp_path))
+    for again in (copy.copy(result), pickle.loads(pickle.dumps(result))):
+        assert again.folder.path == tmp_path and repr(again) == f"in {tmp_path}"
+        assert "was done before" in refused(NoResult, getattr, again, "state")
 
 
 def test_a_run_that_dies_before_its_first_checkpoint_starts_again_as_if_for_the_first_time(

@@ -337,6 +337,8 @@ class FinishedBefore(Result):
         return f"done    {self.folder.path}: all epochs, by its metrics.jsonl; no last.pt is left"
 
     def __getattr__(self, name: str) -> Any:
+        if "folder" not in vars(self):  # while it is copied or unpickled
+            raise AttributeError(name)
         raise NoResult(f"{name}: {self.folder.path} has metrics alone, as the run was done before")
 
 

@@ -23,7 +23,7 @@ from refused import refused
 from same_run import assert_identical
 
 from vitinit.base.files import CheckpointError, Damaged, FileError, write_text_atomically
-from vitinit.runs import checkpoint as checkpoint_module
+from vitinit.runs import calibration, checkpoint as checkpoint_module
 from vitinit.runs.checkpoint import (
     Unread,
     model_state,
@@ -63,6 +63,34 @@ def test_a_pipe_and_a_folder_whose_name_is_not_utf_8_are_written_to(tmp_path):
     save_atomically({"model": {"a": torch.arange(3)}}, path)
     for mmap in (False, True):
         assert load(path, mmap=mmap)["model"]["a"].tolist() == [0, 1, 2]
+
+
+def test_of_two_programs_that_write_temperatures_at_once_none_loses_the_others(
+    tmp_path, monkeypatch
+):
+    """One ends while the other computes its digest, and has to wait while it reads and writes; not
+    so on Windows, which has no such locks."""
+    first, second = ({"a": torch.full((3,), value)} for value in (1.0, 2.0))
+    digest, read = calibration.weights_digest, calibration.read_rows
+
+    def digest_meanwhile(tensors):
+        if tensors is first:
+            calibration.add_row({"temperature": 2.0}, second, tmp_path)
+        return digest(tensors)
+
+    def read_locked(folder):
+        assert (folder / "calibration.lock").exists()
+        return read(folder)
+
+    monkeypatch.setattr(calibration, "weights_digest", digest_meanwhile)
+    monkeypatch.setattr(calibration, "read_rows", read_locked)
+    calibration.add_row({"temperature": 1.0}, first, tmp_path)
+    assert [row["temperature"] for row in read(tmp_path).values()] == [2.0, 1.0]
+    assert os.listdir(tmp_path) == ["calibration.json"]
+    monkeypatch.setattr(calibration, "read_rows", read)
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    calibration.add_row({"temperature": 3.0}, second, tmp_path)
+    assert [row["temperature"] for row in read(tmp_path).values()] == [3.0, 1.0]
 
 
 def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from refused import refused
 
-from vitinit.base.files import CheckpointError
+from vitinit.base.files import CheckpointError, FileError
 from vitinit.runs import keeper
 from vitinit.runs.checkpoint import read_checkpoint_file as load
 from vitinit.runs.folder import Lines, RunFolder, git_commit
@@ -166,6 +166,38 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
         assert load(folder.previous)["step"] == previous
         assert RunFolder(tmp_path).load_last()["step"] == step
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "best, words",
+    [
+        ({"progress": {"step": 8}}, "best.pt: is of step 8, after the checkpoint's 7, and in no"),
+        ({"progress": {"step": 7}}, ""),
+        ({"progress": [8]}, ""),
+        ({"step": 8}, ""),
+        (b"damaged", ""),
+    ],
+)
+def test_the_best_weights_of_an_epoch_that_is_repeated_are_named(best, words, tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    if isinstance(best, bytes):
+        folder.best.write_bytes(best)
+    else:
+        folder.save(best, folder.best)
+    folder.tidy(epochs=0, steps=7)
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == bool(words) and folder.best.exists()
+
+
+def test_what_the_system_refuses_to_look_at_is_one_line(tmp_path):
+    """A link to nowhere, and a name that is too long."""
+    (tmp_path / "epoch_0001.pt").symlink_to(tmp_path / "nowhere")
+    assert "epoch_0001.pt: cannot be read: No such" in refused(
+        FileError, RunFolder(tmp_path).results
+    )
+    odd = RunFolder(tmp_path / ("a" * 300))
+    for look in (odd.holds_checkpoint, odd.steps.count, odd.steps.sync):
+        assert re.search("cannot be (read|written): File name too long", refused(FileError, look))
 
 
 def test_a_folder_with_a_file_of_ones_own_that_a_run_would_write_is_not_used(tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -10,7 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import called
+import numpy as np
 import pytest
+import torch
 from forks import Ended, Fork
 from PIL import Image
 from refused import refused
@@ -25,8 +28,9 @@ from vitinit.programs import sweep
 from vitinit.programs.figures.program import parse_arguments as figure_arguments
 from vitinit.programs.shared.records import without_paths
 from vitinit.run import Run
-from vitinit.runs.folder import RunFolder
+from vitinit.runs.folder import Lines, RunFolder
 from vitinit.runs.imports import import_part, import_parts
+from vitinit.runs.watching import WATCHERS, Watchers
 from vitinit.train.distributed import Processes
 
 OWN = Path(__file__).resolve().parents[1] / "own"
@@ -237,6 +241,7 @@ def test_what_is_not_there_or_has_the_name_of_another_is_one_line(tmp_path, impo
     for name in ("two.dots.py", "json.py"):
         (tmp_path / name).write_text("raise AssertionError")
     for name, words in (
+        (tmp_path / "two.dots.py", "no other dot in its name) or a module that is there"),
         (tmp_path / "two.dots.py", "as two.dots, Python has nothing"),
         (tmp_path / "json.py", "as json, Python has one of its own, which registers nothing"),
         (tmp_path / "nowhere.py", "as nowhere, Python has nothing"),
@@ -291,6 +296,31 @@ def test_a_file_by_its_path_and_by_its_name_is_one_module(tmp_path, imports, mon
     found = import_parts(["noted.py", tmp_path / "noted.py", "noted", "beside.py"])
     assert [*found] == ["noted.py", str(tmp_path / "noted.py"), "noted", "beside.py"]
     assert len({*found.values()}) == 2 and sys.modules["noted"].rows == [1]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), True, "0.5", {"a": 1}, 2**63])
+def test_an_entry_with_which_a_row_could_not_be_read_again_is_its_watchers_failure(
+    value, tmp_path, monkeypatch, capsys
+):
+    """Numbers of numpy's can be read, and what a run itself measures stays."""
+
+    def watcher(**entries):
+        return type("Mine", (), {"measured": lambda self, row, model: row.update(entries)})
+
+    monkeypatch.setitem(WATCHERS, "odd", watcher(odd=value))
+    own = {"mine/0": np.float32(0.5), "mine/1": math.nan, "mine/2": None, "step": 3, 7: 8}
+    monkeypatch.setitem(WATCHERS, "good", watcher(**{str(key): own[key] for key in own}))
+    watchers, lines = Watchers(["odd", "good"]), Lines(tmp_path / "lines.jsonl", "step")
+    for step in (10, 20):
+        row = {"step": step, "loss": 1.5}
+        watchers.tell("measured", row, None)
+        lines.append(row)
+        expected = [step, 1.5, 0.5, math.nan, None, 8]
+        assert [*row.values()] == pytest.approx(expected, nan_ok=True)
+    assert [row["step"] for row in lines.rows()] == [10, 20]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning odd: odd is ")
+    assert line.endswith(", expected a number or None; the run goes on without it")
 
 
 def test_an_archive_has_the_names_of_parts_without_their_folders():

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.runs import resume as choosing
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.model import build
-from vitinit.runs.resume import resumed_run
+from vitinit.runs.resume import require_same_data, resumed_run
 from vitinit.runs.start import shifts_of
 from vitinit.train.distributed import Processes
 
@@ -371,6 +372,21 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
             refused(folder, command, words)
         for before, after in moves:
             after.rename(before)
+
+
+def test_without_a_record_nothing_is_taken_for_another_run_and_a_line_says_so(tmp_path, capsys):
+    """A record that lacks a fact is older than it: it has no teacher, and strided pairs."""
+    folder = RunFolder(shutil.copytree(STORED / "stopped_at_88e7f50", tmp_path / "run"))
+    request = vitinit.Run(resume=folder.path).request
+    now = {"root": "", "teacher": "12ab", "training images": 5, "validation images": 3}
+    for text in ("[{}]", None):
+        folder.info.write_text(text) if text else folder.info.unlink()
+        assert resumed_run(request, folder, None).strided == bool(text)
+        line = f"warning {folder.info}: is missing, so whether the run began with the same images,"
+        assert capsys.readouterr().err.startswith(line) != bool(text)
+        differs = pytest.raises(RecipeError, match='with teacher = "none" and not "12ab"')
+        with differs if text else nullcontext():
+            require_same_data(folder, {}, ["a", "b"], now, ALONE)
 
 
 def test_images_that_are_left_out_now_are_named_to_a_run_that_began_with_them(

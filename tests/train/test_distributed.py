@@ -210,11 +210,17 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(im
     ],
 )
 def test_a_broken_connection_is_one_line_of_each_process_a_defect_none(monkeypatch, error, lost):
+    """Where there is no other process, none is lost."""
     monkeypatch.setattr(distributed, "start", lambda: ALONE)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(RuntimeError, match=re.escape(str(error))), distributed.joined():
+        raise error
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LostProcess if lost else RuntimeError) as caught, distributed.joined():
         raise error
     assert isinstance(caught.value, LostProcess) == lost
     if lost:
+        assert caught.value.__cause__ is error
         assert caught.value.of_one_process and "\n" not in str(caught.value)
         assert str(caught.value).startswith("process 0 lost another one, which has ended")
 

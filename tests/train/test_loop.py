@@ -321,6 +321,25 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
             train(state, steps, save_every=save_every, save=lambda: check_finite(state, ALONE))
 
 
+@pytest.mark.parametrize("factor, diverges", [(1e15, False), (1e25, True)])
+def test_moments_that_are_not_finite_replace_no_checkpoint_though_loss_and_weights_are(
+    factor, diverges
+):
+    """The square of a gradient of 1e25 is infinite, and so the update is 0. Of 1e15 it is finite,
+    but not the square of that."""
+
+    def loss(*arguments):
+        return cross_entropy(*arguments) * factor
+
+    state = fresh(small_model())
+    ending = pytest.raises(Diverged, match="moments or the weights after step 1 are not finite")
+    with ending if diverges else contextlib.nullcontext():
+        train(state, batches(1), loss=loss, save_every=1, save=lambda: check_finite(state, ALONE))
+    assert all(weight.isfinite().all() for weight in state.model.parameters())
+    squares = [kept["exp_avg_sq"] for kept in state.optimizer.state.values()]
+    assert diverges == any(square.isinf().any() for square in squares)
+
+
 def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evaluating(monkeypatch):
     """A step takes a second for its data and three for itself. Reading the losses waits for the
     device, one second more at every reading: it is training time of the steps that were read, also

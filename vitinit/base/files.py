@@ -166,10 +166,10 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
     """A context that one process is in at a time, on any machine: others wait, and if it dies, the
     next goes on. Nobody waits where the file `lock`, which is there meanwhile, cannot be written.
     """
-    import fcntl  # which Windows has not
-
     with ExitStack() as stack:
-        with suppress(OSError):
+        with suppress(OSError, ImportError):
+            import fcntl  # which Windows has not
+
             file = stack.enter_context(open(lock, "a"))
             # Two may enter once the first has left.
             stack.callback(lock.unlink, missing_ok=True)

@@ -32,8 +32,9 @@ from ..data.three_augment import NO_THREE_AUGMENT, ThreeAugment
 from ..tasks import TASKS, Contradiction, Loss, Task
 from ..train.optim import Distill, Optim, Schedule
 
-VERSION = 12  # of the keys; a change of keys, or of an option's default, adds one
-VERSION_WITH_BASE = 13  # of a file that states a part of them; runs write all, as older code reads
+# Of the keys: a change of one, or of an option's default, adds one; a new one in absent.py does not.
+VERSION = 12
+VERSION_WITH_BASE = 13  # of a file that states a part of them; runs write all
 # What augment.fit leaves no choice of, where it is not "crop".
 WHOLE_IMAGE: Table = {
     "augment.crop_scale": [1.0, 1.0],

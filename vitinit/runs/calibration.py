@@ -11,7 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.files import CheckpointError, parse_json, read_bytes, write_text_atomically
+from ..base.files import (
+    CheckpointError,
+    one_at_a_time,
+    parse_json,
+    read_bytes,
+    write_text_atomically,
+)
 from ..base.values import PositiveNumber, Table, convert
 from .checkpoint import weights_digest
 
@@ -41,8 +47,11 @@ def row_of(tensors: Mapping[str, Tensor], folder: Path) -> Table | None:
 
 
 def add_row(row: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write the row of these weights beside the others, and return the file."""
-    path = folder / FILE
-    rows = read_rows(folder) | {weights_digest(tensors): row}
-    write_text_atomically(json.dumps(rows, indent=1) + "\n", path)
+    """Write the row of these weights beside the others, and return the file. Of two programs that
+    do so at a time, one waits.
+    """
+    path, digest = folder / FILE, weights_digest(tensors)
+    with one_at_a_time(folder / "calibration.lock"):
+        rows = read_rows(folder) | {digest: row}
+        write_text_atomically(json.dumps(rows, indent=1) + "\n", path)
     return path

@@ -22,6 +22,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -129,10 +130,10 @@ def parse_lines(lines: Iterable[bytes], source: Path, key: str) -> Iterator[Tabl
 def _is_row(table: Table, key: str, before: int) -> bool:
     """Whether a table has numbers, and under `key` an integer above `before`."""
     place = table.get(key)
-    return type(place) is int and place > before and all(map(_is_number, table.values()))
+    return type(place) is int and place > before and all(map(is_number, table.values()))
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Whether it is a number of 64 bits, finite or not, or None."""
     return value is None or type(value) is float or type(value) is int and abs(value) < 2**63
 
@@ -146,7 +147,7 @@ def parse_starts(text: bytes, source: Path) -> list[Table]:
             _check(start.get("data", {}), OF_DATA)
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{source}: not what a run writes ({in_brief(error)}); mend the file or move it away"
+            f"{source}: not what a run writes ({in_brief(error)}); mend the file"
         ) from None
     return starts
 
@@ -171,13 +172,12 @@ class Lines:
 
     def sync(self) -> None:
         """Flush the lines to disk, so that they survive a power failure."""
-        if self.path.exists():
-            with in_one_line(self.path), open(self.path, "rb") as file:
-                os.fsync(file.fileno())
+        with in_one_line(self.path), suppress(FileNotFoundError), open(self.path, "rb") as file:
+            os.fsync(file.fileno())
 
     def rows(self) -> Iterator[Table]:
-        """Yield a dictionary per line, one at a time: all of a million take a gigabyte. None if
-        there is no file.
+        """Yield a dictionary per line, one at a time: all of a million take a gigabyte. No rows
+        if there is no file.
         """
         return parse_lines(self._lines(), self.path, self.key)
 
@@ -196,8 +196,8 @@ class Lines:
         return count
 
     def _lines(self) -> Iterator[bytes]:
-        if self.path.exists():
-            with in_one_line(self.path, "read"), opened(self.path, LONGEST_LINES) as file:
+        with in_one_line(self.path, "read"), suppress(FileNotFoundError, NotADirectoryError):
+            with opened(self.path, LONGEST_LINES) as file:
                 yield from iter(partial(file.readline, LONGEST_LINE), b"")
 
     def _whole_lines(self, count: int) -> Iterator[bytes]:
@@ -227,15 +227,17 @@ class RunFolder:
         return self.path / f"epoch_{epoch:04d}.pt"
 
     def holds_checkpoint(self) -> bool:
-        return self.last.exists() or self.previous.exists()
+        with in_one_line(self.path, "read"):
+            return self.last.exists() or self.previous.exists()
 
     def results(self) -> list[str]:
         """The names of the files that training has left, but for empty ones."""
         names = []
         for pattern in RESULTS:
             for path in sorted(self.path.glob(pattern)):
-                if path.stat().st_size:
-                    names.append(path.name)
+                with in_one_line(path, "read"):
+                    if path.stat().st_size:
+                        names.append(path.name)
         return names
 
     def require_unused(self, *, starts_again: bool = False) -> None:
@@ -368,8 +370,9 @@ class RunFolder:
         self.read_from, self.step = path, state["step"]
 
     def tidy(self, *, epochs: int, steps: int) -> None:
-        """Remove what is newer than the checkpoint, which counts these `epochs` and `steps` as
-        done: lines and partly written files. A warning names the number of epochs that
+        """Remove lines that are newer than the checkpoint, which counts these `epochs` and `steps`
+        as done, and partly written files. Weights that are newer stay: the run will write those of
+        its epochs again, and a warning says so of best.pt. Another names the number of epochs that
         metrics.jsonl has lost.
         """
         with in_one_line(self.path):
@@ -384,6 +387,14 @@ class RunFolder:
                 "counts as done; the others are lost"
             )
         self.steps.cut_back(steps)
+        with suppress(CheckpointError, KeyError, TypeError):  # there is none, or it is no run's
+            best, _ = read_checkpoint(self.best, mmap=True, verify=False)
+            step = progress_of(best["progress"], self.best).step
+            if step > steps:
+                warn(
+                    f"{self.best}: is of step {step:,}, after the checkpoint's {steps:,}, and in no "
+                    "line of metrics.jsonl; it stays until an epoch is better than all before"
+                )
 
 
 def save_atomically(state: Table, path: Path, *, keep: Path | None = None) -> None:

@@ -48,8 +48,8 @@ def import_part(name: str) -> str:
         file, has = None, "one of its own, which registers nothing"
     if file is None or is_path and os.path.realpath(file) != os.path.realpath(name):
         raise OneLineError(
-            f"--import {name}: expected a file (.py) or a module that is there, whose name is that "
-            f"of no other; as {module}, Python has {has}"
+            f"--import {name}: expected a file (.py, and no other dot in its name) or a module that "
+            f"is there, whose name is that of no other; as {module}, Python has {has}"
         )
     digest = sha256(read_bytes(file)).hexdigest()
     return vars(module_named(module)).setdefault("__sha256__", digest)

@@ -312,8 +312,16 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     classes = state.get("classes") or None
     if classes is None and "init.checkpoint_classes" in folder.keys():
         classes = ()  # the key is younger than the order that lists have now
+    starts = folder.starts()
+    if not starts:
+        warn(
+            f"{folder.info}: is missing, so whether the run began with the same images, teacher and "
+            "--import is not compared"
+        )
     # Before runs recorded it, pairs were strided.
-    return Choice(recipe, state, written, classes, folder.data_of(-1).get("strided pairs", True))
+    return Choice(
+        recipe, state, written, classes, folder.data_of(-1).get("strided pairs", bool(starts))
+    )
 
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -369,7 +377,9 @@ def require_same_data(
     saved: the checkpoint to resume from. classes: of the images now. now: the next start's `data`.
     """
     with processes.together():
-        began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
+        began = folder.data_of(0)
+        if folder.starts():
+            began.setdefault("teacher", "none")  # once there were no teachers
         began |= numbered(saved.get("classes") or classes)
         # Images that had to be mended have other sizes since the last start.
         began[SIZES] = folder.data_of(-1).get(SIZES, now.get(SIZES))

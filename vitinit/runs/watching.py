@@ -6,7 +6,8 @@ one fails, a warning says so, and the run goes on without the watcher.
     opened(data, recipe)                        a new run's images are opened
     initialised(model, recipe, train_set)       a new run's model has its init, still on the CPU
     started(folder, step, steps_per_epoch)      the run begins, or goes on, at this step
-    measured(row, model, recipe, train_set)     a row of steps is to be written; it may get entries
+    measured(row, model, recipe, train_set)     a row of steps is to be written; it may get further
+                                                entries, numbers or None
     row(lines, row)                             a row was appended to the folder's steps or metrics
     paced(paces, recipe, processes)             how fast the first steps of each process were
     finished(folder)                            all epochs are done
@@ -17,14 +18,16 @@ To add one: a class without arguments, here or elsewhere, and a row.
     WATCHERS["mine"] = Mine; vitinit.Run("quickstart", log=["mine"])
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from ..base.messages import in_brief, warn
 from ..base.table import find
+from ..base.values import plain, show
 from ..recipe.files import RecipeError
+from .folder import is_number
 
 WATCHERS: dict[str, Any] = {
     "images": ".watch.survey:ImageWatcher",
@@ -66,12 +69,26 @@ class Watchers:
             try:
                 if name not in self.by_name:
                     self.by_name[name] = self.kinds[name]()
-                answer = getattr(self.by_name[name], event, no_answer)(*facts)
+                method = getattr(self.by_name[name], event, no_answer)
+                answer = measured(method, *facts) if event == "measured" else method(*facts)
                 lines += map(str, answer or ())
             except Exception as error:
                 del self.kinds[name]
                 warn(f"{name}: {in_brief(error)}; the run goes on without it")
         return lines
+
+
+def measured(method: Callable, row: dict[str, Any], *facts: Any) -> Any:
+    """Call a watcher's `measured`, and add to the row what it adds. Raises TypeError for an entry
+    with which the row could not be read again.
+    """
+    entries = dict(row)
+    answer = method(entries, *facts)
+    for key, value in plain(entries).items():  # plain: numpy's numbers become Python's
+        if not is_number(value):
+            raise TypeError(f"{key} is {show(value)}, expected a number or None")
+        row.setdefault(str(key), value)
+    return answer
 
 
 def no_answer(*facts: Any) -> None:

@@ -281,7 +281,7 @@ def joined() -> Iterator[Processes]:
         raise LostProcess(
             f"process {environment_rank()} lost another one, which has ended and said why, hangs, "
             f"or cannot be reached ({lost})"
-        ) from None
+        ) from error
     finally:
         alone = getattr(error, "of_one_process", isinstance(error, Exception))
         if dist.is_initialized() and alone and torch.cuda.is_available():
@@ -295,7 +295,11 @@ def joined() -> Iterator[Processes]:
 
 
 def lost_connection(error: BaseException) -> str:
-    """torch's words, if it raised this error since a connection broke or was silent; else ""."""
+    """torch's words, if it raised this error since a connection broke or was silent; else "", as
+    where there is no other process.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return ""
     text = re.sub(r"^\[\S+\] ", "", str(error))  # gloo starts with a place in its own code
     signs = r"(?i)by peer|tim(ed|ing) out|timeout"
     of_torch = isinstance(error, RuntimeError) and "CUDA error" not in text

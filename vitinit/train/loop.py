@@ -86,8 +86,9 @@ class Keeper:
 def train_epochs(training: Training, keeper: Keeper, meter: Meter) -> None:
     """Train from where the state is to the end of the last epoch.
 
-    Raises Diverged if a loss or a weight is infinite or NaN, which is looked at now and then, and, between two steps, Interrupted
-    after a signal and the OneLineErrors of `Training.steps`; each on all processes together.
+    Raises Diverged as `check_finite` does, which is called now and then, and, between two steps,
+    Interrupted after a signal and the OneLineErrors of `Training.steps`; each on all processes
+    together.
     """
     for epoch in range(training.state.progress.epochs, training.epochs):
         train_epoch(training, epoch, keeper, meter)
@@ -185,10 +186,15 @@ def update_weights(
 @torch.no_grad()
 def check_finite(state: TrainState, processes: Processes) -> None:
     """Read the losses of the steps since the last call, which waits for the device. Raises Diverged,
-    on all processes together, if a loss or a weight is infinite or NaN, so that no checkpoint
-    replaces a good one.
+    on all processes together, if a loss, a weight or what the optimiser keeps of one is infinite or
+    NaN, so that no checkpoint replaces a good one.
     """
     state.progress.read_losses(processes)
-    norms = torch._foreach_norm(list(state.model.parameters()))
+    norms = [*torch._foreach_norm(list(state.model.parameters()))]
+    for kept in state.optimizer.state.values():
+        # The largest value, as the squares of moments are of the fourth power.
+        norms += (moment.norm(torch.inf) for name, moment in kept.items() if name != "step")
     if not torch.stack(norms).isfinite().all():
-        raise Diverged(f"the weights after step {state.progress.step} are not finite")
+        raise Diverged(
+            f"the optimiser's moments or the weights after step {state.progress.step} are not finite"
+        )
