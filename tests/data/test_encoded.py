@@ -1,17 +1,19 @@
 """JPEGs that the device decodes: the views are those of a CPU, up to rounding."""
 
+import struct
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
 from vitinit.data import encoded
 from vitinit.data.draw import Augmentation, SampleKey, Samples
-from vitinit.data.encoded import views_of
+from vitinit.data.encoded import Encoded, views_of
 from vitinit.data.images import DataError, JpegDecoder, jpeg_decoder
 from vitinit.data.loader import TrainViews
 from vitinit.data.pipeline import one_ahead
@@ -63,7 +65,7 @@ def test_views_of_encoded_images_are_those_of_a_worker_up_to_rounding(photograph
 def test_a_device_that_refuses_a_batch_costs_no_image_that_a_cpu_reads(
     photographs, tmp_path, monkeypatch
 ):
-    """nvJPEG refuses a whole batch for one file. Which one it was, Pillow says."""
+    """Which one is damaged, Pillow says."""
 
     def refuse(files: list[Tensor], device: torch.device) -> list[Tensor]:
         raise RuntimeError("one of them")
@@ -79,6 +81,81 @@ def test_a_device_that_refuses_a_batch_costs_no_image_that_a_cpu_reads(
     monkeypatch.setattr(encoded, "plain_jpeg_size", lambda content, layers: (41, 53))
     with pytest.raises(DataError, match=r"1\.jpg: not a readable image"):
         views(LooseImages(tmp_path), encoded=True)
+
+
+def test_a_file_that_the_device_refuses_leaves_the_pixels_of_the_others_as_they_are(
+    photographs, monkeypatch
+):
+    """nvJPEG refuses a whole batch for one file. This device's pixels are negatives."""
+    decoder, refused = jpeg_decoder(), set()
+
+    def negatives(files: list[Tensor], device: torch.device) -> list[Tensor]:
+        if refused & {file.numpy().tobytes() for file in files}:
+            raise RuntimeError("one of them")
+        return [255 - decoder.decode(file) for file in files]
+
+    on_cpu = views(photographs, encoded=True)
+    monkeypatch.setattr(encoded, "jpeg_decoder", lambda: JpegDecoder("negatives", negatives))
+    expected = views(photographs, encoded=True)
+    refused.add(Path(photographs.paths[1]).read_bytes())
+    assert not torch.equal(expected[3:6], on_cpu[3:6])
+    expected[3:6] = on_cpu[3:6]
+    assert torch.equal(views(photographs, encoded=True), expected)
+
+
+def test_a_device_without_memory_is_no_device_that_refuses_images(photographs, monkeypatch):
+    def full(files: list[Tensor], device: torch.device) -> list[Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(encoded, "jpeg_decoder", lambda: JpegDecoder("full", full))
+    with pytest.raises(torch.OutOfMemoryError):
+        views(photographs, encoded=True)
+
+
+@pytest.mark.parametrize("size", [(0, 53), (13_381, 13_397)])
+def test_a_head_without_pixels_or_with_too_many_is_left_to_the_worker_that_refuses_it(
+    photographs, tmp_path, size
+):
+    content = Path(photographs.paths[0]).read_bytes()
+    place = content.index(b"\xff\xc0") + 5
+    stated = struct.pack(">HH", *size)
+    (tmp_path / "1.jpg").write_bytes(content[:place] + stated + content[place + 4 :])
+    with pytest.raises(DataError, match=r"1\.jpg: not a readable image"):
+        views(LooseImages(tmp_path), encoded=True)
+
+
+@pytest.mark.parametrize("interpolation", [0, 1])
+def test_a_box_of_many_times_the_view_is_averaged_before_it_is_resized(
+    photographs, interpolation, monkeypatch
+):
+    """CUDA's interpolation has too little shared memory for more."""
+    image = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 256, (1, 3, 7, 5)).astype(np.float32)
+    )
+    image = F.interpolate(image, (331, 97), mode="bilinear")[0].to(torch.uint8)
+    content = image.permute(1, 2, 0).flatten()
+    boxes = [[0, 3, 0, 317, 97], [0, 0, 0, 64, 96]]
+    made, resize = [], F.interpolate
+
+    def resized(part: Tensor, *args, **options) -> Tensor:
+        made.append(tuple(part.shape[2:]))
+        return resize(part, *args, **options)
+
+    batch = Encoded(
+        content,
+        torch.tensor([[0, len(content), 331, 97]]),
+        torch.tensor([[*box, 0, interpolation] for box in boxes]),
+    )
+    monkeypatch.setattr(F, "interpolate", resized)
+    found = views_of(batch, (2, 3), CPU, photographs)
+    assert made == [(64, 96), (64, 96)]
+    mode, options = encoded.INTERPOLATIONS[interpolation], {"antialias": True}
+    first, other = (
+        resize(image[None, :, top : top + height, :width].float(), (2, 3), mode=mode, **options)
+        for _, top, _, height, width in boxes
+    )
+    assert (found[:1].float() - first.clamp(0, 255)).abs().max() <= 2
+    assert torch.equal(found[1:], other.round().clamp(0, 255).to(torch.uint8))
 
 
 def test_one_batch_is_made_ahead_in_order_and_an_error_comes_in_its_place():

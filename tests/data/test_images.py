@@ -144,6 +144,17 @@ def test_of_16_bits_the_higher_byte_is_kept(tmp_path):
         assert np.array_equal(image.numpy(), expected.transpose(2, 0, 1)), name
 
 
+def test_of_a_tiff_of_12_bits_the_higher_8_are_kept():
+    """Pillow reads it as 16 bits, of which the higher 4 are zero."""
+    values = np.random.default_rng(3).integers(0, 2**12, (7, 10))
+    digits = "".join(f"{value:03x}" for value in values.flatten())
+    tags = {256: 10, 257: 7, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 7, 279: 105}
+    content = struct.pack("<2sHI105sxH", b"II", 42, 8 + 106, bytes.fromhex(digits), len(tags))
+    content += b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    image = decode_bytes(content + bytes(4), "x")
+    assert np.array_equal(image.numpy(), np.stack(3 * [values // 16]))
+
+
 def bomb(height: int, width: int) -> bytes:
     """A small JPEG whose header promises height × width pixels."""
     content = encoded(noise(13, 17), "JPEG")
@@ -523,6 +534,8 @@ def test_a_plain_jpegs_size_is_pillows_and_of_others_it_is_not_told():
             assert plain_jpeg_size(content) == (image.height, image.width), name
     for name, content in UNUSUAL_JPEGS.items():
         assert plain_jpeg_size(content) is None, name
+    for size in ((13_367, 13_381), (0, 17), (13, 0), (13_381, 13_397)):
+        assert plain_jpeg_size(bomb(*size)) == (size if size == (13_367, 13_381) else None)
 
 
 def test_a_jpeg_is_decoded_or_refused_as_if_pillow_had_opened_it_first(jpeg_decoder, monkeypatch):

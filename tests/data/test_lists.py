@@ -295,6 +295,14 @@ def test_several_labels_are_the_same_as_names_and_as_columns_and_may_be_none(ima
     assert sorted(held.paths + rest.paths) == first.paths and len(held) == 2  # of all, not of each
 
 
+def test_a_column_split_is_no_class_and_marks_may_have_spaces_beside_them(image_tree):
+    paths = sorted(image_tree.glob("train/*/0*.png"))[:2]
+    rows = ["path,a,split,b", *(f"{path}, 1,train,{mark} " for path, mark in zip(paths, "01"))]
+    (image_tree / "train.csv").write_text("\n".join(rows))
+    source = open_split("image_list", str(image_tree), "train", 2)
+    assert source.classes == ["a", "b"] and source.labels.tolist() == [[1, 0], [1, 1]]
+
+
 @pytest.mark.parametrize(
     "train, val, words",
     [

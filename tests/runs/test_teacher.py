@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchvision
 from refused import refused
+from safetensors.torch import save_file
 from same_run import assert_identical, checkpoint, rows_of
 from torch import nn
 from torch.testing import assert_close as close
@@ -88,6 +89,19 @@ def test_torchvisions_models_read_views_of_any_size(tmp_path):
     assert torch.equal(teacher.model(views), model(views)) and teacher.size is None
     assert teacher.mean == (0.485, 0.456, 0.406)
     assert "assumed to be in the student's order" in teacher.name
+
+
+def test_a_file_of_torchvisions_weights_may_hold_its_tensors_in_any_order(tmp_path):
+    """As one of safetensors does."""
+    torch.manual_seed(0)
+    model = torchvision.models.shufflenet_v2_x0_5(num_classes=3).eval()
+    views = torch.randn(2, 3, 40, 56)
+    for file in ("weights.safetensors", "weights.pth"):
+        state = dict(reversed(model.state_dict().items()))
+        save = save_file if file.endswith("s") else torch.save
+        save(state, tmp_path / file)
+        teacher = opened("torchvision:shufflenet_v2_x0_5", weights=str(tmp_path / file))
+        assert torch.equal(teacher.model(views), model(views))
 
 
 def numbered(classes: list[str], path: Path) -> str:

@@ -17,6 +17,7 @@ from vitinit.data.datasets import open_split
 from vitinit.programs import compare, export, predict
 from vitinit.programs.figures import program as figures
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
+from vitinit.tasks import multi_label
 from vitinit.tasks.multi_label import average_precision, evaluate, evaluation_of
 from vitinit.train import distributed
 from vitinit.train.distributed import Processes
@@ -85,6 +86,17 @@ def measured(processes: Processes) -> tuple:
 def measured_here() -> tuple:
     with distributed.joined() as processes:
         return measured(processes)
+
+
+def test_labels_take_a_byte_each_until_they_are_put_together(monkeypatch):
+    sizes, gather = [], multi_label.of_all_processes
+
+    def of_all(rows: torch.Tensor, processes: Processes) -> torch.Tensor:
+        sizes.append(rows.element_size())
+        return gather(rows, processes)
+
+    monkeypatch.setattr(multi_label, "of_all_processes", of_all)
+    assert measured_here()[-1] == 53 and sizes == [1, 4]
 
 
 def test_two_processes_measure_what_one_does_to_the_bit(tmp_path):

@@ -1,6 +1,6 @@
 """Names of classes: how two lists of them are matched, and files of them.
 
-A name is a text, whatever it looks like: "1", "01" and "10" are three, in this order. The classes
+A name is a text, whatever it looks like: "01", "1" and "10" are three, in this order. The classes
 of folders and lists are sorted as texts, as torchvision sorts them.
 """
 

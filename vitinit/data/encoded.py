@@ -18,13 +18,14 @@ from numpy import ndarray
 from numpy.random import Generator
 from torch import Tensor
 
-from ..base.messages import warn, without_warnings
+from ..base.messages import ran_out_of_memory, warn, without_warnings
 from .draw import Augment, draw_view
 from .images import DataError, HeightWidth, decode_bytes, jpeg_decoder, plain_jpeg_size
 from .sources import Source
 
 END_OF_IMAGE = b"\xff\xd9"  # how a whole JPEG ends
 INTERPOLATIONS = ("bilinear", "bicubic")  # by the number in a view's row
+MOST_TIMES = 32  # a box so many times as long as its view is averaged first
 
 
 class Encoded(NamedTuple):
@@ -82,6 +83,10 @@ def views_of(batch: Encoded, size: HeightWidth, device: torch.device, source: So
     resized = []
     for number, top, left, height, width, _, interpolation in batch.views.tolist():
         part = images[number][None, :, top : top + height, left : left + width].float()
+        # CUDA's interpolation has too little shared memory from 47 times on, if bicubic.
+        enough = min(height, MOST_TIMES * size[0]), min(width, MOST_TIMES * size[1])
+        if enough != (height, width):
+            part = F.adaptive_avg_pool2d(part, enough)
         mode = INTERPOLATIONS[interpolation]
         resized.append(F.interpolate(part, size, mode=mode, antialias=True))
     views = torch.cat(resized).round_().clamp_(0, 255).to(torch.uint8)
@@ -99,16 +104,8 @@ def decoded(batch: Encoded, device: torch.device, source: Source) -> list[Tensor
     rows = batch.images.tolist()
     contents = batch.content.split([count for _, count, _, _ in rows])
     files = [content for content, row in zip(contents, rows) if not row[2]]
-    decoder = jpeg_decoder()
-    assert decoder is not None  # torchvision has one, and is required
-    try:
-        with without_warnings():  # of deprecation
-            of_files: Iterator[Tensor] = iter(decoder.decode(files, device=device) if files else [])
-    except RuntimeError:  # one of them is damaged: say which; or the device decodes none
-        tell_once("data.decode = cuda: the GPU refuses images, which the CPU decodes in its place")
-        names = [source.path(row[0]) for row in rows if not row[2]]
-        each = [decode_bytes(file.numpy().tobytes(), name) for file, name in zip(files, names)]
-        of_files = iter([image.to(device) for image in each])
+    numbers = [row[0] for row in rows if not row[2]]
+    of_files = iter(decoded_files(files, numbers, device, source))
     images = []
     for content, (_, _, height, width) in zip(contents, rows):
         if height:
@@ -117,3 +114,25 @@ def decoded(batch: Encoded, device: torch.device, source: Source) -> list[Tensor
         else:
             images.append(next(of_files))
     return images
+
+
+def decoded_files(
+    files: list[Tensor], numbers: list[int], device: torch.device, source: Source
+) -> list[Tensor]:
+    """JPEGs as `decoded`, of these numbers in the set. One that the device refuses is decoded here;
+    it refuses all for one of them, so that each is tried alone: the others keep their pixels.
+    """
+    decoder = jpeg_decoder()
+    assert decoder is not None  # torchvision has one, and is required
+    try:
+        with without_warnings():  # of deprecation
+            return decoder.decode(files, device=device) if files else []
+    except RuntimeError as error:
+        if ran_out_of_memory(error):
+            raise
+    if len(files) > 1:
+        alone = zip(files, numbers)
+        return [decoded_files([file], [number], device, source)[0] for file, number in alone]
+    tell_once("data.decode = cuda: the GPU refuses images, which the CPU decodes in its place")
+    name = source.path(numbers[0])  # to be named if it is damaged
+    return [decode_bytes(files[0].numpy().tobytes(), name).to(device)]

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from math import prod
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,11 +95,16 @@ def decoded_jpeg(content: bytes) -> Tensor | None:
     return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
+def most_pixels() -> float:
+    """Pillow refuses an image with more; inf where its limit is lifted."""
+    return 2 * (Image.MAX_IMAGE_PIXELS or inf)
+
+
 def plain_jpeg_size(content: bytes, layers: Sequence[int] = (1, 3, 4)) -> HeightWidth | None:
     """Height and width that the head of a JPEG states, as Pillow reads them, which takes as long as
     it takes to decode 32×32 pixels. None unless every segment before the first scan is one that
     Pillow never refuses: not with EXIF data, a second picture, padding or another process, nor with
-    other layers than so many: grey, colours, or four inks.
+    no pixels, or more than Pillow reads, or other layers than so many: grey, colours, or four inks.
     """
     size = None
     place = 2
@@ -110,7 +115,7 @@ def plain_jpeg_size(content: bytes, layers: Sequence[int] = (1, 3, 4)) -> Height
             return size
         if marker in FRAMES:
             bits, height, width, count = struct.unpack_from(">BHHB", content, start)
-            if bits != 8 or count not in layers:
+            if bits != 8 or count not in layers or not 0 < height * width <= most_pixels():
                 break
             size = height, width
         elif marker not in PLAIN or not content.startswith(PLAIN[marker], start):
@@ -187,18 +192,19 @@ def decode_bytes(
 
     `jpeg_decoder` decodes JPEGs, because it is fast, and Pillow other formats, what that refuses,
     and what it would turn and should not; both give the same pixels. Of an animation the first
-    frame is taken; transparency is dropped as by Pillow's convert("RGB"); of 16-bit values the
-    higher 8 bits are kept.
+    frame is taken; transparency is dropped as by Pillow's convert("RGB"); of 16-bit values, and of
+    a TIFF's 12 bits, the higher 8 bits are kept.
 
     channels: as many as the file must have, alpha included, unless it is RGB of which grey is
-        wanted, or grey of which RGB is. Pillow reads no TIFFs of other numbers; tifffile does.
+        wanted, or grey of which RGB is. TIFFs of other numbers are read by tifffile, as Pillow
+        reads few.
     apply_exif_orientation: turn a photograph upright, as its EXIF data say; False leaves it as it
         is stored, as torchvision's and timm's loaders do. Pillow turns a TIFF in any case, and
         pillow-heif a HEIC, whose EXIF data then no longer say so.
 
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
-    image, if it has 32-bit values, other channels or, as RGB, bands of unknown meaning, or more
-    pixels than Pillow reads (178,956,970 by default).
+    image, if it has 32-bit values, other channels or, as RGB, bands of unknown meaning, or,
+    unless it is an array of numpy's, more pixels than Pillow reads (178,956,970 by default).
     """
     formats = list(FORMATS)
     if content[4:8] == b"ftyp":
@@ -228,9 +234,7 @@ def decoded_photograph(
     content: bytes, formats: list[str], channels: int, apply_exif_orientation: bool
 ) -> Tensor:
     """A file of Pillow's formats, in RGB, (3, H, W) uint8, or with alpha if `from_pillow` keeps it."""
-    size = plain_jpeg_size(content)
-    is_plain = size is not None and prod(size) <= (Image.MAX_IMAGE_PIXELS or 0)
-    decoded = decoded_jpeg(content) if is_plain else None
+    decoded = decoded_jpeg(content) if plain_jpeg_size(content) else None
     if decoded is not None:
         return decoded
     with Image.open(io.BytesIO(content), formats=formats) as image:  # reads its header
@@ -252,7 +256,7 @@ def decoded_tiff(content: bytes) -> Tensor:
         ) from None
     with TiffFile(io.BytesIO(content)) as file:
         page = file.pages.first
-        if page.imagewidth * page.imagelength > (Image.MAX_IMAGE_PIXELS or 0):
+        if page.imagewidth * page.imagelength > most_pixels():
             raise DataError(
                 f"{page.imagelength} × {page.imagewidth} pixels, more than Pillow reads"
             )
@@ -308,10 +312,10 @@ def from_pillow(
     """A Pillow image as RGB, (3, H, W) uint8, channels-last, or, where neither one channel nor three
     are asked for, with its alpha. DataError for 32-bit values, and unknown bands.
     """
+    stated = getattr(image, "tag_v2", {}).get(258)  # BitsPerSample of a TIFF
     # Pillow may read 16-bit values as 32-bit integers, too; PNG and PPM have no others.
     if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
-        tags = getattr(image, "tag_v2", {})  # of a TIFF; 258 is its BitsPerSample
-        bits = "signed 16" if tags.get(258) == (16,) else "32"
+        bits = "signed 16" if stated == (16,) else "32"
         raise DataError(
             f"an image of {bits}-bit values, whose black and white are not known; "
             "expected 8 or 16 bits per channel"
@@ -326,7 +330,8 @@ def from_pillow(
             image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         # convert("RGB") clips 16-bit grey levels above 255; of colours it keeps the higher byte.
-        higher = (np.asarray(image) // 256).clip(0, 255)
+        step = 16 if stated == (12,) else 256
+        higher = (np.asarray(image) // step).clip(0, 255)
         image = Image.fromarray(higher.astype(np.uint8))
     if channels in (1, 3) or image.mode not in ("LA", "RGBA"):
         image = image.convert("RGB")

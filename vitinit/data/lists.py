@@ -89,8 +89,8 @@ class ListedLines:
             self.refuse(f"{place} has no path")
             return None
         split = LISTS[name]
-        if split == ALL and "split" in values:
-            word = values.pop("split").strip()
+        word = values.pop("split", "").strip()
+        if split == ALL and "split" in columns:
             if word.lower() not in SPLITS:
                 self.refuse(f"{place} has the split '{in_brief(word)}', not train, val or test")
                 return None
@@ -120,10 +120,11 @@ class ListedLines:
         if "labels" in values:
             names = values["labels"].replace(";", SEPARATOR).split(SEPARATOR)
         else:
-            unknown = {*values.values()} - MARKS.keys()
+            marks = {name: mark.strip() for name, mark in values.items()}
+            unknown = {*marks.values()} - MARKS.keys()
             if unknown:
                 raise ValueError(f"has '{in_brief(min(unknown))}' for a class, not 0 or 1")
-            names = [name for name, mark in values.items() if MARKS[mark]]
+            names = [name for name, mark in marks.items() if MARKS[mark]]
         return SEPARATOR.join(sorted({composed(name.strip()) for name in names} - {""}))
 
 

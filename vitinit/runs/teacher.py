@@ -146,12 +146,15 @@ def of_torchvision(name: str, weights: str) -> Opened:
         )
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
-    last = list(tensors.values())[-1]  # the classifier's, with a row per class
-    outputs = len(last) if last.ndim else 1  # a scalar is no classifier's: it does not fit below
-    options: dict[str, Any] = {"num_classes": outputs}
+    options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options["init_weights"] = False
-    model = torchvision.models.get_model(name, **options).eval()
+    with torch.random.fork_rng([]):  # so that this one draws nothing of the run's
+        names = list(torchvision.models.get_model(name, **options).state_dict())
+    # The classifier's, with a row per class. None, or a scalar, is no classifier's: see below.
+    last = tensors.get(names[-1], torch.tensor(0))
+    outputs = len(last) if last.ndim else 1
+    model = torchvision.models.get_model(name, num_classes=outputs, **options).eval()
     load_exactly(model, tensors, path)
     size = None
     if hasattr(model, "image_size"):  # vit_b_16 and such

@@ -59,12 +59,12 @@ def evaluate(
     columns: Tensor | None = None,
 ) -> list[Evaluation]:
     """As `labels.evaluate`, of labels (B, K). The loss is the mean binary cross-entropy of an image
-    and a class, all alike. Precision needs all scores at once: 4 bytes for each image, class and
-    model are kept in memory, so 200 MB of 50,000 images and 1,000 classes, twice while they are put
-    together.
+    and a class, all alike. Precision needs all scores at once: for each image and class 4 bytes of
+    each model are kept in memory, and 1 of the label, and 18 more while one model's are measured:
+    of 50,000 images and 1,000 classes 250 MB, and at the end 1.2 GB.
     """
     none = torch.empty(0, num_classes)  # of a process without images
-    scores_of, truths = [[none] for _ in models], [none]
+    scores_of, truths = [[none] for _ in models], [none.byte()]
     columns = None if columns is None else columns.to(processes.device)
     for model in models:
         model.eval()
@@ -74,7 +74,7 @@ def evaluate(
         images, labels = batch
         for scores, model in zip(scores_of, models):
             scores.append(logits_of(model, images, amp, columns).cpu())
-        truths.append(labels.float().cpu())
+        truths.append(labels.byte().cpu())
     of_all = of_all_processes(torch.cat(truths), processes).bool()
     return [
         evaluation_of(of_all_processes(torch.cat(scores), processes), of_all, threshold)
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def of_all_processes(rows: Tensor, processes: Processes) -> Tensor:
-    """The rows (n, K) float32 of each process, of all of them (N, K), in the images' order: image i
+    """The rows (n, K) of each process, of all of them (N, K) float32, in the images' order: image i
     is number i // world_size of process i % world_size.
     """
     count = int(processes.sum(torch.tensor(len(rows), device=processes.device)))
