@@ -410,6 +410,7 @@ def queues(monkeypatch) -> Iterator[Queue]:
     Queue.current = Queue()
     monkeypatch.setattr(torch.cuda, "Stream", Queue)
     monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Queue.current)
     caches = preparing_stream, decoding_stream
     for cache in caches:

@@ -17,7 +17,7 @@ from vitinit.mixing import target_mass
 from vitinit.mixing.filters import Offset, neighbours, ordered_offsets
 from vitinit.models.attention import attention_weights
 from vitinit.models.rotary import frequencies_of
-from vitinit.watch.mass import mass_on_images
+from vitinit.watch.mass import has_targets, mass_on_images
 
 GRID = (7, 11)
 MODELS = {  # for images of 28×44 pixels
@@ -86,6 +86,8 @@ def test_blocks_of_shifts_have_no_targets_of_an_init():
     mass = mass_on_images(model, "impulse", {}, IMAGES)
     assert [math.isnan(value) for value in mass.others] == [True, True, False]
     assert mass.others[2] == pytest.approx(0.9, abs=0.06)
+    alone = vitinit.build_model("vit_tiny", **options | dict(shift_blocks=3))
+    assert has_targets(model, "impulse", {}) and not has_targets(alone, "impulse", {})
 
 
 def test_patches_are_whitened_by_images_where_that_is_asked_for():

@@ -156,7 +156,13 @@ def test_what_the_user_sets_counts_most():
     assert sets[0] == "data.workers=0" and sets[-2:] == stated
     # What goes by the number of epochs goes by theirs.
     assert (found.changes["schedule.epochs"], found.changes["schedule.warmup_epochs"]) == (2, 0)
-    assert found.reasons[-1] == "2 epochs, as --set says"
+    assert found.reasons[-1] == "2 epochs as --set says"
+    assert found.recipe == "photos"  # as few epochs want larger patches
+    for asked, fitting in ((70, 30.0), (10, 3_000.0)):
+        stated = PHOTOGRAPHS._replace(stated=[f"schedule.epochs={asked}"])
+        varied = chosen(fitting, 37.0, stated)[0].changes.keys() & choice.VARIED.keys()
+        assert bool(varied) == (asked == 70)
+    assert "data.subset" not in chosen(1, 600.0, images)[0].changes
 
 
 def test_more_images_mend_all_errors_and_more_minutes_those_on_seen_ones():
@@ -295,10 +301,11 @@ def test_images_are_held_out_where_none_are_there_to_validate_on(image_tree, tmp
 
 def test_an_epoch_is_planned_by_steps_on_the_images(image_tree, monkeypatch):
     data = [f"data.root={image_tree}", "data.name=image_folder", "data.num_classes=0"]
-    images = Images(51, 21, 3, 10.0, data, [*TINY, "data.workers=0", "engine.amp=off"])
+    stated = [*TINY, "data.workers=0", "engine.amp=off", "schedule.epochs=1"]
+    images = Images(51, 21, 3, 10.0, data, stated)
     now = iter(range(10**6))
     monkeypatch.setattr(measure, "clock_of", lambda device: lambda: float(next(now)))
-    plan = measure.plan_of(choice.Choice("photos_ahead", images, {}, ()), torch.device("cpu"), 0.0)
+    plan = measure.plan_of(choice.from_scratch(images, "photos_ahead"), torch.device("cpu"), 0.0)
     # A clock that ticks once whenever it is read: a second to load 17 images, and one to train.
     assert plan.rates == Rates(step=17.0, core=inf, prepare=17.0)
     assert (plan.images, plan.validation) == (51, 21)
@@ -309,7 +316,8 @@ def test_arrays_are_as_large_as_they_say(tmp_path, capsys):
     for label in "ab":
         (tmp_path / label).mkdir()
         for number in range(8):
-            image = rng.integers(0, 256, (11, 13, 3), dtype=np.uint8)
+            side = {"a": 7, "b": 17}[label]  # the median of both classes lies between
+            image = rng.integers(0, 256, (side, 19, 3), dtype=np.uint8)
             np.save(tmp_path / label / f"{number}.npy", image)
     args = program.parse_arguments([str(tmp_path), "--minutes", "1"])
-    assert program.look(args, torch.device("cpu"), tmp_path, lambda: True).side == 11
+    assert program.look(args, torch.device("cpu"), tmp_path, lambda: True).side == 12

@@ -193,7 +193,7 @@ def decode_bytes(
     `jpeg_decoder` decodes JPEGs, because it is fast, and Pillow other formats, what that refuses,
     and what it would turn and should not; both give the same pixels. Of an animation the first
     frame is taken; transparency is dropped as by Pillow's convert("RGB"); of 16-bit values, and of
-    a TIFF's 12 bits, the higher 8 bits are kept.
+    the 12 bits of a grey TIFF, the higher 8 bits are kept.
 
     channels: as many as the file must have, alpha included, unless it is RGB of which grey is
         wanted, or grey of which RGB is. TIFFs of other numbers are read by tifffile, as Pillow

@@ -50,7 +50,7 @@ def decoded_apart(decode: Callable[[], Tensor], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return decode()
     stream = decoding_stream(device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.device(device), torch.cuda.stream(stream):  # a thread begins on the first GPU
         views = decode()
     stream.synchronize()
     views.record_stream(preparing_stream(device))  # their memory is not used again before it has

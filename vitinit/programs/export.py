@@ -14,8 +14,8 @@ transformers' Auto classes, without timm if the names are transformers'; vitinit
 safetensors: the weights alone under timm's names, or those of --names (both need the extra
 `safetensors`). timm's are our own, but for LayerScale and mixed frequencies of rotary models; an
 --out without the ending of a file is a folder as above. The metadata of a file state the class
-names, how an image becomes the model's input, the recipe, and which model of the library takes
-these weights.
+names, how an image becomes the model's input, the temperature by which to divide logits (1 if none
+was fitted), the recipe, and which model of the library takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images. The same metadata are in the archive as vitinit.json.
 onnx: such a program as ONNX, uint8 images → logits, with the metadata (needs the extra `onnx`).

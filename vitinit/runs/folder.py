@@ -35,6 +35,7 @@ from ..base.files import (
     RESULTS,
     RUN_FILES,
     CheckpointError,
+    FileError,
     in_one_line,
     opened,
     parse_json,
@@ -387,7 +388,7 @@ class RunFolder:
                 "counts as done; the others are lost"
             )
         self.steps.cut_back(steps)
-        with suppress(CheckpointError, KeyError, TypeError):  # there is none, or it is no run's
+        with suppress(FileError, KeyError, TypeError):  # none that can be read, or no run's
             best, _ = read_checkpoint(self.best, mmap=True, verify=False)
             step = progress_of(best["progress"], self.best).step
             if step > steps:

@@ -316,7 +316,7 @@ def resumed_run(request: Request, folder: RunFolder, recipe: Recipe | None) -> C
     if not starts:
         warn(
             f"{folder.info}: is missing, so whether the run began with the same images, teacher and "
-            "--import is not compared"
+            "--import is not compared, and mixed pairs are dealt out as in new runs"
         )
     # Before runs recorded it, pairs were strided.
     return Choice(

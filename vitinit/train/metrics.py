@@ -48,7 +48,7 @@ class StepRow(NamedTuple):
 
 
 class Diverged(OneLineError):
-    """The loss or a weight became infinite or NaN; the message names the step."""
+    """The loss, a weight or a moment became infinite or NaN; the message names the step."""
 
     status = 1  # exit status: the recipe is valid, but training failed
 

@@ -72,15 +72,24 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def shifts_alone(model: nn.Module | Attentions) -> bool:
+    """Whether all of its blocks mix tokens by shifts."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    kinds = {type(module) for module in modules}
+    return Shift in kinds and Attention not in kinds
+
+
 def has_targets(model: nn.Module | Attentions, name: str, options: InitOptions) -> bool:
     """Whether the init `name` with these options aims heads of this model at targets.
 
     Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
-    tokens have no position embedding, and for queries and keys left as the base drew them.
+    tokens have no position embedding, for queries and keys left as the base drew them, and where
+    there are none.
     """
     family = family_of(model)
     return (
         name in AIMED
+        and not shifts_alone(model)
         and options.get("qk_init") != "base"
         and (family in ("vit", "simple_vit", ROTARY) or family == "swin" and name != "mimetic")
     )

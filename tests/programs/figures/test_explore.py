@@ -270,3 +270,17 @@ def test_a_convmixer_and_too_many_weights_are_refused(photographs, tmp_path, cap
         error = capsys.readouterr().err
         assert "weights do not fit into a page of 5 MB; show fewer images" in error
         assert error.count("\n") == 1 and not (tmp_path / "page.html").exists()
+
+
+def test_models_that_see_an_image_otherwise_have_a_page_each(
+    photographs, tmp_path, capsys, monkeypatch
+):
+    def view_of(path, recipe):
+        return torch.full((3, *recipe.data.image_size), len(recipe.name), dtype=torch.uint8)
+
+    monkeypatch.setattr(figures.explore, "view_of", view_of)
+    command = ["explore", str(photographs[0]), "--out", str(tmp_path / "page.html"), "--recipe"]
+    assert main([*command, "quickstart", "cifar10_vit_tiny"]) == 2
+    error = capsys.readouterr().err
+    assert "does not see the images as the model before it does" in error
+    assert error.count("\n") == 1 and not (tmp_path / "page.html").exists()

@@ -174,6 +174,10 @@ QUICK = "--recipe quickstart --set model.options.depth=2 "
             f"mass {QUICK} --data-dir {{images}}/val --count 22",
             "holds 21 images, and 22 are asked for",
         ),
+        (
+            f"mass {QUICK} --set model.options.shift_blocks=2 --set model.options.pool=mean",
+            "has no attention, and so no mass on targets",
+        ),
         ("batch --data-dir {tmp}/empty", "no images in it"),
         ("curves {tmp}/empty", "neither a run's folder nor an archive of runs"),
         (f"kernels {QUICK} --set model.options.patch_size=5", "patches of 5×5 pixels do not tile"),

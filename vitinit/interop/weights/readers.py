@@ -66,7 +66,7 @@ FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # timm's crop_mo
 POOLS = {"token": "class", "avg": "mean"}  # timm's words → ours
 # In names of timm's models that have a choice of it; Swins and mixers state theirs, too.
 WITH_POOL = re.compile("vit|deit|eva")
-CROPPED = "images were resized as by augment.fit {} and then cropped, which no recipe does"
+CROPPED = "images were resized as by augment.fit {} and then cropped, which no recipe does; here {}"
 
 
 class ForeignConfig(NamedTuple):
@@ -183,7 +183,8 @@ def flag(table: Table, name: str, default: bool = False) -> bool:
 def _of_timm(config: Table, file: Path) -> ForeignConfig:
     arguments = config.get("model_args") or {}
     if WITH_POOL.search(str(config.get("architecture"))):
-        arguments = {"global_pool": config.get("global_pool"), **arguments}
+        pool = config.get("global_pool")  # others, such as "map", show in the tensors
+        arguments = {"global_pool": pool if pool in POOLS else None, **arguments}
     for name in ("act_layer", "norm_layer"):
         if arguments.get(name) not in (None, "gelu"):
             raise CheckpointError(f"{file}: {name} is {arguments[name]}, which is not known here")
@@ -212,7 +213,7 @@ def _timm_preparation(stated: Table) -> tuple[Table, str]:
     fit = FITS.get(stated.get("crop_mode", ""), "crop")
     if fit != "crop":
         if changes.get("eval.crop_pct", 1.0) != 1.0:
-            lost = CROPPED.format(fit)
+            lost = CROPPED.format(fit, "they are not cropped")
         changes |= WHOLE_IMAGE | {"augment.fit": fit}
     return changes, lost
 
@@ -366,7 +367,7 @@ def _preparation(config: Table) -> tuple[Table, str]:
         if crop in ({}, size):
             changes |= WHOLE_IMAGE | {"augment.fit": "squash"}
         else:
-            lost = CROPPED.format("squash")
+            lost = CROPPED.format("squash", "their shorter side is resized")
     return changes, lost
 
 

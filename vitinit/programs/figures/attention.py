@@ -164,6 +164,8 @@ def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
     name, options = subject.recipe.init.name, subject.recipe.init.options
     if name == "mimetic" or not has_targets(subject.model, name, options):
         name, options = "impulse", {}
+    if not has_targets(subject.model, name, options):
+        raise FigureError(f"{subject.state}: has no attention, and so no mass on targets")
     return mass_on_images(subject.model, name, options, photographs(folder, count, subject.recipe))
 
 

@@ -139,8 +139,8 @@ def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence
         shown = views if shown is None else shown
         if not torch.equal(views, shown):
             raise FigureError(
-                f"{subject.state}: sees other parts of an image than the model before it, by "
-                "eval.crop_pct, eval.interpolation or augment.fit; draw a page each"
+                f"{subject.state}: does not see the images as the model before it does, by its "
+                "eval.crop_pct, eval.interpolation, augment.fit or data.mean; draw a page each"
             )
         parts, view = model_view(subject, views)
         levels += parts

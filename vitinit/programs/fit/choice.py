@@ -75,14 +75,16 @@ def choose(
     planned: Planner,
     stated: str | None = None,
 ) -> tuple[Choice, Plan]:
-    """The choice for these images that ends in time, and the plan of its epochs.
+    """The choice for these images that ends in time, or after the epochs that a user states, and the
+    plan of its epochs.
     left: how many minutes there still are, of which measuring takes some. weights: a checkpoint to
     fine-tune; "": none. stated: the recipe, of GRIDS, that a user wants from scratch. Raises
     OneLineError if there is time for next to none of the images.
     """
+    asked = stated_epochs(images)
     choice = from_scratch(images, stated) if stated else by_images(images, weights)
     plan = planned(choice)
-    epochs = epochs_in(left(), plan, images)
+    epochs = asked or epochs_in(left(), plan, images)
     if weights and epochs < LEAST_EPOCHS:
         choice = choice.but(
             {"optim.train": "head", "optim.base_lr": 1e-3},
@@ -100,18 +102,26 @@ def choose(
         choice = choice.but(VARIED, "so many epochs want images that vary more")
         plan = planned(choice)  # as such images take longer
     minutes = left()
-    epochs = epochs_in(minutes, plan, images)
+    epochs = asked or epochs_in(minutes, plan, images)
     if epochs < 1:
         choice, plan = of_fewer(choice, minutes, plan)
         epochs = LEAST_EPOCHS
-    reason = f"{counted(epochs, 'epoch')} fit into the time"
+    why = "as --set says" if asked else "fit into the time"
+    changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up_of(epochs)}
+    return choice.but(changes, f"{counted(epochs, 'epoch')} {why}"), plan
+
+
+def stated_epochs(images: Images) -> int:
+    """The epochs that a user states, whatever fits into the time; 0: none are stated."""
+    epochs = 0
     for change in overrides(sets=images.stated):
         if change.key == "schedule.epochs" and isinstance(change.value, int):
             epochs = change.value
-            reason = f"{counted(epochs, 'epoch')}, as --set says"
-    warm_up = max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
-    changes = {"schedule.epochs": epochs, "schedule.warmup_epochs": warm_up}
-    return choice.but(changes, reason), plan
+    return epochs
+
+
+def warm_up_of(epochs: int) -> int:
+    return max(1, round(WARM_UP * epochs)) if epochs > 2 else 0
 
 
 def by_images(images: Images, weights: str) -> Choice:
@@ -156,11 +166,14 @@ def model_of(weights: str) -> dict[str, Any]:
 
 
 def by_counts(images: Images) -> dict[str, Any]:
-    """The changes of a recipe that go by the numbers of images: after how many epochs the model and
-    its average are validated, and a batch that fewer images than the recipe's fill.
+    """The changes of a recipe that go by numbers: after how many epochs the model and its average
+    are validated, a batch that fewer images than the recipe's fill, and the warm-up of stated epochs.
     """
     share = 2 * images.val * FORWARD / images.train  # of an epoch's time
     changes = {"eval.every_epochs": max(1, round(share / TO_VALIDATE))}
+    asked = stated_epochs(images)
+    if asked:  # which the recipe's own warm-up may not fit into
+        changes["schedule.warmup_epochs"] = warm_up_of(asked)
     if images.train < BATCH:
         changes["optim.global_batch"] = 2 ** int(math.log2(images.train))
     return changes

@@ -22,6 +22,7 @@ processor's time, otherwise of the clock.
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -225,13 +226,16 @@ def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[
 def shorter_sides(source: Source) -> list[int]:
     """The shorter sides of some images, in pixels. Raises DataError if none of them can be read."""
     paths = source.some_paths()
+    sides = []
     if source.channels not in (1, 3) or suffix_of(paths[0]) == ARRAYS:  # no photographs
-        shapes = (source.image(index).shape for index in range(len(paths)))
-        return [min(height, width) for _, height, width in shapes]
-    sizes = Headers(paths, FORMATS + heif_formats()).sizes
-    if not sizes:
+        for index in range(0, len(source), len(source) // len(paths)):  # evenly, as the paths are
+            with suppress(DataError):
+                sides.append(min(source.image(index).shape[1:]))
+    else:
+        sides += map(min, Headers(paths, FORMATS + heif_formats()).sizes)
+    if not sides:
         raise DataError(f"{paths[0]}: neither this nor any other image looked at can be read")
-    return list(map(min, sizes))
+    return sides
 
 
 def weights_for(images: Images, stated: str | None, *, dry_run: bool) -> str:

@@ -87,16 +87,18 @@ def about(trained: Trained, name: str, library: str, classes: list[str]) -> str:
     tells = f", which tells\n{counted(len(classes), 'class')} apart: {', '.join(classes)}"
     use = 'predict("photo.jpg")     # classes and their probabilities'
     kind, outputs, returned = "AutoModelForImageClassification", "logits", "logits"
+    without_pooler = ""
     if not classes:
         tells, kind, outputs = "", "AutoModel", "features"
         use = 'features(trained.preprocess("photo.jpg"))     # pooled'
-        pooled = "[:, 0]" if recipe.model.options.get("pool") == "class" else ".mean(1)"
-        returned = f"last_hidden_state{pooled}"
+        returned = "last_hidden_state.mean(1)"
+        if getattr(trained.model, "pool", "") == "class":
+            without_pooler, returned = ", add_pooling_layer=False", "last_hidden_state[:, 0]"
     load = f"""model = timm.create_model("local-dir:{name}", pretrained=True).eval()
 prepare = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 {outputs} = model(prepare(Image.open("photo.jpg"))[None])"""
     if library == "transformers":
-        load = f"""model = transformers.{kind}.from_pretrained("{name}")
+        load = f"""model = transformers.{kind}.from_pretrained("{name}"{without_pooler})
 prepare = transformers.AutoImageProcessor.from_pretrained("{name}")
 {outputs} = model(**prepare(Image.open("photo.jpg"), return_tensors="pt")).{returned}"""
     return f"""# {name}
