@@ -187,10 +187,14 @@ def test_the_best_weights_of_an_epoch_that_is_repeated_are_named(best, words, tm
     folder.tidy(epochs=0, steps=7)
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == bool(words) and folder.best.exists()
-    folder.best.unlink()
-    folder.best.mkdir()  # which cannot be opened, whoever tries to
-    folder.tidy(epochs=0, steps=7)
-    assert not capsys.readouterr().err
+
+
+def test_the_best_weights_that_the_disk_refuses_stop_no_run(tmp_path, monkeypatch):
+    def read(*arguments, **options):
+        raise FileError(f"{tmp_path}/best.pt: cannot be read: Input/output error")
+
+    monkeypatch.setattr("vitinit.runs.folder.read_checkpoint", read)
+    RunFolder(tmp_path).tidy(epochs=0, steps=7)
 
 
 def test_what_the_system_refuses_to_look_at_is_one_line(tmp_path):
