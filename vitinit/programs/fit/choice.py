@@ -58,7 +58,9 @@ class Choice:
 
     def in_words(self) -> list[str]:
         """The changes that are not the user's."""
-        return [f"{key}={to_toml(value)}" for key, value in self.changes.items()]
+        theirs = {text.partition("=")[0].strip() for text in self.images.stated}
+        chosen = self.changes.items()
+        return [f"{key}={to_toml(value)}" for key, value in chosen if key not in theirs]
 
     def but(self, changes: dict[str, Any], reason: str) -> "Choice":
         """This choice with more changes, and why."""
