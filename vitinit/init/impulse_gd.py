@@ -77,11 +77,6 @@ def impulse_gd(
             )
         model = vit.model
         positions = vit.positions
-        if pseudo_input == "pos_embed" and not vit.learned and not positions.any():
-            raise ValueError(
-                "init 'impulse_gd' solves on positions, and this model has none; expected another "
-                "pos_embed, or noise as pseudo_input"
-            )
         grid = vit.grid
         norm_eps = vit.first.norm.eps
         free = False
@@ -115,6 +110,11 @@ def draw_pseudo_input(
     elif "normal" in kind:
         noise.normal_(std=0.5**0.5, generator=generator)
     tokens = positions + noise if kind.startswith("pos_embed") else noise
+    if not tokens.any():
+        raise ValueError(
+            "init 'impulse_gd' solves on positions, and this model has none; expected another "
+            "pos_embed, or noise as pseudo_input"
+        )
     if norm_eps is None:
         return tokens
     return F.layer_norm(tokens, tokens.shape[-1:], eps=norm_eps)
