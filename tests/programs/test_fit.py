@@ -81,7 +81,9 @@ def test_many_epochs_have_images_that_vary_and_their_time_is_measured_anew():
 def test_few_epochs_have_larger_patches_and_their_time_is_measured_anew():
     few, planned = chosen(4, 60.0)
     assert (few.recipe, few.changes["model.options.patch_size"], planned) == ("photos", 16, 2)
-    assert "3 epochs would fit, fewer than 4: larger patches" in " ".join(few.reasons)
+    assert "3 epochs with patches of half the side, fewer than 4: larger patches" in " ".join(
+        few.reasons
+    )
     enough, planned = chosen(5, 60.0)
     assert (enough.recipe, enough.changes["model.options.patch_size"], planned) == (
         "photos_ahead",

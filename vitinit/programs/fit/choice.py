@@ -96,8 +96,8 @@ def choose(
     elif choice.recipe == "photos_ahead" and epochs < FEW_EPOCHS and not stated:
         choice = from_scratch(images, "photos").but(
             {},
-            f"with patches of half the side {counted(epochs, 'epoch')} would fit, fewer than "
-            f"{FEW_EPOCHS}: larger patches",
+            f"{counted(epochs, 'epoch')} with patches of half the side, fewer than {FEW_EPOCHS}: "
+            "larger patches",
         )
         plan = planned(choice)
     elif choice.recipe in GRIDS and epochs >= MANY_EPOCHS:
