@@ -32,7 +32,7 @@ class Pace(NamedTuple):  # of the steps of one process
     step: float  # seconds from one to the next
     alone: float  # seconds of a step by itself, once its images are loaded
     waiting: float  # share of the time that the host waited: for its images and other processes
-    loading: float  # share of it: for its images. A GPU may have been at work meanwhile.
+    loading: float  # the same for its images alone. A GPU may be at work meanwhile.
 
 
 class StepRow(NamedTuple):

@@ -37,7 +37,8 @@ ALIKE = 0.05  # blocks whose masses differ by more are shown one by one, else by
 
 class Mass(NamedTuple):
     """The mass on the heads' targets, one entry per block; NaN where a block has no such head,
-    or mixes by shifts."""
+    or mixes by shifts.
+    """
 
     centre: list[float]  # mean over the heads whose target is their own token
     others: list[float]  # mean over all other heads

@@ -1,6 +1,7 @@
 """What a set of images is like: images per class, files with the same bytes, sizes and kinds.
 
-Nothing is decoded but what may be transparent, and some files of 16 bits: a survey takes a second for thousands of images.
+Nothing is decoded but what may be transparent, and some files of 16 bits: a survey takes a second
+for thousands of images.
 """
 
 import hashlib
@@ -88,7 +89,7 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
         cautions += of_copies(copies)
         step = len(files) // LOOKED_AT + 1
         paths = [file.path for file in files[::step]]
-        if train_set.channels in (1, 3) and suffix_of(paths[0]) != ARRAYS:  # photographs
+        if are_photographs(train_set, paths[0]):
             kinds, named, more = of_headers(paths, side, turned=train_set.apply_exif_orientation)
             lines.append(kinds)
             for words, each in named:
@@ -97,6 +98,11 @@ def survey(train_set: Source, val_set: Source, side: int, *, most: int = MOST_SU
     if isinstance(train_set, ImageFiles):
         cautions += filter(None, [dark_in_16_bits(train_set.some_paths())])
     return Survey([*map(one_line, lines)], [*map(one_line, cautions)], copies, named)
+
+
+def are_photographs(source: Source, path: str) -> bool:
+    """Whether files like this one of a set are photographs: neither arrays nor of other bands."""
+    return source.channels in (1, 3) and suffix_of(path) != ARRAYS
 
 
 def class_and_name(path: str) -> str:

@@ -202,9 +202,7 @@ def print_loader(args: argparse.Namespace, device: torch.device) -> None:
         count = max(50, PAIRS * batch * sum(fed_steps(max(args.workers))))
         sets = [*args.set, *image_folder(Path(folder), args.data_dir, count)]
         recipe = measured_recipe(args.recipe, [*sets, *in_batches(batch)], device)
-        if (
-            recipe.data.decode == "cpu"
-        ):  # else a thread works ahead, in the time of other parts, too
+        if recipe.data.decode == "cpu":  # else a thread works on in the time of other parts
             parts = loader_rows(args.recipe, sets, Path(folder), device)
             print("\n" + row_table(parts), flush=True)
         rows = fed_rows(recipe, device, args.workers)

@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...base.messages import OneLineError, counted
 from ...recipe.sections import Recipe
 from ...runs.model import build, task_of, trained_model, without_data
-from ...train.optim import hidden_matrices
 from ..shared.plan import Plan, Rates, plan_run
 from ..shared.steps import clock_of, measured_recipe, steps_of
 from .loader import image_folder, in_batches
-from .step import engine_of, memory_row, step_seconds
+from .step import FLOAT_BYTES, GIB, engine_of, memory_row, numbers_kept, step_seconds
 from .training import ROUNDS, ResultRow, row_table
 
 WHOLE_STATES = 2  # that a run keeps: last.pt, previous.pt; best.pt and epochs have weights alone
@@ -55,13 +54,9 @@ def disk_gib(recipe: Recipe) -> float:
     with FakeTensorMode():
         recipe = without_data(recipe)
         model: torch.nn.Module = trained_model(task_of(recipe), build(recipe), recipe)
-    matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
-    weights = moments = 0
-    for name, parameter in model.named_parameters():
-        weights += parameter.numel() * (1 + (recipe.ema.decay > 0.0))
-        moments += parameter.numel() * (1 if name in matrices else 2)
+    weights, moments = numbers_kept(model, recipe)
     of_weights = WHOLE_STATES + 1 + len(recipe.checkpoint.keep_epochs)
-    return 4 * (of_weights * weights + WHOLE_STATES * moments) / 2**30
+    return FLOAT_BYTES * (of_weights * weights + WHOLE_STATES * moments) / GIB
 
 
 def input_rates(

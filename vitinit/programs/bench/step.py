@@ -32,7 +32,7 @@ from .training import ResultRow, interleave, row_table, times_as_fast
 STEPS = {"cuda": 30, "cpu": 1}  # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}  # of a large product's matrices
 GIB, MIB = 2**30, 2**20
-FLOAT_BYTES = 4  # in float32: of a weight, its gradient, each of its moments, and its average
+FLOAT_BYTES = 4  # of a weight, a gradient and a moment: they are float32
 SHARE = 0.5  # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
@@ -259,6 +259,18 @@ def saved_bytes(model: Classifier | MaskedAutoencoder, images: Tensor, amp: str)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
+def numbers_kept(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
+    """How many numbers a run keeps of a model: weights, with their average if there is one, and the
+    optimiser's moments, of a Muon's matrix one for each weight, of all others two.
+    """
+    matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
+    weights = moments = 0
+    for name, parameter in model.named_parameters():
+        weights += parameter.numel() * (1 + (recipe.ema.decay > 0.0))
+        moments += parameter.numel() * (1 if name in matrices else 2)
+    return weights, moments
+
+
 def memory_row(recipe: Recipe, card_gib: float) -> ResultRow:
     """How many images per micro-batch of a recipe fit into a share of `card_gib` GiB.
 
@@ -280,12 +292,9 @@ def memory_row(recipe: Recipe, card_gib: float) -> ResultRow:
             two, four = (saved_bytes(model, torch.zeros(count, *shape), amp) for count in (2, 4))
             block = (whole - four + two) // (2 * blocks)
     image = (four - two) // 2 + block  # a part that does not grow with B cancels
-    matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
-    state = 0
-    for name, parameter in model.named_parameters():
-        moments = 1 if name in matrices else 2  # of Muon; of AdamW and LAMB
-        average = recipe.ema.decay > 0.0
-        state += FLOAT_BYTES * (2 + moments + average) * parameter.numel()
+    weights, moments = numbers_kept(model, recipe)
+    gradients = sum(parameter.numel() for parameter in model.parameters())
+    state = FLOAT_BYTES * (weights + gradients + moments)
     available = SHARE * card_gib * GIB - state - (two - 2 * image)
     batch = recipe.optim.global_batch
     sizes = [size for size in range(2, batch + 1, 2) if batch % size == 0]

@@ -33,7 +33,6 @@ import torch
 from ...base.files import CheckpointError
 from ...base.messages import OneLineError, counted, say
 from ...base.values import to_toml
-from ...data.folders import ARRAYS, suffix_of
 from ...data.images import FORMATS, DataError, heif_formats
 from ...data.lists import LISTS
 from ...data.sources import Source, folder_of
@@ -45,7 +44,7 @@ from ...runs.load import PUBLISHED, fetch_published, kept_file
 from ...runs.summary import FEW_IMAGES
 from ...train.device import cores, this_device
 from ...train.interruption import Interrupted
-from ...watch.survey import Headers, survey
+from ...watch.survey import Headers, are_photographs, survey
 from ..shared.command_line import Parser, add_set, integer, main_of, real
 from ..shared.steps import clock_of
 from .choice import GRIDS, Images, choose
@@ -227,12 +226,12 @@ def shorter_sides(source: Source) -> list[int]:
     """The shorter sides of some images, in pixels. Raises DataError if none of them can be read."""
     paths = source.some_paths()
     sides = []
-    if source.channels not in (1, 3) or suffix_of(paths[0]) == ARRAYS:  # no photographs
+    if are_photographs(source, paths[0]):
+        sides += map(min, Headers(paths, FORMATS + heif_formats()).sizes)
+    else:
         for index in range(0, len(source), len(source) // len(paths)):  # evenly, as the paths are
             with suppress(DataError):
                 sides.append(min(source.image(index).shape[1:]))
-    else:
-        sides += map(min, Headers(paths, FORMATS + heif_formats()).sizes)
     if not sides:
         raise DataError(f"{paths[0]}: neither this nor any other image looked at can be read")
     return sides
