@@ -225,7 +225,7 @@ def look(args: Namespace, device: torch.device, lists: Path, in_time: Callable[[
 def shorter_sides(source: Source) -> list[int]:
     """The shorter sides of some images, in pixels. Raises DataError if none of them can be read."""
     paths = source.some_paths()
-    sides = []
+    sides: list[int] = []
     if are_photographs(source, paths[0]):
         sides += map(min, Headers(paths, FORMATS + heif_formats()).sizes)
     else:
