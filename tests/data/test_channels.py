@@ -120,7 +120,10 @@ def test_what_has_other_channels_or_values_is_refused_by_its_name(tmp_path, monk
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most)
         assert decode_bytes(file, "x", channels=5).shape == (5, 11, 13)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 71)
-    assert line(file, 5).endswith("(11 × 13 pixels, more than Pillow reads)")
+    assert line(file, 5).endswith("(11 × 13 pixels of 5 channels, more than Pillow reads)")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 72)
+    seven = tiff(levels(11, 13, 7), photometric="minisblack", planarconfig="contig")
+    assert line(seven, 5).endswith("(11 × 13 pixels of 7 channels, more than Pillow reads)")
     monkeypatch.setitem(sys.modules, "tifffile", None)
     assert line(file, 5).endswith(
         "(a TIFF of other channels than 1 or 3: pip install 'vitinit[bands]')"

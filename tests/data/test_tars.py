@@ -224,6 +224,12 @@ def damaged(content: bytes, place: int) -> bytes:
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
+def header_of(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
 INNER = tar_of({"n00000013_1.JPEG": b"one", "n00000013_2.JPEG": b"two"})
 OUTER = tar_of({"n00000013.tar": INNER})
 WRONG = {
@@ -238,6 +244,7 @@ WRONG = {
     "another kind": tar_of({"n00000013.tar": tar_of({"n00000013_1.png": b""})}),
     "a class of no wnid": tar_of({"cat.tar": INNER}),
     "another folder": tar_of({"n00000013.tar": tar_of({"../n00000013_1.JPEG": b""})}),
+    "a size below 0": header_of("n00000013.tar", -BLOCK) + OUTER,
     "no tar": b"<html>" + bytes(9 * BLOCK),
 }
 

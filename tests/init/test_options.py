@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from refused import refused
+from same_run import assert_identical
 from small_models import QUICK, SIZES, built, inits_of, seeded
 
 from vitinit.init import INITS, init_, init_function, init_weights, stated_family
@@ -77,6 +78,16 @@ def test_a_step_lowers_the_loss_and_every_gradient_is_finite(images, family):
                 for parameter in model.parameters():
                     parameter -= 0.01 * parameter.grad / square.sqrt()
         assert losses[1] < losses[0], name
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_an_init_within_autocast_is_that_without(family):
+    for name in inits_of(family):
+        model, plain = built(family), built(family)
+        init_weights(plain, name, generator=seeded(), **QUICK.get(name, {}))
+        with torch.autocast("cpu", torch.bfloat16):
+            init_weights(model, name, generator=seeded(), **QUICK.get(name, {}))
+        assert_identical(model.state_dict(), plain.state_dict())
 
 
 def test_no_family_is_left_out():

@@ -170,6 +170,16 @@ def test_a_pass_is_that_of_the_model_in_evaluation_mode_and_draws_nothing():
         assert torch.equal(seen, value) and not seen.requires_grad
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compiled_model_is_read_as_itself_and_one_in_inference_mode_too(family):
+    model = built(family)
+    expected = mixing_matrices(model, drawn_images())
+    assert block_grids(torch.compile(model, backend="eager")) == block_grids(model)
+    with torch.inference_mode():
+        found = mixing_matrices(model, drawn_images())
+    assert all(torch.equal(found[block], expected[block]) for block in expected)
+
+
 def test_a_block_that_is_not_there_or_a_model_of_another_kind_is_an_error():
     for block in (-4, 3):
         with pytest.raises(ValueError, match=f"block {block} is asked for, but .* has blocks 0…2"):

@@ -109,6 +109,12 @@ def test_only_seeds_that_both_have_are_paired_and_fewer_than_two_have_no_interva
     )
 
 
+def test_words_of_a_record_from_elsewhere_move_no_terminal(printed, written_run):
+    words = {"recipe": "\x1b[31mred", "git_commit": "\x1b]0;", "device": "\x1b[2J", "torch": "\r"}
+    text = printed(written_run("run-0", [1.0], start=words))
+    assert "device \\x1b[2J" in text and text.replace("\n", "").isprintable()
+
+
 def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
     runs = [
         written_run(f"run-{seed}", [1.0], seed=seed, start=start)

@@ -601,6 +601,11 @@ def test_a_fitted_temperature_is_of_these_weights_alone_and_every_program_divide
 ):
     folder = shutil.copytree(one_epoch_run, tmp_path / "run")
     (plain,) = rows_of(eval_program, capsys, folder)
+    (folder / "calibration.lock").symlink_to(tmp_path / "elsewhere")
+    assert eval_program.main([str(folder), "--fit-temperature"]) == 2
+    assert "calibration.lock: is a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+    (folder / "calibration.lock").unlink()
     assert eval_program.main([str(folder), "--fit-temperature"]) == 0
     assert (
         f"over 21 images of image_folder, in {folder}/calibration.json" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from vitinit.runs import trained as trained_module
 from vitinit.runs.checkpoint import read_checkpoint_file as load_checkpoint
 
 RUN = Path(__file__).parent / "data" / "version_12"  # three classes of 8-pixel images
+ABSENT = [] if torch.cuda.is_available() else [0]  # the number of a GPU that is not there
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
 
@@ -176,7 +177,7 @@ def test_what_a_checkpoint_lacks_and_weights_sizes_and_devices_that_are_none_are
         ),
         *(
             (dict(device=name), f"device is '{name}', expected one that this machine has (")
-            for name in ("gpu", "cpu:x", "cuda:99", "meta")
+            for name in ("gpu", "cpu:x", "cuda:99", "meta", *ABSENT)
         ),
     ):
         assert problem in refused(ValueError, vitinit.load, RUN, **arguments)

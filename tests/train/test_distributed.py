@@ -205,6 +205,7 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(im
         (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:3"), True),
         (RuntimeError("Timed out waiting 1800000ms for recv"), True),
         (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("[../gloo/pair.cc:3] writev [10.0.0.2]:3: Broken pipe"), True),
         (RuntimeError("CUDA error: the launch timed out and was terminated"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
@@ -223,6 +224,16 @@ def test_a_broken_connection_is_one_line_of_each_process_a_defect_none(monkeypat
         assert caught.value.__cause__ is error
         assert caught.value.of_one_process and "\n" not in str(caught.value)
         assert str(caught.value).startswith("process 0 lost another one, which has ended")
+
+
+def test_of_nccls_words_the_reason_is_quoted_which_is_at_their_end(monkeypatch):
+    error = torch.distributed.DistBackendError(
+        "NCCL error in: a/long/path/of/torch/NCCLUtils.cpp:94, unhandled system error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.27.3\nncclSystemError: System call failed.\n"
+        "Last error:\nNo space left on device"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert distributed.lost_connection(error) == "No space left on device"
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,27 @@ def test_an_update_of_vit_b_launches_few_operations():
     assert ours <= 150 and 8 * ours < theirs
 
 
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_a_closure_is_called_before_the_update_with_gradients_on(optimiser):
+    """As torch's optimisers do, also where the caller has switched gradients off."""
+    model, plain = built("vit"), built("vit")
+    optimizer, other = (OPTIMISERS[optimiser](one) for one in (model, plain))
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+
+    def closure() -> Tensor:
+        loss = model(images)[0].square().mean()
+        loss.backward()
+        return loss
+
+    plain(images)[0].square().mean().backward()
+    set_learning_rate(optimizer, 0.1), set_learning_rate(other, 0.1)
+    other.step()
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert loss.requires_grad
+    assert_identical(model.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("optimiser", ["muon", "lamb"])
 @pytest.mark.parametrize(
     "bad, clipped",

@@ -34,6 +34,7 @@ RUN_FILES = (
     "start.txt",
     "images.txt",
     "calibration.json",
+    "calibration.lock",
 )
 # The files that programs write, by the end of their names: what each begins with.
 KINDS = {

@@ -214,7 +214,7 @@ def decode_bytes(
             if content.startswith(ARRAY):
                 decoded = from_array(np.load(io.BytesIO(content)))
             elif channels not in (1, 3) and content.startswith(TIFFS):
-                decoded = decoded_tiff(content)
+                decoded = decoded_tiff(content, channels)
             else:
                 decoded = decoded_photograph(content, formats, channels, apply_exif_orientation)
         except MemoryError:
@@ -246,7 +246,7 @@ def decoded_photograph(
         return from_pillow(image, channels, apply_exif_orientation=apply_exif_orientation)
 
 
-def decoded_tiff(content: bytes) -> Tensor:
+def decoded_tiff(content: bytes, channels: int) -> Tensor:
     """All bands of the first picture of a TIFF, (C, H, W) uint8; DataError without tifffile."""
     try:
         from tifffile import TiffFile
@@ -256,9 +256,11 @@ def decoded_tiff(content: bytes) -> Tensor:
         ) from None
     with TiffFile(io.BytesIO(content)) as file:
         page = file.pages.first
-        if page.imagewidth * page.imagelength > most_pixels():
+        size = page.imagewidth * page.imagelength * page.samplesperpixel
+        if size > most_pixels() * channels:
             raise DataError(
-                f"{page.imagelength} × {page.imagewidth} pixels, more than Pillow reads"
+                f"{page.imagelength} × {page.imagewidth} pixels of {page.samplesperpixel} channels, "
+                "more than Pillow reads"
             )
         bands = page.asarray()
         return from_array(np.moveaxis(bands, 0, -1) if page.axes == "SYX" else bands)

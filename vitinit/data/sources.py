@@ -196,7 +196,8 @@ class ImageFolder(ImageFiles):
     Folders are one class if their composed names are equal.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
         if not os.path.isdir(folder):
             raise DataError(f"{folder}: no such folder; expected {folder}/<class>/<image>")
         names = folders_in(folder)

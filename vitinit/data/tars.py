@@ -151,7 +151,7 @@ def members(file: BinaryIO, names: str, start: int = 0, end: int = 0) -> Iterato
             raise DataError(f"{file.name}: not a whole tar ({error}); {AS_DOWNLOADED}") from None
         offset = start + BLOCK
         start = offset + -(-info.size // BLOCK) * BLOCK
-        if start > end or not re.fullmatch(names, info.name):
+        if not offset <= start <= end or not re.fullmatch(names, info.name):
             raise DataError(
                 f"{file.name}: '{in_brief(info.name)}' in it is cut off, or no {names}; "
                 f"{AS_DOWNLOADED}"

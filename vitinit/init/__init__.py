@@ -118,6 +118,7 @@ def reads_images(name: str, family: str) -> bool:
     return "images" in inspect.signature(init_function(name, family)).parameters
 
 
+@torch.autocast("cpu", enabled=False)
 def init_weights(
     model: nn.Module,
     name: str,
@@ -132,7 +133,8 @@ def init_weights(
     generator: a CPU generator. The same generator in the same state gives the same weights, within
         the limits that the module's docstring describes.
     images: (n, 3, H, W), normalised training images, for inits that read some; see `reads_images`.
-    options: keyword options of the init; see its function, `init_function(name, family_of(model))`.
+    options: keyword options of the init; see its function, `init_function(name, family_of(model))`,
+        whose `family_of` tells a ViT with rotary attention from one without.
 
     Raises ValueError, with a message of one line, for an unknown name, for a model or values that
     the init cannot handle, and for values with which weights would not be finite; and TypeError,

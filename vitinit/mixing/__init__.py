@@ -152,6 +152,7 @@ class Mixer(NamedTuple):
 
 def mixers(model: nn.Module) -> Iterator[Mixer]:
     """Yield the mixer of each block; raises ValueError for a model that is not of this package."""
+    model = getattr(model, "_orig_mod", model)  # the model that torch.compile wrapped
     if not isinstance(model, Classifier):
         raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
     for module in model.modules():
@@ -194,8 +195,8 @@ def _read_windows(block: SwinBlock, heads: Heads, x: Tensor, mask: Tensor | None
 def _read_token_mlp(mlp: Mlp, channels: Heads, x: Tensor) -> Tensor:
     """J = fc2 · diag(GELU′(fc1 x + b)) · fc1, with each channel's own x."""
     hidden = mlp.fc1(x[:, channels])  # (B, c, hidden)
-    with torch.enable_grad():
-        hidden = hidden.detach().requires_grad_(True)
+    with torch.inference_mode(False), torch.enable_grad():
+        hidden = hidden.detach().clone().requires_grad_(True)
         (slopes,) = torch.autograd.grad(mlp.act(hidden).sum(), hidden)
     return torch.einsum("nh, bch, hm -> bcnm", mlp.fc2.weight, slopes, mlp.fc1.weight)
 

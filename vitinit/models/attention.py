@@ -63,9 +63,9 @@ def attend(
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
         # Here the fused kernel takes 2 to 7 times as long, with backward (torch 2.14, N 64 to 784).
         return attention_weights(query, key, bias, scale) @ values
-    if bias is None:
-        return F.scaled_dot_product_attention(query, key, values, scale=scale)
-    with sdpa_kernel(FOR_BIAS):
+    if bias is None or not query.is_cuda:
+        return F.scaled_dot_product_attention(query, key, values, attn_mask=bias, scale=scale)
+    with sdpa_kernel(FOR_BIAS):  # flags of the whole process: threads that meet here mix them up
         return F.scaled_dot_product_attention(query, key, values, attn_mask=bias, scale=scale)
 
 

@@ -53,9 +53,11 @@ class Classifier(nn.Module):
     image_size, patch_size: in pixels, one integer or (height, width).
     embed_dim, depth, num_heads: channels of a token, blocks, and heads of each block.
     mlp_ratio: width of the MLP's hidden layer, divided by embed_dim. qkv_bias: whether queries,
-        keys and values have biases. drop_path: probability with which a branch is left out.
+        keys and values have biases. drop_path: probability with which a branch is left out, where
+        `forward` is given `draw_drop_path(model.drop_path_rates, B, rng)`; a loop draws it itself.
 
-    They raise ValueError for sizes that are not above 0 or do not fit together.
+    They raise ValueError for sizes that are not above 0 or do not fit together. Words, such as
+    pool="mean", are checked by `build_model` alone.
     """
 
     family: str  # the name of its file, one of `vitinit.models.FAMILIES`

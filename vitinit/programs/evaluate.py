@@ -58,7 +58,7 @@ from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_options, run_program
 from .shared.orders import order_taken
 from .shared.results import Finding, print_results
-from .shared.sureness import Sureness, require_one_label, store_temperature
+from .shared.sureness import Sureness, require_one_label, store_temperatures
 from .shared.views import AIRBENCH, AS_IT_IS, Shift, Views, in_words, parse_shifts, reach_of
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
@@ -225,7 +225,7 @@ def evaluate_checkpoints(
     """Evaluate each of `pairs`, a data set and the number of a checkpoint, and yield it with what
     was found. They come set by set, so that checkpoints can share decoded images (`batches_of`).
     shifts, mirrored: as of `Views`. fit: logits are kept, and a temperature fitted to them
-    (`store_temperature`).
+    (`store_temperatures`).
     """
     prepare_workers(max(saved.recipe.data.workers for saved in checkpoints))
     sources = {eval_set: open_set(eval_set, processes) for eval_set in dict(pairs)}
@@ -280,9 +280,8 @@ def evaluate_checkpoints(
                     sureness,
                 ),
             )
-            if fit and processes.is_main:
-                for name, seen in sureness.items():
-                    store_temperature(saved, name, seen, eval_set.name)
+            if fit:
+                store_temperatures(saved, sureness, eval_set.name, processes)
 
 
 def results_of(

@@ -16,6 +16,7 @@ from ..base.files import (
     one_at_a_time,
     parse_json,
     read_bytes,
+    require_no_links,
     write_text_atomically,
 )
 from ..base.values import PositiveNumber, Table, convert
@@ -50,6 +51,7 @@ def add_row(row: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path)
     """Write the row of these weights beside the others, and return the file. Of two programs that
     do so at a time, one waits.
     """
+    require_no_links(folder)
     path, digest = folder / FILE, weights_digest(tensors)
     with one_at_a_time(folder / "calibration.lock"):
         rows = read_rows(folder) | {digest: row}

@@ -188,6 +188,7 @@ def choose_run(
     }
     facts: Table = {
         "the version of torch": torch.__version__,
+        "the kind of device": processes.device.type,
         "the step to go on from": folder.step,
         "the SHA-256 of --import": [*request.imports.values()],
     }

@@ -291,7 +291,7 @@ def without_images(data: Data) -> list[str]:
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, task: Task) -> str:
     """What a dry run says of a forward pass, and of what the task costs beside it."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-        if len(data.val_set) > 0:
+        if len(data.val_batches) > 0:  # this process' own
             batch = next(iter(data.val_batches))
         else:
             _, micro_batches = next(data.train_batches.steps(0))

@@ -240,7 +240,7 @@ def load(
     """
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
-    device = usable_device(device or "cpu")
+    device = usable_device("cpu" if device is None else device)
     saved = open_saved(
         Path(path),
         recipe=recipe,

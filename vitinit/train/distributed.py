@@ -301,7 +301,8 @@ def lost_connection(error: BaseException) -> str:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return ""
     text = re.sub(r"^\[\S+\] ", "", str(error))  # gloo starts with a place in its own code
-    signs = r"(?i)by peer|tim(ed|ing) out|timeout"
+    *_, text = text.split("Last error:")  # NCCL's reason is at the end
+    signs = r"(?i)by peer|tim(ed|ing) out|timeout|broken pipe|no route to host|unreachable"
     of_torch = isinstance(error, RuntimeError) and "CUDA error" not in text
     if isinstance(error, dist.DistError) or of_torch and re.search(signs, text):
         return in_brief(text)

@@ -5,6 +5,8 @@ trust ratio). With it DeiT III (arXiv 2204.07118) was trained, whose command giv
 and leaves betas, .9 and .999, and MAX_GRAD_NORM at Apex' defaults.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
@@ -25,12 +27,13 @@ class Lamb(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it calls no closure
-        """Do one update of all weights. If gradients overflowed in fp16, nothing changes.
+    def step(self, closure: Any = None) -> Any:
+        """Do one update of all weights, once `closure` was called, and return what it gave. If gradients overflowed in fp16, nothing changes.
 
         Around this call GradScaler sets `grad_scale`, by which gradients are to be divided, and
         `found_inf`, not 0 if they overflowed: scalars on the device, or None.
         """
+        loss = None if closure is None else torch.enable_grad()(closure)()
         every = [weight.grad for group in self.param_groups for weight in group["params"]]
         norm = torch.nn.utils.get_total_norm([each for each in every if each is not None]).float()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -73,3 +76,4 @@ class Lamb(torch.optim.AdamW):
             if found_inf is not None:  # nor is there a decay then
                 torch._foreach_mul_(updates, found_inf == 0)
             torch._foreach_sub_(weights, updates, alpha=group["lr"])
+        return loss

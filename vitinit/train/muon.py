@@ -71,8 +71,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it calls no closure
-        """Do one update of all weights. If gradients overflowed in fp16, nothing changes.
+    def step(self, closure: Any = None) -> Any:
+        """Do one update of all weights, once `closure` was called, and return what it gave. If gradients overflowed in fp16, nothing changes.
 
         Around this call GradScaler sets two scalars on the device: `grad_scale`, by which gradients
         are to be divided, and `found_inf`, not 0 if they overflowed.
@@ -80,7 +80,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         groups = self.param_groups
         try:  # AdamW's step is of its own groups alone
             self.param_groups = [group for group in groups if not group["muon"]]
-            super().step()
+            loss = super().step(closure)
         finally:
             self.param_groups = groups
         found_inf = getattr(self, "found_inf", None)
@@ -97,6 +97,7 @@ class MuonWithAdamW(torch.optim.AdamW):
                         self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         for matrices in shapes.values():
             self._step_matrices(matrices, getattr(self, "grad_scale", None), skipped)
+        return loss
 
     def _step_matrices(
         self, matrices: list[Matrix], scale: Tensor | None, skipped: Tensor | None

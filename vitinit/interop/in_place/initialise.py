@@ -191,8 +191,8 @@ def copied(model: nn.Module) -> nn.Module:
         ):
             raise ValueError(
                 f"{name} is a {kind} of {str(tensor.dtype).removeprefix('torch.')} on "
-                f"{tensor.device}; initialise before sharding or quantising, and "
-                'after model.to_empty(device="cpu"), with base="default" then'
+                f"{tensor.device}; initialise before sharding or quantising, and a model that "
+                "was built on a device"
             )
         if kind == "Parameter" and tensor.is_inference():
             raise ValueError(

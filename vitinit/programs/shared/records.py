@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from ...base.files import LARGEST_TEXT, CheckpointError, parse_json, read_bytes, written_atomically
-from ...base.messages import OneLineError, counted, in_brief, shortened, warn
+from ...base.messages import OneLineError, counted, in_brief, one_line, shortened, warn
 from ...base.table import find
 from ...base.values import to_toml
 from ...recipe.absent import MEANT
@@ -177,11 +177,11 @@ def parse_run(path: Path, files: Mapping[str, bytes], rows: Iterable[Json]) -> R
 def recipe_of(start: Mapping[str, Any]) -> str:
     """The recipe that a run was started by: a name or a path."""
     if "arguments" in start:
-        return str(start["arguments"].get("recipe", start.get("recipe")))
+        return one_line(start["arguments"].get("recipe", start.get("recipe")))
     # A run of before these were recorded has the words of its command alone.
     words = "\0".join(map(str, start.get("command", [])))
     source = re.search(r"--recipe[=\0]([^\0]+)", words)
-    return source[1] if source else "recipe"
+    return one_line(source[1]) if source else "recipe"
 
 
 def read_run(path: Path) -> RunRecord:

@@ -1,5 +1,6 @@
 """How sure models are, as eval.py measures it in passing, and the temperatures that it fits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,6 +57,18 @@ def require_one_label(saved: Saved) -> None:
             f"--fit-temperature: {saved.name} comes with the package, whose files stay as they are; "
             f"expected a copy: cp -r {saved.path.parent} runs/"
         )
+
+
+def store_temperatures(
+    saved: Saved, sureness: Mapping[str, Sureness], data: str, processes: Processes
+) -> None:
+    """Fit and store a temperature for each of a checkpoint's weights, by the main process. What
+    fails there, such as a full disk, ends them all.
+    """
+    with processes.together():
+        if processes.is_main:
+            for name, seen in sureness.items():
+                store_temperature(saved, name, seen, data)
 
 
 def store_temperature(saved: Saved, weights: str, seen: Sureness, data: str) -> None:
