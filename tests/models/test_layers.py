@@ -51,15 +51,15 @@ def test_attend_is_weights_times_values_forward_and_backward(bias_shape, scale, 
 def test_cudnns_attention_is_off_on_a_gpu_where_there_is_a_bias_and_nowhere_else(
     compiled, device, beside_bias
 ):
-    """Seen from PyTorch's operations, as they run, on fake tensors. The switch is one of the whole
-    process, in which threads on a CPU have no use for it.
+    """Seen from PyTorch's operations, as they run; on a GPU that is not there, with fake tensors.
+    The switch is one of the whole process, in which threads on a CPU have no use for it.
     """
-    seen = set()
+    seen = []
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
             if re.search("attention|softmax", function.name()):
-                seen.add(torch.backends.cuda.cudnn_sdp_enabled())
+                seen.append(torch.backends.cuda.cudnn_sdp_enabled())
             return function(*arguments, **keywords or {})
 
     def run(graph, _):
@@ -69,17 +69,20 @@ def test_cudnns_attention_is_off_on_a_gpu_where_there_is_a_bias_and_nowhere_else
 
         return forward
 
-    with FakeTensorMode():
-        q = torch.zeros(B, HEADS, N, HEAD_DIM, device=device)
-        bias = torch.zeros(N, N, device=device)
-        for given, expected in ((None, True), (bias, beside_bias), (None, True)):
-            torch._dynamo.reset()
-            seen.clear()
-            function = run(attend, None)
-            if compiled:
-                function = torch.compile(attend, fullgraph=True, backend=run)
-            function(q, q, q, given)
-            assert seen == {expected}
+    q, bias = drawn(B, HEADS, N, HEAD_DIM, seed=0), drawn(N, N, seed=1)
+    for given, expected in ((None, True), (bias, beside_bias), (None, True)):
+        torch._dynamo.reset()
+        function = run(attend, None)
+        if compiled:
+            function = torch.compile(attend, fullgraph=True, backend=run)
+        if device == "cpu":
+            found = function(q, q, q, given)
+            torch.testing.assert_close(found, attention_weights(q, q, given) @ q)
+        else:
+            with FakeTensorMode():
+                fake = torch.zeros(q.shape, device=device)
+                function(fake, fake, fake, given if given is None else fake.new_zeros(N, N))
+        assert seen.pop() is expected and not seen
 
 
 def test_the_named_views_are_the_layout_that_forward_uses():

@@ -13,8 +13,8 @@ from same_run import IN_SECONDS, assert_same_run, rows_of
 import vitinit
 from vitinit.programs import compare
 from vitinit.programs.shared.records import read_run
-from vitinit.programs.shared.replay import against_record, warn_of_other_images
-from vitinit.programs.shared.results import SHOWN, mean_and_std, t_quantile
+from vitinit.programs.shared.replay import against_record, other_machine, warn_of_other_images
+from vitinit.programs.shared.results import RECORDED, SHOWN, mean_and_std, t_quantile
 from vitinit.recipe.files import load_recipe
 
 
@@ -111,8 +111,10 @@ def test_only_seeds_that_both_have_are_paired_and_fewer_than_two_have_no_interva
 
 def test_words_of_a_record_from_elsewhere_move_no_terminal(printed, written_run):
     words = {"recipe": "\x1b[31mred", "git_commit": "\x1b]0;", "device": "\x1b[2J", "torch": "\r"}
-    text = printed(written_run("run-0", [1.0], start=words))
+    run = written_run("run-0", [1.0], start=words)
+    text = printed(run)
     assert "device \\x1b[2J" in text and text.replace("\n", "").isprintable()
+    assert other_machine(read_run(run), [dict.fromkeys(RECORDED, "now")]).isprintable()
 
 
 def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):

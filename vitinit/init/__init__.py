@@ -23,6 +23,7 @@ from ..base.messages import in_brief, unknown
 from ..base.table import attribute, find
 from ..base.values import convert_options
 from ..models import FAMILIES, MODELS
+from ..models.layers import uncompiled
 
 # Parameters of inits that a caller gives; they are no options.
 GIVEN = ("generator", "images")
@@ -140,7 +141,7 @@ def init_weights(
     the init cannot handle, and for values with which weights would not be finite; and TypeError,
     with one that lists the options, for an unknown option.
     """
-    model = getattr(model, "_orig_mod", model)  # the model that torch.compile wrapped
+    model = uncompiled(model)
     family = family_of(model)
     function = init_function(name, family)
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):

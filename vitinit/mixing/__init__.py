@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..models.attention import Attention
 from ..models.conv_mixer import DepthwiseConv
-from ..models.layers import Classifier, Mlp, block_numbers
+from ..models.layers import Classifier, Mlp, block_numbers, uncompiled
 from ..models.mlp_mixer import MixerBlock
 from ..models.shift import Shift
 from ..models.simple_vit import SimpleAttention, SimpleBlock
@@ -152,7 +152,7 @@ class Mixer(NamedTuple):
 
 def mixers(model: nn.Module) -> Iterator[Mixer]:
     """Yield the mixer of each block; raises ValueError for a model that is not of this package."""
-    model = getattr(model, "_orig_mod", model)  # the model that torch.compile wrapped
+    model = uncompiled(model)
     if not isinstance(model, Classifier):
         raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
     for module in model.modules():

@@ -36,6 +36,11 @@ class Features(NamedTuple):
     pooled: Tensor  # (B, C), what the head reads; (B, 2·C) for a distilled ViT
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that torch.compile wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 class Classifier(nn.Module):
     """The base of every model family: logits = classify(features(images)).
 

@@ -28,7 +28,8 @@ class Lamb(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Do one update of all weights, once `closure` was called, and return what it gave. If gradients overflowed in fp16, nothing changes.
+        """Do one update of all weights, and return what `closure` gave, which is called before it.
+        If gradients overflowed in fp16, nothing changes.
 
         Around this call GradScaler sets `grad_scale`, by which gradients are to be divided, and
         `found_inf`, not 0 if they overflowed: scalars on the device, or None.

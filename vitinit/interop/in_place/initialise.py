@@ -23,6 +23,7 @@ from ...init.attentions import Attentions, Layout, SwinLayout
 from ...init.baseline import EMBED_STD
 from ...init.deep_impulse import NOISE_IMAGES
 from ...init.residual_stream import noise_images
+from ...models.layers import uncompiled
 from ...watch.mass import InitOptions, with_defaults
 from .foreign_layouts import block_paths, foreign_layout_of
 from .formula import require_formula_as_written
@@ -126,7 +127,7 @@ def describe(
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model in a wrapper of torch, or alone in a LightningModule without its own forward."""
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrapped(model.module)
     forward_of = next(kind.__name__ for kind in type(model).__mro__ if "forward" in vars(kind))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.files import CheckpointError
-from ...base.messages import one_line
 from ...base.values import to_toml
 from ...recipe.absent import MEANT
 from ...recipe.sections import MACHINE_KEYS
@@ -86,7 +85,7 @@ def experiment(run: RunRecord) -> Json:
 
 def commit(run: RunRecord) -> str:
     """The first digits of the commit that the run began with; "unknown" without run.json."""
-    return one_line(run.began.get("git_commit", "unknown"))[:7]
+    return run.began.get("git_commit", "unknown")[:7]
 
 
 def finished_runs(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:

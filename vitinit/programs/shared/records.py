@@ -168,20 +168,26 @@ def parse_run(path: Path, files: Mapping[str, bytes], rows: Iterable[Json]) -> R
     if "recipe.toml" not in files:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
     keys = parse_keys(files["recipe.toml"], path / "recipe.toml")
-    starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
-    source = recipe_of(starts[0] if starts else {})
+    begun = parse_starts(files.get("run.json", b"[]"), path / "run.json")
+    starts = [in_lines(start) for start in begun]
+    source = one_line(recipe_of(starts[0] if starts else {}))
     columns = columns_of(rows, "epoch", (*METRICS, *OF_SEVERAL))
     return RunRecord(path, source, keys, columns, starts, files)
+
+
+def in_lines(start: Mapping[str, Any]) -> Json:
+    """A start with its texts as printable lines, as programs show them, and it may be anybody's."""
+    return {key: one_line(text) if isinstance(text, str) else text for key, text in start.items()}
 
 
 def recipe_of(start: Mapping[str, Any]) -> str:
     """The recipe that a run was started by: a name or a path."""
     if "arguments" in start:
-        return one_line(start["arguments"].get("recipe", start.get("recipe")))
+        return str(start["arguments"].get("recipe", start.get("recipe")))
     # A run of before these were recorded has the words of its command alone.
     words = "\0".join(map(str, start.get("command", [])))
     source = re.search(r"--recipe[=\0]([^\0]+)", words)
-    return one_line(source[1]) if source else "recipe"
+    return source[1] if source else "recipe"
 
 
 def read_run(path: Path) -> RunRecord:

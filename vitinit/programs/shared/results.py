@@ -360,7 +360,7 @@ def origin(groups: Groups) -> str:
         for run in runs:
             # A run that was resumed on another machine has several values; each counts once.
             starts = run.starts or [{}]
-            counts[words].update({one_line(start.get(key, "unknown")): 1 for start in starts})
+            counts[words].update({str(start.get(key, "unknown")): 1 for start in starts})
     seen = {
         "training images": [run.trained_on for run in runs],
         "validation images": [run.validated_on for run in runs],
