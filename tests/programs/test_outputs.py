@@ -12,17 +12,13 @@ import pytest
 import torch
 from forks import Fork
 
-from vitinit.base.files import (
-    FileError,
-    require_replaceable,
-    write_text_atomically,
-    written_atomically,
-)
+from vitinit.base.files import FileError, write_text_atomically, written_atomically
 from vitinit.programs import compare, evaluate, export, features, predict, recipe, sweep, train
 from vitinit.programs.bench import program as bench
 from vitinit.programs.figures import program as figures
 from vitinit.programs.lessons import program as lessons
 from vitinit.programs.shared.command_line import Output, Parser, run_program
+from vitinit.programs.shared.outputs import require_replaceable
 from vitinit.programs.shared.records import read_run, write_archive
 
 RUN = Path(__file__).parents[1] / "runs" / "data" / "version_12"

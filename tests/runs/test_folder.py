@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -372,6 +373,8 @@ def test_a_lock_is_given_back_and_if_deleted_taken_again_or_refused_and_a_disk_w
     assert capsys.readouterr().err == (
         f"warning {tmp_path}: this file system has no locks, so nothing keeps a second run out\n"
     )
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    assert "expected Linux, macOS, or" in refused(CheckpointError, RunLock().take, tmp_path)
 
 
 def test_a_run_whose_folder_another_run_has_taken_writes_nothing_more(

@@ -1,7 +1,6 @@
-"""How all programs write files, and how they read text, which may be from elsewhere.
+"""How all files are written, and how text, which may be from elsewhere, is read.
 
-A file is written beside its place, flushed to disk and renamed. `require_replaceable` refuses a
-path that a program may not write to, before it works for minutes. Text is read within limits of
+A file is written beside its place, flushed to disk and renamed. Text is read within limits of
 bytes, depth and digits; the types of what it says are checked where it is used.
 """
 
@@ -13,7 +12,7 @@ import shutil
 import stat
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -36,20 +35,6 @@ RUN_FILES = (
     "calibration.json",
     "calibration.lock",
 )
-# The files that programs write, by the end of their names: what each begins with.
-KINDS = {
-    ".json": rb"\s*[\[{]",
-    ".jsonl": rb"\s*\{",
-    ".ipynb": rb"\s*\{",
-    ".html": rb"\s*<",
-    ".md": rb"#",
-    ".png": rb"\x89PNG\r\n",
-    ".tar.xz": rb"\xfd7zXZ\0",
-    ".pt2": rb"PK",
-    ".safetensors": rb"(?s:.{8})\{",
-    ".npz": rb"PK",
-    ".csv": rb"path,labels?,(probability|0,)",
-}
 
 OF_A_WRITER = re.compile(r"\.[\da-f]{12}\.partial$")  # a temporary file's name
 MOST_LINKS = 40  # one after the other, as Linux follows them
@@ -57,7 +42,6 @@ LARGEST_TEXT = 2**24  # most bytes of a text
 LARGEST_TOML = 2**16  # of TOML, which takes long to read and is short
 DEEPEST, MOST = 64, 2**18  # most levels of tables and lists; fewer than MOST are on one level
 LONG_NUMBER = re.compile(rb"(?<![\d_])[\d_]{308}|0[xob][\da-fA-F_]{250}")  # more than a float
-STDOUT = Path("-")  # the name of the standard output among files
 
 
 class FileError(OneLineError):
@@ -217,74 +201,14 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def require_replaceable(path: Path, *suffixes: str) -> None:
-    """Raise FileError unless a program may write a file whose name ends so, in place of any there:
-    one of the same kind and none of a run's own; or a pipe, a terminal, a device.
-    """
-    problem = _problem_at(path, suffixes)
-    if problem:
-        raise FileError(f"{path}: {problem}")
-
-
-def _problem_at(path: Path, suffixes: Iterable[str]) -> str:
-    """Why a program may not write a file whose name ends so; "" if it may."""
-    if path.is_dir():
-        return "is a folder; expected a file"
-    if not path.parent.is_dir():
-        return "expected a file in a folder that exists"
-    handle = open_handle(path)
-    if handle is not None:
-        with in_one_line(path):
-            os.fstat(handle)  # an error now, and not after the work
-        return ""
-    is_there = path.exists()
-    if is_there and not path.is_file():
-        return ""
-    target = Path(os.path.realpath(path))
-    if _is_of_a_run(target) and (is_there or (target.parent / "recipe.toml").exists()):
-        return "is one of a run's own files, which only its training writes"
-    suffix = next(filter(target.name.lower().endswith, suffixes), None)
-    if suffix is None:
-        return f"expected a name that ends in {' or '.join(suffixes)}"
-    if is_there:
-        with in_one_line(path, "read"), open(target, "rb") as file:
-            start = file.read(64)
-        if start and not re.match(KINDS[suffix], start):
-            kind = f"{suffix} file as this program writes"
-            return f"is there already and no {kind}, so it stays as it is"
-    return ""
-
-
-def require_no_input(path: Path, inputs: Iterable[str]) -> None:
-    """Raise FileError if there is a file at `path` that is an input, or that an input folder holds:
-    pictures, weights, .json and lists; a run's own files `require_replaceable` refuses.
-    """
-    target = Path(os.path.realpath(path))
-    if not target.is_file():
-        return
-    for place in map(Path, inputs):
-        if _reads(place, target):
-            raise FileError(f"{path}: this command reads {place}, so that file stays as it is")
-
-
-def _reads(place: Path, target: Path) -> bool:
-    """Whether a command that reads what is at `place` may read the file `target`."""
-    for file in (place, place.parent):  # the second: of runs.tar.xz/pattern
-        if file.is_file() and file.samefile(target):
-            return True
-    if not place.is_dir() or (place / "recipe.toml").exists():
-        return False
-    is_read = target.suffix.lower() in (".png", ".json", ".csv", ".safetensors")
-    return is_read and target.is_relative_to(os.path.realpath(place))
-
-
-def _is_of_a_run(path: Path) -> bool:
+def is_of_a_run(path: Path) -> bool:
+    """Whether a file has the name of one that a run writes in its folder."""
     return any(fnmatchcase(path.name, pattern) for pattern in RUN_FILES)
 
 
 def require_no_links(folder: Path) -> None:
     """Raise FileError if a file that a run would write here is a link, which may lead anywhere."""
-    links = [path for path in folder.iterdir() if path.is_symlink() and _is_of_a_run(path)]
+    links = [path for path in folder.iterdir() if path.is_symlink() and is_of_a_run(path)]
     if links:
         raise FileError(
             f"{links[0]}: is a symbolic link, and no run writes through one; "
@@ -375,15 +299,6 @@ def _containers_in(level: list[Any]) -> Iterator[Any]:
     for container in level:
         parts = container.values() if isinstance(container, dict) else container
         yield from (part for part in parts if isinstance(part, (dict, list, tuple)))
-
-
-def deliver(text: str, path: Path | None) -> None:
-    """Print a text, or write it to the file of an `Output` and print that; None: neither."""
-    if path == STDOUT:
-        print(text, end="", flush=True)
-    elif path is not None:
-        write_text_atomically(text, path)
-        print(f"wrote {path}", flush=True)
 
 
 class CheckpointError(FileError):

@@ -23,11 +23,12 @@ it does not. --data-dir and --set data.KEY=VALUE say where its images are here.
 from argparse import Namespace
 from pathlib import Path
 
-from ..base.files import require_replaceable, write_text_atomically
+from ..base.files import write_text_atomically
 from ..base.messages import counted
 from .shared.command_line import Output, Parser, add_set, add_trust, integer, main_of
 from .shared.curves import draw_curves
 from .shared.groups import finished_runs
+from .shared.outputs import require_replaceable
 from .shared.records import SUFFIX, read_runs, write_archive
 from .shared.results import compare_runs
 

@@ -45,13 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..base.files import (
-    CheckpointError,
-    read_bytes,
-    require_replaceable,
-    write_text_atomically,
-    written_atomically,
-)
+from ..base.files import CheckpointError, read_bytes, write_text_atomically, written_atomically
 from ..data.augment import normalise
 from ..interop.weights.libraries import counterpart
 from ..interop.weights.names import Names, foreign_names, native_tensors
@@ -67,6 +61,7 @@ from ..runs.load import Saved, open_file
 from ..runs.trained import VIEW_KEYS, Trained, load
 from .shared.card import card_of
 from .shared.command_line import Output, Parser, add_run, main_of, run_arguments
+from .shared.outputs import require_replaceable
 from .shared.records import Json, without_folders, without_paths
 
 NEAR = 1e-4  # largest difference of outputs, relative to the largest

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.files import deliver, require_no_input, written_atomically
+from ..base.files import written_atomically
 from ..base.messages import ProgressBar, in_brief, one_line, say
 from ..data.datasets import is_wnid
 from ..data.folders import classes_in, composed
@@ -49,6 +49,7 @@ from ..train.device import this_device
 from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_run, integer, main_of, real, run_arguments
 from .shared.orders import order_taken
+from .shared.outputs import deliver, require_no_input
 from .shared.plot import BLUE, VERMILION, FigureError, draw_heat, pixels, pyplot, save, subplots
 from .shared.results import json_line
 

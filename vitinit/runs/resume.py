@@ -80,9 +80,8 @@ class Decision(NamedTuple):
     """What the main process decides for all, by what it sees on disk."""
 
     to_do: ToDo
-    automatic: Mapping[
-        str, str
-    ]  # of a new run: what the keys are that its recipe leaves to the device
+    # Of a new run: what the keys are that its recipe leaves to the device.
+    automatic: Mapping[str, str]
 
 
 class Choice(NamedTuple):
@@ -129,8 +128,13 @@ class RunLock(ExitStack):
         """Lock the folder; raise CheckpointError, which names the holder, if another process has.
         If the file system has no locks, a warning says so and the folder stays unlocked.
         """
-        import fcntl  # which Windows has not
-
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            raise CheckpointError(
+                f"{folder}: this system has no file locks, by which a run keeps others out; expected "
+                "Linux, macOS, or Linux within Windows (WSL)"
+            ) from None
         if self.handles:
             return
         here = os.getpid(), folder.resolve()

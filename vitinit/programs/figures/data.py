@@ -6,13 +6,13 @@ import numpy as np
 from einops import rearrange
 from torch import Tensor
 
-from ...base.files import require_no_input
 from ...base.messages import one_line
 from ...data.datasets import open_split
 from ...data.images import DataError, resize_and_centre_crop
 from ...data.lists import LISTS
 from ...data.sources import ImageFiles, Source
 from ...watch.survey import Survey, survey
+from ..shared.outputs import require_no_input
 from ..shared.plot import BLUE, as_drawn, pixels, save, subplots
 
 EXAMPLES, SIDE = 8, 64  # images per class, spread evenly over it, and their pixels

@@ -16,9 +16,10 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from ...base.files import deliver, read_bytes
+from ...base.files import read_bytes
 from ...base.messages import OneLineError
 from ..shared.command_line import Output, Parser, integer, main_of
+from ..shared.outputs import deliver
 from . import PICTURES, lesson_paths
 from .page import Page, check_page, notebook, read_page, updated_page
 

@@ -23,13 +23,14 @@ from typing import Any, NoReturn
 
 import vitinit
 
-from ...base.files import STDOUT, FileError, require_no_input, require_replaceable
+from ...base.files import FileError
 from ...base.messages import OneLineError, environment_rank, in_brief, nearest, one_line, say
 from ...base.values import Bounds, accepted_values, convert
 from ...recipe.files import RecipeError
 from ...runs.imports import import_parts
 from ...train.distributed import LostProcess
 from ...train.interruption import Interrupted, raising_signals
+from .outputs import STDOUT, require_no_input, require_replaceable
 
 # What other programs call the keys of a recipe, and what else does here what is asked for.
 HABITS = {

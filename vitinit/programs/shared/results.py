@@ -13,11 +13,11 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from ...base.files import STDOUT, deliver
 from ...base.messages import one_line
 from ...runs.evaluated import EvaluatedSet
 from ...train.metrics import MEASURES, Evaluation, balanced_accuracy
 from .groups import Group, Groups, finished_runs, group_runs
+from .outputs import STDOUT, deliver
 from .records import Json, RunRecord
 from .sureness import Sureness
 
