@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from vitinit.__main__ import PROGRAMS
 from vitinit.base.messages import warn
 from vitinit.base.table import find
-from vitinit.programs.shared.command_line import HABITS, complain
+from vitinit.programs.shared.command_line import HABITS, complain, run_program
 from vitinit.recipe.files import RecipeError, load_recipe, overrides
 from vitinit.train.distributed import LostProcess, Processes
 
@@ -99,7 +99,9 @@ def test_flags_apply_before_set_and_an_empty_one_is_given():
     assert (recipe.data.root, recipe.data.name) == ("a", "cifar10")
 
 
-def test_the_main_process_complains_in_one_line_and_the_others_keep_silent(monkeypatch, capsys):
+def test_the_main_process_complains_in_one_line_and_others_of_their_disk_alone(
+    monkeypatch, capsys, tmp_path
+):
     for rank, speaks in ((None, True), ("0", True), ("1", False)):
         monkeypatch.delenv("RANK", raising=False)
         if rank is not None:
@@ -110,6 +112,13 @@ def test_the_main_process_complains_in_one_line_and_the_others_keep_silent(monke
             "",
             "eval.py: x.toml: run.seed is 'a'\nwarning of it\n" * speaks,
         )
+
+    def reads_what_is_not_there() -> None:
+        os.stat(absent)
+
+    absent = tmp_path / "absent"  # of this process: the others may have another disk
+    assert run_program("eval.py", reads_what_is_not_there) == 2
+    assert capsys.readouterr().err == f"eval.py: {absent}: No such file or directory\n"
 
 
 def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_path):

@@ -323,14 +323,16 @@ def add_trust(parser: Parser) -> None:
     )
 
 
-def complain(program: str, error: object) -> None:
+def complain(program: str, error: object, *, of_one_process: bool = False) -> None:
     """Print an error as one line on standard error, by the main process or the only one with it.
+    of_one_process: whether the others do not know of it; a OneLineError knows that itself.
 
     Every process also leaves it for torchrun, which ends all processes once one has failed, perhaps
     before the main one has printed, and whose report then ends with the line.
     """
     line = f"{program}: {one_line(error)}"
-    if environment_rank() == 0 or getattr(error, "of_one_process", False):
+    alone = getattr(error, "of_one_process", of_one_process)
+    if environment_rank() == 0 or alone:
         say(line, sys.stderr)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")  # set by torchrun
     if report and not isinstance(error, LostProcess):
@@ -363,7 +365,8 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
         return 128 + 13  # SIGPIPE, which Windows has not
     except OSError as error:
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        complain(name, f"{place}{error.strerror or in_brief(error)}")
+        what = f"{place}{error.strerror or in_brief(error)}"
+        complain(name, what, of_one_process=True)  # the disk is another one there
         return 2
     finally:
         drop_unwritten()
