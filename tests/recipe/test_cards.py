@@ -46,7 +46,7 @@ def commands(path: Path) -> list[list[str]]:
 
 def overrides_of(path: Path) -> list[str]:
     """All arguments of --set anywhere in a card, with numbers in place of "…" and K²."""
-    found = [text.rstrip(",;.:)") for text in re.findall(r"--set ([^\s=]+=\S+)", card(path))]
+    found = [text.rstrip(",;.:)") for text in re.findall(r"--set '?([^\s=']+=[^\s']+)", card(path))]
     return [text.replace("…", "1").replace("K²", "9") for text in found]
 
 

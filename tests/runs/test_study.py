@@ -14,8 +14,8 @@ from vitinit.recipe.files import load_recipe, overrides
 SEEDS_OF_THE_TEST = range(3, 8)  # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
 SPECIAL = {
-    "no position embedding": ("model.options.pos_embed=none",),
-    "class token": ("model.options.pool=class",),
+    "`default`, no position embedding": ("model.options.pos_embed=none",),
+    "`default`, class token": ("model.options.pool=class",),
     "`deep_impulse`, constants .5": ("init.options.constant_variance=0.5",),
 }
 FREE = {
@@ -73,7 +73,7 @@ def test_the_grid_of_inits_and_optimisers_names_the_runs_with_these_keys(records
     assert len(rows) == 9
     for piece in rows:
         what = piece.words[0].strip(" |")
-        init = what.split("`")[1] if "`" in what else "default"
+        init = what.split("`")[1]
         for column, source in zip(columns, piece.sources, strict=True):
             adamw = "optim.name=muon" not in column
             lecun = ["init.options.base=lecun"] * ("base" in what and adamw)
