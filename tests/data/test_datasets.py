@@ -36,7 +36,7 @@ from vitinit.data.datasets import (
 from vitinit.data.folders import WITHOUT_VALIDATION
 from vitinit.data.images import DataError
 from vitinit.data.sources import ImagesInMemory
-from vitinit.runs.evaluated import EvaluatedSet
+from vitinit.programs.shared.evaluated import EvaluatedSet
 
 
 class Written(NamedTuple):

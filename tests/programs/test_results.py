@@ -9,9 +9,9 @@ import torch
 from pytest import approx
 
 from vitinit.base.files import write_text_atomically
+from vitinit.programs.shared.evaluated import EvaluatedSet
 from vitinit.programs.shared.outputs import STDOUT
 from vitinit.programs.shared.results import Finding, class_scores, print_results
-from vitinit.runs.evaluated import EvaluatedSet
 from vitinit.train.metrics import Evaluation, balanced_accuracy
 
 MODEL = Evaluation(

@@ -201,9 +201,8 @@ class ImageFolder(ImageFiles):
         if not os.path.isdir(folder):
             raise DataError(f"{folder}: no such folder; expected {folder}/<class>/<image>")
         names = folders_in(folder)
-        paths = defaultdict[str, list[str]](
-            list
-        )  # of each folder, and of no class in `folder` itself
+        # Of each folder, and of no class in `folder` itself.
+        paths = defaultdict[str, list[str]](list)
         left_out = Counter[str]()
         for parent, files in images_below(folder, left_out):
             name, *_ = os.path.relpath(parent, folder).split(os.sep)

@@ -44,7 +44,6 @@ from ..data.sources import Source
 from ..recipe.files import RecipeError, overrides
 from ..recipe.sections import EngineSection
 from ..runs.data import border_of, evaluation_batches, require_labels, validation_bar
-from ..runs.evaluated import EvaluatedSet, own_set, require_same_images, trained_set
 from ..runs.load import Saved, open_saved
 from ..runs.model import compiled, task_of
 from ..tasks import Task
@@ -56,6 +55,7 @@ from ..train.loop import set_precision
 from ..train.metrics import Evaluation
 from ..watch.survey import dark_in_16_bits
 from .shared.command_line import Output, Parser, add_options, run_program
+from .shared.evaluated import EvaluatedSet, own_set, require_same_images, trained_set
 from .shared.orders import order_taken
 from .shared.results import Finding, print_results
 from .shared.sureness import Sureness, require_one_label, store_temperatures

@@ -16,15 +16,15 @@ from ...base.values import to_toml
 from ...data.images import DataError
 from ...data.sources import ImageFiles
 from ...runs.data import evaluation_batches
-from ...runs.evaluated import own_set, require_same_images
 from ...runs.load import open_saved
-from ...tasks.calibration import calibration_error, reliability
 from ...tasks.multi_label import evaluation_of
 from ...train.device import this_device
 from ...train.metrics import MEASURES, balanced_accuracy
 from ...watch.attention import BY_BLOCK
 from ...watch.verdict import chosen_weights
+from ..shared.calibration import calibration_error, reliability
 from ..shared.curves import EPOCHS, QUANTITIES, Band, by_epoch, by_step, joined_in_words
+from ..shared.evaluated import own_set, require_same_images
 from ..shared.groups import Group, Groups, group_runs
 from ..shared.guesses import all_logits
 from ..shared.plot import LINES, FigureError, as_png, rounded

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ... import __version__
 from ...base.messages import OneLineError, counted, one_line, times
-from ...runs.evaluated import own_set, require_same_images
 from ...runs.folder import RunFolder
 from ...runs.trained import Trained
 from ...train.device import for_people, this_device
 from ...watch.verdict import margin
+from .evaluated import own_set, require_same_images
 from .guesses import Guessed, guessed
 from .records import RunRecord, read_run, without_folders
 from .results import table

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...base.messages import one_line
-from ...runs.evaluated import EvaluatedSet
 from ...train.metrics import MEASURES, Evaluation, balanced_accuracy
+from .evaluated import EvaluatedSet
 from .groups import Group, Groups, finished_runs, group_runs
 from .outputs import STDOUT, deliver
 from .records import Json, RunRecord

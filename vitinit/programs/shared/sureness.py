@@ -12,9 +12,9 @@ from ...recipe.files import RecipeError
 from ...runs.calibration import add_row
 from ...runs.load import BOXED, Saved
 from ...tasks import Loss
-from ...tasks.calibration import BINS, calibration_error, fit_temperature, reliability
 from ...tasks.multi_label import of_all_processes
 from ...train.distributed import Processes
+from .calibration import BINS, calibration_error, fit_temperature, reliability
 
 
 @dataclass

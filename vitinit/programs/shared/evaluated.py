@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from ..data.datasets import data_set_of, open_split
-from ..data.images import DataError
-from ..data.sources import Source, fingerprint
-from ..recipe.sections import DataSection, Recipe
-from .data import open_held_out, open_training_set
-from .folder import RunFolder, image_digests
+from ...data.datasets import data_set_of, open_split
+from ...data.images import DataError
+from ...data.sources import Source, fingerprint
+from ...recipe.sections import DataSection, Recipe
+from ...runs.data import open_held_out, open_training_set
+from ...runs.folder import RunFolder, image_digests
 
 
 class EvaluatedSet(NamedTuple):

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from counting import calibration_error_by_hand
 
+from vitinit.programs.shared.calibration import calibration_error, fit_temperature, reliability
 from vitinit.tasks import CROSS_ENTROPY, Loss
-from vitinit.tasks.calibration import calibration_error, fit_temperature, reliability
 
 LOSSES = [CROSS_ENTROPY, Loss("binary_cross_entropy", "share", "none")]
 

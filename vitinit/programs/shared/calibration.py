@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import Loss
+from ...tasks import Loss
 
 BINS = 15  # of equal width, each with its upper end, as in the paper
 COLDEST, HOTTEST = 1e-3, 1e3  # temperatures between which one is sought
