@@ -93,6 +93,7 @@ def test_a_plain_run_imports_only_what_the_pages_say(repository, tmp_path):
     assert {name for name in ours if name.startswith("vitinit.programs.")} == {
         "vitinit.programs.shared",
         "vitinit.programs.shared.command_line",
+        "vitinit.programs.shared.outputs",
         "vitinit.programs.train",
     }
     unneeded = {
