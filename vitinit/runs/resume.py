@@ -126,7 +126,8 @@ class RunLock(ExitStack):
 
     def take(self, folder: Path) -> None:
         """Lock the folder; raise CheckpointError, which names the holder, if another process has.
-        If the file system has no locks, a warning says so and the folder stays unlocked.
+        If the file system has no locks, a warning says so and the folder stays unlocked; on a
+        system that has none, Windows, it is CheckpointError.
         """
         try:
             import fcntl

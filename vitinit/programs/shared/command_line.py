@@ -324,8 +324,8 @@ def add_trust(parser: Parser) -> None:
 
 
 def complain(program: str, error: object, *, of_one_process: bool = False) -> None:
-    """Print an error as one line on standard error, by the main process or the only one with it.
-    of_one_process: whether the others do not know of it; a OneLineError knows that itself.
+    """Print an error as one line on standard error, by the main process or each that may be the only
+    one with it. of_one_process: whether it may be; a OneLineError knows that itself.
 
     Every process also leaves it for torchrun, which ends all processes once one has failed, perhaps
     before the main one has printed, and whose report then ends with the line.
@@ -366,7 +366,7 @@ def run_program(name: str, program: Callable[[], int | None], *, cleans: bool = 
     except OSError as error:
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         what = f"{place}{error.strerror or in_brief(error)}"
-        complain(name, what, of_one_process=True)  # the disk is another one there
+        complain(name, what, of_one_process=True)  # perhaps of its own disk
         return 2
     finally:
         drop_unwritten()
