@@ -107,6 +107,9 @@ assert evaluate.main(["runs/quickstart-default-s1"]) == 0
     assert "\n| default | 1 | " in result.stdout  # compared
     (start,) = json.loads((elsewhere / "runs/quickstart-default-s1/run.json").read_bytes())
     assert start["recipe"] == "quickstart" and start["git_commit"] == "unknown"
+    assert (
+        start["vitinit"] == vitinit.__version__
+    )  # all that names the code of an installed package
     assert start["arguments"]["changes"]["model.options.depth"] == 1
 
 

@@ -65,6 +65,7 @@ def test_a_run_leaves_all_that_its_folder_promises(train_program, small_run, tmp
         "recipe",
         "arguments",
         "command",
+        "vitinit",
         "git_commit",
         "torch",
         "python",

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,7 @@ class RunFolder:
         if imports:
             start["imports"] = dict(imports)
         start |= {
+            "vitinit": installed_version(),
             "git_commit": git_commit(PACKAGE),
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -402,6 +404,16 @@ def save_atomically(state: Table, path: Path, *, keep: Path | None = None) -> No
     """Write a checkpoint, and keep the old file at `keep`, as `written_atomically` does."""
     with written_atomically(path, keep=keep) as file:
         torch.save(state, file)
+
+
+def installed_version() -> str:
+    """The version of vitinit that is installed: an installed package has no commit. "unknown" where
+    a copy of the repository is not installed.
+    """
+    try:
+        return version("vitinit")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def git_commit(folder: Path) -> str:

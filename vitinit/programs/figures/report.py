@@ -34,7 +34,8 @@ from .page import write_page
 
 MISTAKES = 24  # shown
 SIDE = 96  # pixels of a mistake's longer side, at most
-STATED = ("time", "device", "processes", "torch", "python", "git_commit")  # of each start
+# Of each start.
+STATED = ("time", "device", "processes", "torch", "python", "vitinit", "git_commit")
 COSTS = (
     ("images_per_second", "images/s, median", "{:,.0f}", statistics.median),
     ("waiting", "host waiting", "{:.0%}", statistics.median),
