@@ -106,6 +106,7 @@ def test_a_recipe_that_a_user_states_is_taken_whatever_the_size_and_time():
 def test_small_images_have_the_recipe_of_32_pixels_and_photographs_are_not_enlarged():
     small, _ = chosen(5, 7.0, PHOTOGRAPHS._replace(side=28.0))
     assert small.recipe == "cifar10_10k_ahead"
+    assert small.changes["model.options.shift_blocks"] == 5
     sides = [
         chosen(5, 7.0, PHOTOGRAPHS._replace(side=side))[0].changes["data.image_size"]
         for side in (47.0, 101.0, 128.0, 1021.0)
